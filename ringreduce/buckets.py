@@ -1,0 +1,136 @@
+"""Which gradients travel together: a static plan that every rank makes alike. Pure.
+
+Gradients are packed into buckets of one dtype, in reverse order of the variables, because
+backpropagation finishes the last layer first. The plan follows from shapes and dtypes
+alone, so ranks need no coordinator to agree on it; they compare its signature with every
+reduction all the same.
+
+    bucket   | gradient 9 | pad | gradient 8 | pad | ...     starts at multiples of 64 bytes
+
+Padding lets a gradient's place in the bucket be handed to the framework as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ringreduce.wire import signature_of
+
+__all__ = ["ALIGNMENT", "Bucket", "BucketPlan", "GradientSpec", "Slot", "first_difference"]
+
+# TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """A gradient as all ranks must see it.
+
+    Attributes:
+        path: the variable's name, for messages; not compared, since automatic names depend
+            on what else a process has created.
+        shape, dtype: of the gradient.
+        present: whether the variable has a gradient at all.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    present: bool = True
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def agrees_with(self, other: GradientSpec) -> bool:
+        """Whether two ranks can reduce this gradient together."""
+        return (self.shape, self.dtype, self.present) == (other.shape, other.dtype, other.present)
+
+    def describe(self) -> str:
+        """``dense/kernel: float32 of shape (784, 10)``, or that it has none."""
+        kind = f"{self.dtype} of shape {self.shape}" if self.present else "no gradient (None)"
+        return f"{self.path}: {kind}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A gradient's place: elements ``[start, start + count)`` of its bucket."""
+
+    gradient: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included."""
+
+    dtype: str
+    count: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of one step, in the order in which every rank reduces them."""
+
+    gradients: tuple[GradientSpec, ...]
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def make(
+        cls, gradients: Sequence[GradientSpec], itemsizes: dict[str, int], bucket_bytes: int
+    ) -> BucketPlan:
+        """Pack `gradients` into buckets of about `bucket_bytes`.
+
+        Args:
+            gradients: in the order of the variables. Those that are not present take no room.
+            itemsizes: bytes of an element of each dtype that occurs.
+            bucket_bytes: a bucket is closed when the next gradient would exceed this; a
+                larger gradient has a bucket to itself.
+        """
+        done: list[Bucket] = []
+        open_slots: dict[str, list[Slot]] = {}
+        ends: dict[str, int] = {}
+
+        def close(dtype: str) -> None:
+            if slots := open_slots.pop(dtype, None):
+                done.append(Bucket(dtype, ends.pop(dtype), tuple(slots)))
+
+        for index in reversed(range(len(gradients))):
+            spec = gradients[index]
+            if not spec.present:
+                continue
+            per_line = ALIGNMENT // itemsizes[spec.dtype]
+            room = -(-spec.count // per_line) * per_line
+            start = ends.get(spec.dtype, 0)
+            if start and (start + room) * itemsizes[spec.dtype] > bucket_bytes:
+                close(spec.dtype)
+                start = 0
+            open_slots.setdefault(spec.dtype, []).append(Slot(index, start, spec.count))
+            ends[spec.dtype] = start + room
+        for dtype in list(open_slots):
+            close(dtype)
+        return cls(tuple(gradients), tuple(done))
+
+    @cached_property
+    def signature(self) -> int:
+        """64 bits that differ when plans differ; names do not count."""
+        specs = tuple((g.shape, g.dtype, g.present) for g in self.gradients)
+        return signature_of("plan", specs, self.buckets)
+
+
+def first_difference(
+    ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec]
+) -> tuple[str, str] | None:
+    """The first gradient on which two ranks disagree, as both describe it; None if they agree."""
+    for own, other in zip(ours, theirs, strict=False):
+        if not own.agrees_with(other):
+            return own.describe(), other.describe()
+    if len(ours) != len(theirs):
+        return f"{len(ours)} gradients", f"{len(theirs)} gradients"
+    return None

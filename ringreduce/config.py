@@ -1,0 +1,207 @@
+"""Settings of one communicator, and the only reader of the environment.
+
+Explicit arguments come first, then the variables below, then the defaults. With none of
+the launch variables set a process is a world of one; with some set and others missing it
+is a broken launch, and `ConfigError` says so rather than letting it train alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ringreduce.errors import ConfigError
+
+__all__ = ["Config", "color_wanted", "worker_environment"]
+
+# Without these four a rank does not know its place.
+_LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
+
+# What is no place in the ring, and so passes from the user's environment to the workers.
+_LIMITS = ("RINGREDUCE_TIMEOUT_S", "RINGREDUCE_JOIN_TIMEOUT_S", "RINGREDUCE_SEGMENT_BYTES")
+
+# A job that is merely slow should survive a long validation or checkpoint on one rank; a job
+# that hangs should not burn money for minutes.
+TIMEOUT_S = 30.0
+# Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
+JOIN_TIMEOUT_S = 120.0
+# Half a MiB keeps a segment in the second-level cache while it is reduced. From 256 KiB to
+# 2 MiB it makes no difference beyond noise (docs/performance.md).
+SEGMENT_BYTES = 512 * 1024
+
+# Read by the numerical libraries when they load; set for each worker by the launcher.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one communicator; see each field. Checked when made.
+
+    Attributes:
+        rank: this process's number, 0 <= rank < size.
+        size: number of processes in the job.
+        local_rank: this process's number among those on its host; None: counted when the
+            ring forms.
+        local_size: number of processes on this host; None: counted when the ring forms.
+        rendezvous: ``host:port`` that rank 0 listens on while the ring forms.
+        rendezvous_fd: a listening socket that rank 0 inherited for it; the launcher opens it
+            so that the port is taken before anyone needs it.
+        job_id: equal on all ranks of a job, different from any other job's.
+        timeout_s: seconds without progress after which a call gives up.
+        join_timeout_s: seconds for all ranks to meet.
+        segment_bytes: payload of a full frame; equal on all ranks.
+
+    Raises:
+        ConfigError: a value is out of range; the text says which and where it came from.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int | None = None
+    local_size: int | None = None
+    rendezvous: str = ""
+    rendezvous_fd: int | None = None
+    job_id: str = ""
+    timeout_s: float = TIMEOUT_S
+    join_timeout_s: float = JOIN_TIMEOUT_S
+    segment_bytes: int = SEGMENT_BYTES
+
+    def __post_init__(self) -> None:
+        self._require("size", self.size >= 1, "at least 1")
+        self._require("rank", 0 <= self.rank < self.size, f"0 to {self.size - 1}, below size")
+        if self.local_size is not None:
+            limit = self.size
+            self._require("local_size", 1 <= self.local_size <= limit, f"1 to {limit}")
+        if self.local_rank is not None:
+            limit = (self.local_size or self.size) - 1
+            self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
+        self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
+        self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
+        # Multiples of 64 keep every element whole and every segment aligned.
+        aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
+        self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
+        if self.size > 1:
+            host_and_port(self.rendezvous)
+
+    def _require(self, name: str, holds: bool, accepted: str) -> None:
+        if not holds:
+            raise ConfigError(
+                f"{name} is {getattr(self, name)!r}, from the argument {name} or the variable "
+                f"{_variable(name)}; accepted: {accepted}"
+            )
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, **arguments: object
+    ) -> Config:
+        """Settings from `arguments` and, where one is absent or None, from the variables.
+
+        Args:
+            environment: variables to read instead of the process's own.
+            arguments: fields of Config by name.
+
+        Raises:
+            ConfigError: an unknown argument, a variable that cannot be read or is out of
+                range, or launch variables of which only some are set.
+        """
+        variables = os.environ if environment is None else environment
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(arguments) - names):
+            raise ConfigError(
+                f"got the unknown setting {', '.join(unknown)}",
+                remedy=f"Known are {', '.join(sorted(names))}.",
+            )
+        values = {name: value for name, value in arguments.items() if value is not None}
+        given = {_variable(name) for name in values}
+        present = [name for name in _LAUNCH if name in variables or name in given]
+        missing = [name for name in _LAUNCH if name not in present]
+        alone = values.get("size", 1) == 1 and not any(name in variables for name in _LAUNCH)
+        if present and missing and not alone:
+            raise ConfigError(
+                f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, "
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+                remedy="Start the workers with `ringreduce run -n N script.py`, or set all of "
+                f"{', '.join(_LAUNCH)}; set none of them for a single process.",
+            )
+        for field in fields(cls):
+            text = variables.get(_variable(field.name))
+            if field.name not in values and text is not None:
+                values[field.name] = _parse(_variable(field.name), text, str(field.type))
+        if "timeout_s" in values and "join_timeout_s" not in values:
+            # Who sets one limit means it for the meeting too.
+            values["join_timeout_s"] = values["timeout_s"]
+        return cls(**values)  # type: ignore[arg-type]
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables from which `from_environment` makes this Config again."""
+        return {
+            _variable(field.name): str(value)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[ipv6]:port``.
+
+    Raises:
+        ConfigError: it is not of that form, or the port is not 1 to 65535.
+    """
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    digits = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not host or len(host) > 255 or not digits or not 1 <= int(port) <= 65535:
+        raise ConfigError(
+            f"rendezvous is {address[:80]!r}, from the argument rendezvous or the variable "
+            "RINGREDUCE_RENDEZVOUS; accepted: host:port with a port of 1 to 65535, "
+            "such as 127.0.0.1:4000"
+        )
+    return host, int(port)
+
+
+def worker_environment(config: Config, threads: int, *, keep_limits: bool) -> dict[str, str]:
+    """This process's environment, with what one worker needs to find its place added.
+
+    Args:
+        config: the worker's settings.
+        threads: compute threads it may use. Thread variables the user has set are kept.
+        keep_limits: leave time limits and sizes as the user's variables have them, if they do.
+    """
+    # A launcher that is itself a worker must not hand on its own place.
+    places = {_variable(field.name) for field in fields(Config)} - set(_LIMITS)
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    for name, value in config.to_environment().items():
+        if name not in _LIMITS or not keep_limits:
+            environment[name] = value
+    for name in _THREAD_VARIABLES:
+        environment.setdefault(name, str(threads))
+    # Two at least: one may sit in a collective while the input pipeline runs on the other.
+    environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment
+
+
+def color_wanted() -> bool:
+    """Whether the user's environment allows coloured output (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR")
+
+
+def _variable(field: str) -> str:
+    return f"RINGREDUCE_{field.upper()}"
+
+
+def _parse(variable: str, text: str, kind: str) -> object:
+    convert = float if "float" in kind else int if "int" in kind else str
+    try:
+        return convert(text)
+    except ValueError:
+        noun = "a number" if convert is float else "a whole number"
+        raise ConfigError(f"{variable} is {text[:80]!r}; accepted: {noun}") from None

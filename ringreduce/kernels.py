@@ -1,0 +1,219 @@
+"""Element-wise kernels, compiled once for each operator and dtype, called by address.
+
+Each combines `count` elements at `target` with those at `source` and leaves the result in
+`target`. They know neither chunk nor socket, hold no state, and run without the GIL. The
+compiled ring loop (`ringreduce.collectives`) takes them as plain C function addresses, so
+that there is one loop for all dtypes and a kernel costs its compilation (0.1-0.3 s, then
+cached on disk) only when a program first uses it. The rejected alternative, a loop that is
+specialised for the dtype, compiled 36 copies of the transport code.
+
+No fastmath: a NaN or an infinity in a gradient must come out as one. 16-bit floats are
+widened to float32, reduced there, and rounded once (`widen`, `narrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.core.typing import Signature
+from numba.extending import intrinsic
+
+from ringreduce.types import ReduceOp
+
+__all__ = ["call_kernel", "divide", "narrow", "reduce_rows", "reduction", "widen"]
+
+
+def reduction(op: ReduceOp, dtype: np.dtype) -> int:
+    """Address of ``void(target, source, count)`` that reduces `source` into `target`.
+
+    Args:
+        op: MEAN reduces like SUM; divide the result afterwards (`divide`).
+        dtype: float32, float64 or an integer type.
+    """
+    return _compiled(_REDUCTIONS[op], np.dtype(dtype).name)
+
+
+def divide(dtype: np.dtype) -> int:
+    """Address of ``void(target, divisor, count)`` that divides `target` by ``divisor[0]``.
+
+    Floats are divided, not multiplied by a reciprocal: exact for sums of equal values.
+    Integers round towards minus infinity.
+    """
+    name = np.dtype(dtype).name
+    return _compiled(_divide_float if name.startswith("float") else _divide_integer, name)
+
+
+def widen(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill `target`, float32 of shape (n,), with `source`, float16 or bfloat16 of shape (n,)."""
+    kernel = _widen_float16 if source.dtype.name == "float16" else _widen_bfloat16
+    kernel(source.view(np.uint16), target)
+
+
+def narrow(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill `target`, float16 or bfloat16 of shape (n,), with `source`, float32, rounded to even."""
+    kernel = _narrow_float16 if target.dtype.name == "float16" else _narrow_bfloat16
+    kernel(source, target.view(np.uint16))
+
+
+def _sum(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        to[i] += of[i]
+
+
+def _product(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        to[i] *= of[i]
+
+
+def _min(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        # `x != x` holds for NaN alone; a NaN already in `to` survives since `<` is then false.
+        if of[i] < to[i] or of[i] != of[i]:
+            to[i] = of[i]
+
+
+def _max(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        if of[i] > to[i] or of[i] != of[i]:
+            to[i] = of[i]
+
+
+def _divide_float(target: Any, divisor: Any, count: Any) -> None:
+    to = carray(target, count)
+    by = carray(divisor, 1)[0]
+    for i in range(count):
+        to[i] /= by
+
+
+def _divide_integer(target: Any, divisor: Any, count: Any) -> None:
+    to = carray(target, count)
+    by = carray(divisor, 1)[0]
+    for i in range(count):
+        to[i] //= by
+
+
+_REDUCTIONS: dict[ReduceOp, Callable[..., None]] = {
+    ReduceOp.SUM: _sum,
+    ReduceOp.MEAN: _sum,
+    ReduceOp.MIN: _min,
+    ReduceOp.MAX: _max,
+    ReduceOp.PRODUCT: _product,
+}
+
+# Compiled functions must outlive every address that was handed out: kept for good.
+_keep: list[object] = []
+
+
+@cache
+def _compiled(function: Callable[..., None], dtype_name: str) -> int:
+    element = types.CPointer(numba.from_dtype(np.dtype(dtype_name)))
+    kernel = cfunc(types.void(element, element, types.intp), cache=True)(function)
+    _keep.append(kernel)
+    return int(kernel.address)
+
+
+def _call_kernel(
+    typing: Any, kernel: Any, target: Any, source: Any, count: Any
+) -> tuple[Signature, Callable[..., Any]]:
+    """Call the kernel at address `kernel`: ``void(void *target, void *source, intp count)``."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = ir.FunctionType(ir.VoidType(), [word, word, word]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], pointer), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), build
+
+
+call_kernel = intrinsic(_call_kernel)
+
+_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
+
+
+@numba.njit(nogil=True, cache=True)
+def reduce_rows(rows: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any) -> None:
+    """Fill `target` with the reduction of `rows` over the first axis, in the order of the rows.
+
+    Args:
+        rows: uint8 of shape (size, nbytes), contiguous.
+        target: uint8 of shape (nbytes,), contiguous; may be a row of `rows` only if the first.
+        elements: how many elements nbytes hold.
+        combine: from `reduction`.
+        finish: from `divide`; 0 for none.
+        by: uint8, the bytes of the one element that `finish` divides by.
+    """
+    first = rows.ctypes.data
+    to = target.ctypes.data
+    if to != first:
+        _memcpy(to, first, np.uint64(target.size))
+    for row in range(1, rows.shape[0]):
+        call_kernel(combine, to, first + row * target.size, elements)
+    if finish != 0:
+        call_kernel(finish, to, by.ctypes.data, elements)
+
+
+def _half_to_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
+    """float32 value of a float16 given as its 16 bits (LLVM's half; F16C where the CPU has it)."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = builder.bitcast(arguments[0], ir.HalfType())
+        return builder.fpext(half, ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+def _float_to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
+    """16 bits of the float16 nearest to a float32, ties to even."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.bitcast(half, ir.IntType(16))
+
+    return types.uint16(types.float32), build
+
+
+_from_half = intrinsic(_half_to_float)
+_to_half = intrinsic(_float_to_half)
+
+
+@numba.njit(nogil=True, cache=True)
+def _widen_float16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = _from_half(source[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _narrow_float16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = _to_half(source[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _widen_bfloat16(source: Any, target: Any) -> None:
+    bits = target.view(np.uint32)
+    for i in range(source.size):
+        bits[i] = np.uint32(source[i]) << np.uint32(16)
+
+
+@numba.njit(nogil=True, cache=True)
+def _narrow_bfloat16(source: Any, target: Any) -> None:
+    bits = source.view(np.uint32)
+    for i in range(source.size):
+        word = bits[i]
+        if (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            # NaN: keep the sign, set the quiet bit; rounding could turn it into infinity.
+            target[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40))
+        else:
+            odd = (word >> np.uint32(16)) & np.uint32(1)
+            target[i] = np.uint16((word + np.uint32(0x7FFF) + odd) >> np.uint32(16))

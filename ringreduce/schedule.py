@@ -1,0 +1,133 @@
+"""Who sends which chunk when: pure index arithmetic, no arrays, no sockets.
+
+A buffer of `count` elements is cut into `size` chunks, one per rank. In each step every
+rank receives one chunk from the previous rank and passes a chunk on to the next:
+
+    reduce-scatter, 3 ranks            all-gather
+    step   rank 0   rank 1   rank 2    rank 0   rank 1   rank 2
+    0      gets 1   gets 2   gets 0    gets 2   gets 0   gets 1
+    1      gets 0   gets 1   gets 2    gets 1   gets 2   gets 0
+
+In a reduce-scatter the chunk that arrives is added to one's own; after size - 1 steps
+rank r holds the whole sum of chunk r. In an all-gather it replaces one's own. In both,
+the chunk received in one step is the chunk sent in the next, so a segment can leave as
+soon as it has been dealt with; that is the whole pipeline, and it is why one compiled
+loop runs every schedule of this file.
+
+See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", JPDC 2009.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "FINISH",
+    "FORWARD",
+    "REDUCE",
+    "Schedule",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "chunk_bounds",
+    "chunk_length",
+    "reduce_scatter",
+    "segment_count",
+]
+
+# What a rank does with a chunk that arrives; bits of `Schedule.actions`.
+REDUCE = 1  # combine it with its own chunk (otherwise: it replaces it)
+FINISH = 2  # the chunk is complete: apply the last pass (the division of a mean)
+FORWARD = 4  # send it on to the next rank
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's part in a collective.
+
+    Attributes:
+        first: chunk sent before anything is received, or -1 for none.
+        chunks: chunk received in each step.
+        actions: for each step, a sum of REDUCE, FINISH and FORWARD.
+        offset: what frames call this rank's step 0. Ranks run their steps together except in
+            a broadcast, where each starts one step after the rank before it.
+    """
+
+    first: int
+    chunks: tuple[int, ...]
+    actions: tuple[int, ...]
+    offset: int = 0
+
+    def describe_step(self, step: int) -> str:
+        """Name of `step` for an error message: ``all-gather step 2 of 3``, counted from 1."""
+        if self.first < 0 or not self.chunks:  # a broadcast
+            return f"hop {step + self.offset + 1}"
+        reducing = sum(1 for action in self.actions if action & REDUCE)
+        if step < reducing:
+            return f"reduce-scatter step {step + 1} of {reducing}"
+        return f"all-gather step {step - reducing + 1} of {len(self.actions) - reducing}"
+
+
+def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
+    """Where the chunks of `count` elements begin, and where the last one ends.
+
+    Chunk i is ``[bounds[i], bounds[i + 1])``. Lengths differ by at most one element and the
+    longer chunks come first; with fewer elements than ranks the last chunks are empty.
+    """
+    base, longer = divmod(count, size)
+    return tuple(i * base + min(i, longer) for i in range(size + 1))
+
+
+def chunk_length(count: int, size: int, index: int) -> int:
+    """Number of elements in chunk `index` of `count` elements over `size` ranks."""
+    base, longer = divmod(count, size)
+    return base + (1 if index < longer else 0)
+
+
+def segment_count(nbytes: int, segment_bytes: int) -> int:
+    """Number of frames a chunk of `nbytes` travels in.
+
+    An empty chunk still travels as one empty frame: its header is compared like any other,
+    so that ranks that disagree find out.
+    """
+    return max(1, -(-nbytes // segment_bytes))
+
+
+def reduce_scatter(rank: int, size: int) -> Schedule:
+    """Reduce all chunks and leave chunk `rank` complete on each rank, in size - 1 steps."""
+    steps = range(size - 1)
+    chunks = tuple((rank - step - 2) % size for step in steps)
+    actions = tuple(REDUCE | (FORWARD if step < size - 2 else FINISH) for step in steps)
+    return Schedule((rank - 1) % size if size > 1 else -1, chunks, actions)
+
+
+def all_gather(rank: int, size: int) -> Schedule:
+    """Give every rank all chunks, from each rank its own, in size - 1 steps."""
+    steps = range(size - 1)
+    chunks = tuple((rank - step - 1) % size for step in steps)
+    actions = tuple(FORWARD if step < size - 2 else 0 for step in steps)
+    return Schedule(rank if size > 1 else -1, chunks, actions)
+
+
+def all_reduce(rank: int, size: int) -> Schedule:
+    """Reduce-scatter, then all-gather without a pause between, in 2 (size - 1) steps."""
+    scatter, gather = reduce_scatter(rank, size), all_gather(rank, size)
+    if size == 1:
+        return scatter
+    # The chunk completed by the last reduce-scatter step is the one the all-gather starts with.
+    last = (*scatter.actions[:-1], scatter.actions[-1] | FORWARD)
+    return Schedule(scatter.first, scatter.chunks + gather.chunks, last + gather.actions)
+
+
+def broadcast(rank: int, size: int, root: int) -> Schedule:
+    """Pass the only chunk, number 0, along the ring from `root` to the rank before it.
+
+    A pipeline of segments: the last rank has everything size - 2 segments after the first.
+    """
+    if size == 1:
+        return Schedule(-1, (), ())
+    distance = (rank - root) % size
+    if distance == 0:
+        return Schedule(0, (), ())
+    return Schedule(-1, (0,), (FORWARD if distance < size - 1 else 0,), offset=distance - 1)

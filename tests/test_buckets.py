@@ -1,0 +1,184 @@
+"""The gradient plan: complete, aligned, and the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.buckets import ALIGNMENT, BucketPlan, GradientSpec, first_difference
+
+ITEMSIZES = {"float16": 2, "float32": 4, "float64": 8, "int8": 1}
+
+specs = st.builds(
+    GradientSpec,
+    path=st.text("abc/", max_size=5),
+    shape=st.lists(st.integers(0, 20), max_size=3).map(tuple),
+    dtype=st.sampled_from(sorted(ITEMSIZES)),
+    present=st.booleans(),
+)
+models = st.lists(specs, max_size=30)
+bucket_sizes = st.integers(1, 5000)
+plans = st.builds(BucketPlan.make, models, st.just(ITEMSIZES), bucket_sizes)
+
+
+def plan_of(*gradients: GradientSpec, bucket_bytes: int = 1 << 20) -> BucketPlan:
+    return BucketPlan.make(gradients, ITEMSIZES, bucket_bytes)
+
+
+@given(plans)
+def test_every_present_gradient_has_exactly_one_slot(plan):
+    placed = sorted(slot.gradient for bucket in plan.buckets for slot in bucket.slots)
+    assert placed == [i for i, gradient in enumerate(plan.gradients) if gradient.present]
+
+
+@given(plans)
+def test_slot_has_the_size_and_dtype_of_its_gradient(plan):
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            gradient = plan.gradients[slot.gradient]
+            assert (slot.count, bucket.dtype) == (gradient.count, gradient.dtype)
+
+
+@given(plans)
+def test_slots_start_at_multiples_of_64_bytes(plan):
+    for bucket in plan.buckets:
+        assert all(slot.start * ITEMSIZES[bucket.dtype] % ALIGNMENT == 0 for slot in bucket.slots)
+
+
+@given(plans)
+def test_slots_lie_one_after_the_other_within_their_bucket(plan):
+    for bucket in plan.buckets:
+        end = 0
+        for slot in bucket.slots:
+            assert slot.start >= end
+            end = slot.start + slot.count
+        assert end <= bucket.count
+
+
+@given(plans)
+def test_bucket_holds_no_more_padding_than_alignment_needs(plan):
+    for bucket in plan.buckets:
+        wasted = bucket.count - sum(slot.count for slot in bucket.slots)
+        assert wasted * ITEMSIZES[bucket.dtype] < ALIGNMENT * max(1, len(bucket.slots))
+
+
+@given(plans)
+def test_gradients_of_a_dtype_are_placed_in_reverse_order(plan):
+    """Backpropagation finishes the last one first."""
+    for dtype in ITEMSIZES:
+        placed = [
+            slot.gradient
+            for bucket in plan.buckets
+            if bucket.dtype == dtype
+            for slot in bucket.slots
+        ]
+        assert placed == sorted(placed, reverse=True)
+
+
+@given(models, bucket_sizes)
+def test_bucket_exceeds_its_size_only_for_a_gradient_alone(gradients, bucket_bytes):
+    plan = BucketPlan.make(gradients, ITEMSIZES, bucket_bytes)
+    for bucket in plan.buckets:
+        alone = sum(1 for slot in bucket.slots if slot.count) <= 1
+        assert alone or bucket.count * ITEMSIZES[bucket.dtype] <= bucket_bytes
+
+
+@given(models)
+def test_large_enough_bucket_takes_all_gradients_of_a_dtype(gradients):
+    plan = BucketPlan.make(gradients, ITEMSIZES, 1 << 40)
+    assert len(plan.buckets) == len({g.dtype for g in gradients if g.present})
+
+
+def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit():
+    spec = GradientSpec("w", (16,), "float32")  # 64 bytes
+    plan = plan_of(spec, spec, spec, spec, spec, bucket_bytes=128)
+    placed = [[slot.gradient for slot in bucket.slots] for bucket in plan.buckets]
+    assert placed == [[4, 3], [2, 1], [0]]
+
+
+def test_layout_in_words_of_elements():
+    plan = plan_of(GradientSpec("a", (3,), "float32"), GradientSpec("b", (17,), "float32"))
+    (bucket,) = plan.buckets
+    assert [(slot.gradient, slot.start, slot.count) for slot in bucket.slots] == [
+        (1, 0, 17),
+        (0, 32, 3),
+    ]
+    assert bucket.count == 48
+
+
+def test_model_without_gradients_has_no_bucket():
+    assert plan_of(GradientSpec("a", (3,), "float32", present=False)).buckets == ()
+
+
+@given(models, bucket_sizes)
+def test_signature_is_the_same_for_equal_models(gradients, bucket_bytes):
+    copies = [replace(gradient) for gradient in gradients]
+    one = BucketPlan.make(gradients, ITEMSIZES, bucket_bytes)
+    assert one.signature == BucketPlan.make(copies, ITEMSIZES, bucket_bytes).signature
+
+
+@given(models)
+def test_signature_ignores_paths(gradients):
+    renamed = [replace(gradient, path=f"other/{gradient.path}") for gradient in gradients]
+    assert plan_of(*gradients).signature == plan_of(*renamed).signature
+
+
+BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}, {"present": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_signature_reacts_to_a_gradients_kind(change, index):
+    changed = list(BASE)
+    changed[index] = replace(changed[index], **change)
+    assert plan_of(*BASE).signature != plan_of(*changed).signature
+
+
+@pytest.mark.parametrize("other", [BASE[::-1], BASE[:1], (*BASE, BASE[0])])
+def test_signature_reacts_to_order_and_number(other):
+    assert plan_of(*BASE).signature != plan_of(*other).signature
+
+
+def test_signature_reacts_to_the_size_of_buckets():
+    assert plan_of(*BASE).signature != plan_of(*BASE, bucket_bytes=64).signature
+
+
+def test_signature_is_the_same_in_every_process():
+    assert plan_of(*BASE).signature == 18193057199762755388
+
+
+@given(models)
+def test_first_difference_of_equal_models_is_none(gradients):
+    assert first_difference(gradients, [replace(g, path="other") for g in gradients]) is None
+
+
+def test_first_difference_describes_both_sides():
+    theirs = (BASE[0], replace(BASE[1], path="c", shape=(5,)))
+    assert first_difference(BASE, theirs) == (
+        "b: float32 of shape (4,)",
+        "c: float32 of shape (5,)",
+    )
+
+
+def test_first_difference_says_when_a_gradient_is_missing():
+    theirs = (replace(BASE[0], present=False), BASE[1])
+    assert first_difference(BASE, theirs) == (
+        "a: float32 of shape (2, 3)",
+        "a: no gradient (None)",
+    )
+
+
+def test_first_difference_counts_when_one_model_is_longer():
+    assert first_difference(BASE, BASE[:1]) == ("2 gradients", "1 gradients")
+
+
+def test_first_difference_prefers_the_first_to_the_count():
+    ours, theirs = first_difference(BASE, (replace(BASE[0], dtype="float64"),))
+    assert (ours, theirs) == ("a: float32 of shape (2, 3)", "a: float64 of shape (2, 3)")
