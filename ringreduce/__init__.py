@@ -1,0 +1,97 @@
+"""Data-parallel training over a ring of processes; see README.md.
+
+Importing this starts nothing and prints nothing, and imports neither TensorFlow nor Keras:
+the wrapper for Keras is `ringreduce.keras`. The ring itself, and with it numba, is imported
+when it is first asked for, so that the launcher and the command line start at once.
+"""
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+from ringreduce._version import __version__
+from ringreduce.config import Config
+from ringreduce.errors import (
+    ArrayError,
+    ClosedError,
+    ConfigError,
+    MismatchError,
+    NativeError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    RendezvousError,
+    RingReduceError,
+)
+
+if TYPE_CHECKING:
+    from ringreduce.communicator import Communicator, Statistics
+    from ringreduce.process import (
+        default_communicator,
+        init,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+    )
+    from ringreduce.types import ReduceOp
+
+__all__ = [
+    "ArrayError",
+    "ClosedError",
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "MismatchError",
+    "NativeError",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ProtocolError",
+    "ReduceOp",
+    "RendezvousError",
+    "RingReduceError",
+    "Statistics",
+    "__version__",
+    "default_communicator",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+_PROCESS = "ringreduce.process"
+_LATER = {
+    "Communicator": "ringreduce.communicator",
+    "Statistics": "ringreduce.communicator",
+    "ReduceOp": "ringreduce.types",
+} | dict.fromkeys(
+    (
+        "default_communicator",
+        "init",
+        "is_initialized",
+        "local_rank",
+        "local_size",
+        "rank",
+        "shutdown",
+        "size",
+    ),
+    _PROCESS,
+)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value
+
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,80 @@
+"""The command line: ``ringreduce run -n 4 train.py``, also as ``python -m ringreduce``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ringreduce._version import __version__
+from ringreduce.errors import RingReduceError
+from ringreduce.launch import supervisor
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Data-parallel training over a ring of processes.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ringreduce {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and leave.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+# What follows the script is the script's, options too.
+@app.command(context_settings={"allow_interspersed_args": False}, no_args_is_help=True)
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The program and its arguments.")
+    ],
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Workers to start.")] = 1,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    threads_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute threads of each worker [default: cores / workers]."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds without progress before a collective gives up."),
+    ] = None,
+) -> None:
+    """Run a script as N workers on this host that form a ring.
+
+    Every line they print begins with the rank that wrote it. When one fails, all are
+    stopped, and the first failure in time is shown and gives the exit code.
+    """
+    program = [sys.executable, *(["-m"] if module else []), *command]
+    try:
+        code = supervisor.run(program, workers, threads=threads_per_worker, timeout_s=timeout)
+    except RingReduceError as error:
+        typer.echo(f"ringreduce: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the ``ringreduce`` command."""
+    app(prog_name="ringreduce")

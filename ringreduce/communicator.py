@@ -1,0 +1,544 @@
+"""The public object: checks arguments, guards the life cycle, counts, and breaks cleanly.
+
+Every collective must be called by all ranks in the same order with agreeing arguments. A
+call either completes on this rank or raises; once one has failed for any reason but a bad
+argument, the communicator is broken and each later call raises that error again at once.
+
+Threads: calls from several threads take turns; which goes first must not differ between
+ranks, so one thread per communicator is the rule. The link's I/O thread ends in `close`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from ringreduce import rendezvous
+from ringreduce.collectives import Ring
+from ringreduce.config import Config
+from ringreduce.errors import (
+    ArrayError,
+    ClosedError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+)
+from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.types import ReduceOp, dtype_code, reduce_op
+from ringreduce.wire import Kind, signature_of
+
+__all__ = ["Communicator", "Statistics"]
+
+_log = logging.getLogger(__name__)
+
+# An object is a setting, a file name, a metric: whoever sends more wants an array.
+OBJECT_BYTES_MAX = 64 << 20
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a communicator has done since it was formed.
+
+    Attributes:
+        collectives: calls completed.
+        seconds: wall time spent in them.
+        frames_received: segments that arrived.
+        bytes_sent, bytes_received: payload on this rank's links, headers not counted.
+    """
+
+    collectives: int
+    seconds: float
+    frames_received: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class Communicator:
+    """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
+
+    Making one forms the ring: it returns when all ranks of the job have done the same and
+    a first barrier has gone round. Usable as a context manager, which closes it.
+
+    Args:
+        config: this rank's settings.
+
+    Raises:
+        RendezvousError: not all ranks came in time, or this one was turned away.
+        MismatchError: the ranks run different versions or settings.
+        PeerError: the ranks met, but the ring did not work.
+        NativeError: libzmq cannot be called.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._failure: RingReduceError | None = None
+        self._closed = False
+        self._collectives, self._seconds = 0, 0.0
+        self._link: ZmqLink | None = None
+        self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
+        self._ring = Ring(None, rank=0, size=1)
+        if config.size > 1:
+            self._form(config)
+
+    def _form(self, config: Config) -> None:
+        link = ZmqLink(
+            rank=config.rank,
+            size=config.size,
+            bind=rendezvous.bind_address(config),
+            segment_bytes=config.segment_bytes,
+            timeout_s=config.timeout_s,
+        )
+        try:
+            table, close_rendezvous = rendezvous.meet(config, link.address)
+            try:
+                rank, size = config.rank, config.size
+                link.connect(
+                    job=table.job,
+                    next_address=table.addresses[(rank + 1) % size],
+                    previous_address=table.addresses[(rank - 1) % size],
+                )
+                self._link, self._ring = link, Ring(link, rank=rank, size=size, job=table.job)
+                on_host = [r for r in range(size) if table.hosts[r] == table.hosts[rank]]
+                if config.local_rank is None:
+                    self.local_rank = on_host.index(rank)
+                if config.local_size is None:
+                    self.local_size = len(on_host)
+                self.barrier()
+            finally:
+                close_rendezvous()
+        except BaseException:
+            link.close()
+            raise
+        _log.info("[%d/%d] ring formed: %s", rank, size, " -> ".join(table.addresses))
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
+        return self._config.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._config.size
+
+    @property
+    def config(self) -> Config:
+        """The settings this communicator was made with."""
+        return self._config
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def all_reduce(
+        self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM, *, signature: int = 0
+    ) -> np.ndarray:
+        """Reduce `array` over all ranks; afterwards it holds the same result on each.
+
+        Takes 2 (size - 1) steps and moves 2 nbytes (size - 1) / size each way on every link.
+        The order of additions is fixed, so results are bit-identical on all ranks and from
+        run to run.
+
+        Args:
+            array: any shape, C-contiguous, writable; equal shape and dtype on all ranks.
+                Changed in place; nobody else may touch it until this returns.
+            op: how elements combine. 16-bit floats accumulate in float32.
+            signature: 64 bits that must be equal on all ranks, such as a hash of what the
+                array stands for.
+
+        Returns:
+            `array` itself.
+
+        Raises:
+            ArrayError: the array's dtype or layout, or the operator, is not supported.
+            MismatchError: the previous rank makes another call.
+            PeerTimeoutError: a neighbour made no progress within ``timeout_s``.
+            PeerLostError: a rank died or closed its communicator.
+            ProtocolError: something else talks on this rank's port.
+            ClosedError: `close` was called.
+
+        See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", JPDC 2009.
+        """
+        how = reduce_op(op)
+        flat = _flat(array, "all_reduce")
+        self._check_mean(how, array.dtype)
+        if not 0 <= signature < 1 << 64:
+            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
+        self._call("all_reduce", array.nbytes, lambda: self._ring.all_reduce(flat, how, signature))
+        return array
+
+    def reduce_scatter(self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
+        """Reduce `array` over all ranks and leave each rank its own chunk of the result.
+
+        The buffer is split into `size` chunks whose lengths differ by at most one element;
+        rank r gets chunk r. Outside it, `array` holds partial results afterwards. Takes
+        size - 1 steps and moves nbytes (size - 1) / size each way on every link.
+
+        Args:
+            array: as for `all_reduce`; flattened in C order.
+            op: how elements combine.
+
+        Returns:
+            View on `array`, shape (chunk length,): this rank's part of the result. Empty when
+            there are fewer elements than ranks and this rank has none.
+
+        Raises:
+            As `all_reduce`.
+        """
+        how = reduce_op(op)
+        flat = _flat(array, "reduce_scatter")
+        self._check_mean(how, array.dtype)
+        return self._call(
+            "reduce_scatter", array.nbytes, lambda: self._ring.reduce_scatter(flat, how)
+        )
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """Join the arrays of all ranks along the first dimension, in rank order.
+
+        A short exchange of the first dimensions, then size - 1 steps that move the bytes of
+        all but one rank on every link.
+
+        Args:
+            array: C-contiguous. First dimensions may differ between ranks, the others and the
+                dtype may not. An array without dimensions counts as one of shape (1,). Read
+                only while this runs.
+
+        Returns:
+            A new array of shape (sum of first dimensions, ...), the caller's own.
+
+        Raises:
+            As `all_reduce`, and ArrayError when the result does not fit in memory.
+        """
+        flat = _flat(array, "all_gather", writable=False)
+        return self._call("all_gather", array.nbytes, lambda: self._all_gather(array, flat))
+
+    def _all_gather(self, array: np.ndarray, flat: np.ndarray) -> np.ndarray:
+        rest = array.shape[1:]
+        width = math.prod(rest)
+        # The dtype and the other dimensions go round with the first dimensions, as signature.
+        signature = signature_of("all_gather", dtype_code(array.dtype), rest)
+        rows = self._gather_counts(Kind.ALL_GATHER, array.shape[0] if array.shape else 1, signature)
+        bounds = _bounds([row * width for row in rows])
+        try:
+            gathered = np.empty(bounds[-1], array.dtype)
+        except (MemoryError, ValueError) as error:
+            raise ArrayError(
+                f"cannot hold the {bounds[-1]} elements that the ranks gathered",
+                rank=self.rank,
+                size=self.size,
+            ) from error
+        gathered[bounds[self.rank] : bounds[self.rank + 1]] = flat
+        self._ring.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
+        return gathered.reshape(sum(rows), *rest)
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """Overwrite `array` on every rank with that of rank `root`.
+
+        A pipeline of segments along the ring: moves nbytes on every link but one.
+
+        Args:
+            array: as for `all_reduce`; only read on `root`.
+            root: the rank whose array is sent; equal on all ranks.
+
+        Returns:
+            `array` itself.
+
+        Raises:
+            As `all_reduce`; ArrayError also when `root` is no rank.
+        """
+        root = self._checked_root(root)
+        flat = _flat(array, "broadcast", writable=self.rank != root)
+        self._call(
+            "broadcast", array.nbytes, lambda: self._ring.broadcast(Kind.BROADCAST, flat, root)
+        )
+        return array
+
+    def barrier(self) -> None:
+        """Return once every rank has called it.
+
+        Raises:
+            As `all_reduce`, ArrayError excepted.
+        """
+        self._call("barrier", 0, self._ring.barrier)
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """The object that rank `root` passed, on every rank.
+
+        Args:
+            value: on `root`, anything that msgspec encodes as MessagePack: numbers, text,
+                bytes, lists, dicts, dataclasses (which arrive as dicts). Ignored elsewhere.
+            root: the rank whose object is sent; equal on all ranks.
+
+        Returns:
+            `value` itself on `root`, a decoded copy elsewhere.
+
+        Raises:
+            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is
+            over 64 MiB. The others wait for it all the same: let that error end the process.
+        """
+        root = self._checked_root(root)
+        payload = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+
+        def run() -> np.ndarray:
+            length = np.array([payload.size], np.int64)
+            self._ring.broadcast(Kind.BROADCAST_OBJECT, length, root)
+            received = payload if self.rank == root else np.empty(_checked(length)[0], np.uint8)
+            self._ring.broadcast(Kind.BROADCAST_OBJECT, received, root)
+            return received
+
+        received = self._call("broadcast_object", payload.size, run)
+        return value if self.rank == root else _decode(received)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The objects that all ranks passed, in rank order.
+
+        Args:
+            value: as for `broadcast_object`.
+
+        Returns:
+            A list of `size` decoded copies.
+
+        Raises:
+            As `broadcast_object`.
+        """
+        payload = _encode(value)
+
+        def run() -> tuple[np.ndarray, tuple[int, ...]]:
+            lengths = self._gather_counts(Kind.ALL_GATHER_OBJECT, payload.size, 0)
+            bounds = _bounds(_checked(lengths))
+            gathered = np.empty(bounds[-1], np.uint8)
+            gathered[bounds[self.rank] : bounds[self.rank + 1]] = payload
+            self._ring.all_gather(Kind.ALL_GATHER_OBJECT, gathered, bounds)
+            return gathered, bounds
+
+        gathered, bounds = self._call("all_gather_object", payload.size, run)
+        return [_decode(gathered[bounds[r] : bounds[r + 1]]) for r in range(self.size)]
+
+    def fail(self, error: RingReduceError) -> RingReduceError:
+        """Break the ring because of `error`, which a layer above has found; return it to raise.
+
+        Every other rank gets the same error from its next call.
+        """
+        with self._lock:
+            if self._failure is None and not self._closed:
+                self._break(error)
+        return error
+
+    def statistics(self) -> Statistics:
+        """What this communicator has done so far; a snapshot."""
+        traffic = self._link.traffic() if self._link is not None else None
+        return Statistics(
+            collectives=self._collectives,
+            seconds=self._seconds,
+            frames_received=traffic.frames_received if traffic else 0,
+            bytes_sent=traffic.bytes_sent if traffic else 0,
+            bytes_received=traffic.bytes_received if traffic else 0,
+        )
+
+    def close(self) -> None:
+        """Leave the ring and free sockets and threads; calling it again does nothing.
+
+        A rank that still waits for this one gets a PeerLostError. Never raises, takes at
+        most about a second.
+        """
+        if self._process != os.getpid():
+            return  # The sockets are the parent's.
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+                _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
+
+    def __enter__(self) -> Communicator:
+        """The communicator itself; leaving the block closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Place and state."""
+        state = "closed" if self._closed else "broken" if self._failure else "open"
+        return f"<Communicator rank {self.rank} of {self.size}, {state}>"
+
+    def _call(self, name: str, nbytes: int, run: Callable[[], _Result]) -> _Result:
+        """Run one collective under the lock; break the communicator if it fails."""
+        with self._guard():
+            started = time.perf_counter()
+            sequence = self._ring.sequence
+            result = run()
+            elapsed = time.perf_counter() - started
+            self._collectives += 1
+            self._seconds += elapsed
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug(
+                    "[%d/%d] %s #%d, %d bytes, %.3f ms",
+                    *(self.rank, self.size, name, sequence, nbytes, elapsed * 1e3),
+                )
+            return result
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        if self._process != os.getpid():
+            raise ClosedError(
+                "is used in a forked child, whose sockets are its parent's",
+                rank=self.rank,
+                size=self.size,
+                remedy="Start processes with spawn, or form a new communicator in the child.",
+            )
+        with self._lock:
+            if self._closed:
+                raise ClosedError(
+                    "called a collective after close()", rank=self.rank, size=self.size
+                )
+            if self._failure is not None:
+                raise _again(self._failure)
+            try:
+                yield
+            except RingReduceError as error:
+                self._break(error)
+                raise
+            except BaseException as error:
+                # Ctrl-C in the middle of a collective, say: the ring is out of step for good.
+                interrupted = PeerLostError(
+                    f"was interrupted in a collective by {type(error).__name__}",
+                    rank=self.rank,
+                    size=self.size,
+                    peer=self.rank,
+                    remedy="Form a new communicator.",
+                )
+                self._break(interrupted)
+                raise
+
+    def _break(self, error: RingReduceError) -> None:
+        self._failure = error
+        if self._link is not None:
+            self._link.abort(error)
+
+    def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
+        """One number from each rank, in rank order; checked not to be negative."""
+        counts = np.zeros(self.size, np.int64)
+        counts[self.rank] = count
+        self._ring.all_gather(kind, counts, tuple(range(self.size + 1)), signature)
+        if counts.min() < 0:
+            raise MismatchError(
+                f"received the lengths {counts.tolist()}", rank=self.rank, size=self.size
+            )
+        return [int(number) for number in counts]
+
+    def _checked_root(self, root: int) -> int:
+        """`root` as a plain int, since it is hashed and compared by its text."""
+        try:
+            number = operator.index(root)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.size:
+            raise ArrayError(
+                f"got root {root!r}",
+                rank=self.rank,
+                size=self.size,
+                remedy=f"Roots are 0 to {self.size - 1}.",
+            )
+        return number
+
+    def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
+        """Refuse a mean whose divisor the dtype cannot hold, before anything travels."""
+        if op is ReduceOp.MEAN and dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
+            raise ArrayError(
+                f"cannot divide {dtype.name} by {self.size} ranks",
+                rank=self.rank,
+                size=self.size,
+                remedy="Convert the array to a wider dtype.",
+            )
+
+
+def _flat(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
+    """`array` as a one-dimensional view, or an ArrayError that says what is wrong with it."""
+    if not isinstance(array, np.ndarray):
+        raise ArrayError(
+            f"{operation} got {type(array).__name__}, not a numpy array",
+            remedy="Pass numpy.asarray(x); on tensors use ringreduce.keras.",
+        )
+    dtype_code(array.dtype)
+    shape = f"shape {array.shape}, strides {array.strides}"
+    if not array.flags.c_contiguous:
+        raise ArrayError(
+            f"{operation} got an array that is not C-contiguous ({shape})",
+            remedy="Pass numpy.ascontiguousarray(x), and mind that it is a copy.",
+        )
+    if writable and not array.flags.writeable:
+        raise ArrayError(
+            f"{operation} got a read-only array ({shape})",
+            remedy="The result is written in place: pass a copy.",
+        )
+    return array.reshape(-1)
+
+
+def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return tuple(bounds)
+
+
+def _checked(lengths: Sequence[int] | np.ndarray) -> list[int]:
+    """Lengths of objects as other ranks gave them, within the limit."""
+    numbers = [int(length) for length in lengths]
+    if not all(0 <= number <= OBJECT_BYTES_MAX for number in numbers):
+        raise MismatchError(f"received objects of {numbers} bytes, over the limit")
+    return numbers
+
+
+def _encode(value: Any) -> np.ndarray:
+    try:
+        payload = msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ArrayError(
+            f"cannot send a {type(value).__name__} to other ranks: {error}",
+            remedy="Objects travel as MessagePack: numbers, text, bytes, lists, dicts.",
+        ) from error
+    if len(payload) > OBJECT_BYTES_MAX:
+        raise ArrayError(
+            f"cannot send an object of {len(payload)} bytes; the limit is {OBJECT_BYTES_MAX}",
+            remedy="Send large data as an array.",
+        )
+    return np.frombuffer(payload, np.uint8)
+
+
+def _decode(payload: np.ndarray) -> Any:
+    return msgspec.msgpack.decode(payload.tobytes())
+
+
+def _again(error: RingReduceError) -> RingReduceError:
+    """A copy of `error` to raise anew, so that tracebacks do not pile up on one object."""
+    anew = copy.copy(error)
+    anew.__cause__ = error
+    return anew

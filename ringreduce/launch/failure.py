@@ -1,0 +1,106 @@
+"""Which worker failed first, and what it said. Pure: lines and times in, a verdict out.
+
+When one rank fails, the others fail because of it, often sooner: a rank that dies of an
+exception takes a while to leave Python, and by then its neighbours have raised
+PeerLostError and gone. So a failure that only reports another rank's is a consequence
+whatever its time, and among the rest the first in time is the cause. A worker's time is
+that of its last traceback's first line, or of its exit when it printed none.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Failure", "first_cause", "is_traceback_start", "last_traceback"]
+
+_REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was told by rank \d")
+_TRACEBACK = "Traceback (most recent call last):"
+# Of an exception's text and what follows it.
+_TEXT_LINES_MAX = 60
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that ended with something else than 0.
+
+    Attributes:
+        rank: which worker.
+        returncode: its exit code, or minus the signal that killed it.
+        time_s: when it failed, on the launcher's clock.
+        traceback: the lines of the last traceback it printed, and what it printed after that;
+            empty when there was none.
+    """
+
+    rank: int
+    returncode: int
+    time_s: float
+    traceback: tuple[str, ...]
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this worker only reports that another one failed."""
+        return self.returncode > 0 and any(map(_REPORTS_ANOTHER.search, self.traceback))
+
+    @property
+    def exception(self) -> str:
+        """The line that names the exception; empty when there was no traceback."""
+        starts = [i for i, line in enumerate(self.traceback) if is_traceback_start(line)]
+        index = _exception_index(self.traceback, starts[-1]) if starts else 0
+        return self.traceback[index] if index < len(self.traceback) else ""
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would show: the exit code, or 128 plus the signal's number."""
+        return self.returncode if self.returncode > 0 else 128 - self.returncode
+
+    def describe(self) -> str:
+        """``exit code 3``, or ``killed by signal 9 (SIGKILL)``."""
+        if self.returncode > 0:
+            return f"exit code {self.returncode}"
+        try:
+            name = signal.Signals(-self.returncode).name
+        except ValueError:
+            name = "unknown"
+        return f"killed by signal {-self.returncode} ({name})"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that explains the others; None when there is none."""
+    return min(failures, key=lambda f: (f.is_consequence, f.time_s, f.rank), default=None)
+
+
+def is_traceback_start(line: str) -> bool:
+    """Whether a traceback begins with this line."""
+    return line.startswith(_TRACEBACK)
+
+
+def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
+    """The last traceback in `lines`, and what was said after it, up to a limit.
+
+    Chained exceptions are one traceback. An exception's text may have many lines (those of
+    TensorFlow do, with the cause far down), and nothing marks its last one.
+    """
+    starts = [i for i, line in enumerate(lines) if is_traceback_start(line)]
+    if not starts:
+        return ()
+    begin = starts[-1]
+    chained = (
+        "During handling of the above exception",
+        "The above exception was the direct cause",
+    )
+    for earlier in reversed(starts[:-1]):
+        if not any(line.startswith(chained) for line in lines[earlier:begin]):
+            break
+        begin = earlier
+    return tuple(lines[begin : _exception_index(lines, starts[-1]) + _TEXT_LINES_MAX])
+
+
+def _exception_index(lines: Sequence[str], start: int) -> int:
+    """Where the exception is named to which the traceback that begins at `start` leads."""
+    index = start + 1
+    while index < len(lines) and (lines[index].startswith(" ") or not lines[index]):
+        index += 1
+    return index

@@ -1,0 +1,118 @@
+"""A ring inside a test: in threads, which is quick, or in processes, which is the truth.
+
+from ringreduce.testing import ring_of_threads
+
+def test_sum():
+    def work(comm):
+        return comm.all_reduce(numpy.ones(5))
+
+    for result in ring_of_threads(3, work):
+        assert (result == 3).all()
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ringreduce.communicator import Communicator
+from ringreduce.config import Config
+from ringreduce.launch import supervisor
+
+__all__ = ["JobResult", "ring_of_processes", "ring_of_threads"]
+
+_Result = TypeVar("_Result")
+
+
+def ring_of_threads(
+    size: int, work: Callable[[Communicator], _Result], **settings: Any
+) -> list[_Result]:
+    """Run `work` on every rank of a ring, each in a thread of this process.
+
+    Args:
+        size: number of ranks.
+        work: called with each rank's communicator, which is closed afterwards.
+        settings: further fields of `Config`, such as ``timeout_s``.
+
+    Returns:
+        What `work` returned, in rank order.
+
+    Raises:
+        BaseException: what the lowest rank that failed raised; notes name the others.
+    """
+    results: dict[int, _Result] = {}
+    failures: dict[int, BaseException] = {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        common = {
+            "size": size,
+            "rendezvous": f"127.0.0.1:{listener.getsockname()[1]}",
+            "job_id": secrets.token_hex(8),
+            "timeout_s": 20.0,
+            **settings,
+        }
+
+        def run(rank: int) -> None:
+            try:
+                descriptor = listener.fileno() if rank == 0 else None
+                config = Config(rank=rank, rendezvous_fd=descriptor, **common)
+                with Communicator(config) as communicator:
+                    results[rank] = work(communicator)
+            except BaseException as error:
+                failures[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # libzmq has taken the descriptor over and closed it.
+        if size > 1:
+            listener.detach()
+    if failures:
+        first = failures.pop(min(failures))
+        for rank, error in sorted(failures.items()):
+            _add_note(first, f"rank {rank} raised {type(error).__name__}: {error}")
+        raise first
+    return [results[rank] for rank in range(size)]
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job of processes ended: its exit code, and the lines that were shown."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+
+def ring_of_processes(
+    size: int, arguments: Sequence[str], *, timeout_s: float | None = None
+) -> JobResult:
+    """Run ``python *arguments`` as `size` workers, as ``ringreduce run`` does.
+
+    Call it from the main thread, which is where pytest runs tests.
+
+    Args:
+        size: number of workers.
+        arguments: what follows ``python``: a script or ``-m module``, and its arguments.
+        timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
+    """
+    output, errors = io.StringIO(), io.StringIO()
+    code = supervisor.run(
+        [sys.executable, *arguments], size, timeout_s=timeout_s, stdout=output, stderr=errors
+    )
+    return JobResult(code, output.getvalue(), errors.getvalue())
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # BaseException.add_note is new in Python 3.11.
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)

@@ -1,0 +1,1 @@
+"""How segments travel between neighbours; one file for each way."""

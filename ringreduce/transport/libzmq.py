@@ -1,0 +1,149 @@
+"""libzmq as compiled functions can call it: loaded once, declared by name.
+
+pyzmq brings its own libzmq and opens it privately. Here the very same file is opened again
+for LLVM's linker, so that ``zmq_msg_send`` in a compiled function and ``Socket`` in Python
+mean the same library and share sockets by address (``Socket.underlying``). Names, unlike
+ctypes function pointers, can be cached on disk with the compiled code.
+
+Addresses are passed as intp throughout: the C ABI passes pointers and 64-bit integers
+alike on every platform that has wheels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import zmq
+import zmq.backend
+from numba import carray, cfunc, types
+
+from ringreduce.errors import NativeError
+
+__all__ = [
+    "count_release_address",
+    "keep_large_blocks",
+    "load",
+    "memcpy",
+    "sched_yield",
+    "usleep",
+    "zmq_errno",
+    "zmq_msg_close",
+    "zmq_msg_data",
+    "zmq_msg_get",
+    "zmq_msg_init",
+    "zmq_msg_init_data",
+    "zmq_msg_init_size",
+    "zmq_msg_more",
+    "zmq_msg_recv",
+    "zmq_msg_send",
+    "zmq_msg_size",
+]
+
+
+def _declare(name: str, result: Any, *arguments: Any) -> Any:
+    return types.ExternalFunction(name, result(*arguments))
+
+
+_address, _int = types.intp, types.intc
+
+# Each is documented in the libzmq manual page of its name; `message` is a zmq_msg_t, 64 bytes.
+zmq_errno = _declare("zmq_errno", _int)
+zmq_msg_init = _declare("zmq_msg_init", _int, _address)
+zmq_msg_init_size = _declare("zmq_msg_init_size", _int, _address, types.uintp)
+zmq_msg_init_data = _declare(
+    "zmq_msg_init_data", _int, _address, _address, types.uintp, _address, _address
+)
+zmq_msg_send = _declare("zmq_msg_send", _int, _address, _address, _int)
+zmq_msg_recv = _declare("zmq_msg_recv", _int, _address, _address, _int)
+zmq_msg_data = _declare("zmq_msg_data", _address, _address)
+zmq_msg_size = _declare("zmq_msg_size", types.uintp, _address)
+zmq_msg_more = _declare("zmq_msg_more", _int, _address)
+zmq_msg_get = _declare("zmq_msg_get", _int, _address, _int)
+zmq_msg_close = _declare("zmq_msg_close", _int, _address)
+memcpy = _declare("memcpy", _address, _address, _address, types.uintp)
+sched_yield = _declare("sched_yield", _int)
+usleep = _declare("usleep", _int, types.uint32)
+
+
+@cache
+def load() -> str:
+    """Make libzmq's functions known to compiled code; return the path of the library.
+
+    Raises:
+        NativeError: the libzmq that pyzmq uses was not found or has no public symbols.
+    """
+    tried = []
+    for path in _candidates():
+        try:
+            if hasattr(ctypes.CDLL(path), "zmq_msg_init_data"):
+                llvmlite.binding.load_library_permanently(path)
+                return path
+        except (OSError, RuntimeError) as error:
+            tried.append(f"{path} ({error})")
+            continue
+        tried.append(f"{path} (no zmq_msg_init_data in it)")
+    raise NativeError(
+        f"found no libzmq to call; tried {', '.join(tried) or 'nothing'}",
+        remedy="Reinstall pyzmq from its binary wheel: pip install --force-reinstall pyzmq",
+    )
+
+
+# <malloc.h>: parameters of mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@cache
+def keep_large_blocks() -> bool:
+    """Have glibc's malloc reuse blocks of up to 4 MiB; return whether it agreed.
+
+    libzmq allocates each large message it receives. By default glibc maps such a block anew
+    and gives it back when it is freed, so that every segment is paid for in page faults:
+    16 MiB took 15.2 ms with them and 12.3 ms without (docs/performance.md). Concerns the whole
+    process, as malloc does.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False  # Another C library: slower, not wrong.
+    return bool(mallopt(_M_MMAP_THRESHOLD, 4 << 20) and mallopt(_M_TRIM_THRESHOLD, 64 << 20))
+
+
+def _candidates() -> Iterator[str]:
+    """Files that may hold the libzmq which pyzmq has already loaded, likeliest first."""
+    if sys.platform == "linux":
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            # Whatever pyzmq was linked with is mapped by now: a wheel's, conda's or the system's.
+            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "libzmq" in line}
+        yield from sorted(mapped)
+    package = os.path.dirname(zmq.__file__)
+    yield from sorted(glob.glob(os.path.join(package, ".dylibs", "libzmq*")))
+    yield from sorted(glob.glob(os.path.join(os.path.dirname(package), "pyzmq.libs", "libzmq*")))
+    # Some builds link libzmq into the extension module itself.
+    extension = sys.modules.get("zmq.backend.cython._zmq")
+    if extension is not None and extension.__file__ is not None:
+        yield extension.__file__
+
+
+def _count_release(data: Any, counter: Any) -> None:
+    carray(counter, 1)[0] += 1
+
+
+@cache
+def _release_callback() -> Any:
+    signature = types.void(types.voidptr, types.CPointer(types.int64))
+    return cfunc(signature, cache=True)(_count_release)
+
+
+def count_release_address() -> int:
+    """Address of libzmq's free function for borrowed buffers: adds 1 to the int64 it is hinted.
+
+    Only libzmq's one I/O thread runs it while a socket is open, so the count needs no atomics:
+    it has one writer, and the reader asks only whether it has reached a number yet.
+    """
+    return int(_release_callback().address)

@@ -1,0 +1,313 @@
+"""The ring itself: one compiled function that runs any schedule over two ZeroMQ sockets.
+
+For each segment that arrives: check its header, combine it with our own (or copy it), and
+send it on, all without Python and without the GIL:
+
+      previous rank                      this rank                         next rank
+      ------------->  header == expected?  combine/copy  finish?  forward  ------------->
+
+Sending borrows the caller's buffer (``zmq_msg_init_data``); nothing is copied on the way
+out. A ring confirms by its data flow that a segment of the reduce-scatter has left before
+its memory changes, since the sum that overwrites it depends on its arrival. Nothing
+confirms the all-gather's. So libzmq's free callback counts the borrowed segments that it
+has written out, and the function returns only when all have been: afterwards the caller
+may do with the buffer what it likes.
+
+Sending never blocks: the outgoing queue is unbounded, which costs little because it holds
+borrowed memory. How far a sender may run ahead is bounded at the receiver, whose queue
+holds RECEIVE_QUEUE_FRAMES; behind it TCP pushes back. So no rank ever waits to send, and
+the cycle in which each waits for the next cannot arise.
+
+The function returns when it is done or when there is something to decide: nothing arrived
+for a while, or what arrived is not what was due. Deadlines, signals and errors are the
+caller's business (`ringreduce.transport.zeromq`); it calls again and the work goes on where
+it stopped, which is what `state` is for.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import numba
+import numpy as np
+
+from ringreduce.kernels import call_kernel
+from ringreduce.transport.libzmq import (
+    memcpy,
+    sched_yield,
+    usleep,
+    zmq_errno,
+    zmq_msg_close,
+    zmq_msg_data,
+    zmq_msg_get,
+    zmq_msg_init,
+    zmq_msg_init_data,
+    zmq_msg_init_size,
+    zmq_msg_more,
+    zmq_msg_recv,
+    zmq_msg_send,
+    zmq_msg_size,
+)
+
+# What the loop returns.
+DONE = 0
+WAITING = 1  # nothing arrived for one receive timeout, or a signal came
+DRAINING = 2  # all is received; libzmq still holds borrowed segments
+FOREIGN = 3  # a frame without our magic, version or job
+MISMATCH = 4  # a frame of ours that is not the one due
+MISSHAPEN = 5  # the header due, but a payload of another size
+CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
+UNSENDABLE = 7  # the next rank's connection is gone
+FAILED = 8  # libzmq reported the errno in state[ERRNO]
+
+# Where the loop stands: indices into `state`, int64.
+STEP = 0
+SEGMENT = 1
+STARTED = 2  # segments of the first chunk sent
+BORROWED = 3  # segments handed to libzmq without a copy, ever
+FRAMES = 4  # frames received, ever: how progress is seen
+BYTES_SENT = 5
+BYTES_RECEIVED = 6
+CONTROL_BYTES = 7
+ERRNO = 8
+SOURCE = 9  # file descriptor the last frame came from
+STATE_WORDS = 10
+
+# Payloads up to this ride behind the header in the same message, by a copy: below it, the
+# copy is cheaper than a second message and the wait for its release.
+INLINE_BYTES_MAX = 16384
+
+# libzmq's constants: flags, errno values and message properties of the C API.
+_DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
+_HEADER_BYTES = 64
+_FIRST_CONTROL_KIND = 128
+_EINTR, _EAGAIN = errno.EINTR, errno.EAGAIN
+# How long to wait for borrowed segments before the caller gets to look at the clock.
+_DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
+
+
+@numba.njit(nogil=True, cache=True)
+def run(
+    sender: Any,
+    receiver: Any,
+    memory: Any,
+    bounds: Any,
+    first: Any,
+    chunks: Any,
+    actions: Any,
+    offset: Any,
+    outgoing: Any,
+    incoming: Any,
+    segment_bytes: Any,
+    itemsize: Any,
+    combine: Any,
+    finish: Any,
+    divisor: Any,
+    release: Any,
+    released: Any,
+    state: Any,
+    message: Any,
+    received: Any,
+    control: Any,
+) -> Any:
+    """Run one rank's schedule from where `state` stands; return one of the codes above.
+
+    Args:
+        sender, receiver: addresses of the sockets to the next and from the previous rank.
+        memory: uint8, what all chunks lie in.
+        bounds: int64, byte offset of each chunk and the end of the last.
+        first, chunks, actions, offset: the `Schedule`; arrays are int64.
+        outgoing, incoming: uint64 of shape (8,), the headers we send and expect; their step,
+            segment and length words are filled in here.
+        segment_bytes: payload bytes of a full frame, a multiple of `itemsize`.
+        combine, finish: kernel addresses; `divisor`, uint8, is what finish takes as source.
+        release: address of the callback that counts released segments in `released[0]`.
+        state: int64 of shape (STATE_WORDS,), see above.
+        message: uint8 of shape (128,), room for two zmq_msg_t.
+        received: uint64 of shape (8,), the last header that arrived.
+        control: uint8, where the payload of a control frame is left.
+    """
+    buffer = memory.ctypes.data
+    first_msg = message.ctypes.data
+    second_msg = first_msg + 64
+
+    if first >= 0:
+        segments = _segments(bounds, first, segment_bytes)
+        while state[STARTED] < segments:
+            status = _send(
+                sender, buffer, bounds, first, state[STARTED], offset, outgoing,
+                segment_bytes, release, released, state, first_msg,
+            )  # fmt: skip
+            if status != DONE:
+                return status
+            state[STARTED] += 1
+
+    while state[STEP] < chunks.size:
+        step = state[STEP]
+        chunk = chunks[step]
+        action = actions[step]
+        segments = _segments(bounds, chunk, segment_bytes)
+        while state[SEGMENT] < segments:
+            segment = state[SEGMENT]
+            start = bounds[chunk] + segment * segment_bytes
+            nbytes = min(segment_bytes, bounds[chunk + 1] - start)
+            incoming[5] = np.uint64(step + offset) | (np.uint64(segment) << np.uint64(32))
+            incoming[6] = np.uint64(nbytes)
+
+            zmq_msg_init(first_msg)
+            if zmq_msg_recv(first_msg, receiver, 0) < 0:
+                return _receive_failed(state)
+            state[SOURCE] = zmq_msg_get(first_msg, _SRCFD)
+            status = _check(first_msg, incoming, received, nbytes, control, state)
+            if status != DONE:
+                zmq_msg_close(first_msg)
+                return status
+            payload = zmq_msg_data(first_msg) + _HEADER_BYTES
+            separate = nbytes > INLINE_BYTES_MAX
+            if separate:
+                # Parts of one message arrive together, so this does not wait.
+                zmq_msg_init(second_msg)
+                if zmq_msg_recv(second_msg, receiver, 0) < 0:
+                    zmq_msg_close(first_msg)
+                    return _receive_failed(state)
+                if zmq_msg_size(second_msg) != nbytes or zmq_msg_more(second_msg) != 0:
+                    zmq_msg_close(first_msg)
+                    zmq_msg_close(second_msg)
+                    return MISSHAPEN
+                payload = zmq_msg_data(second_msg)
+
+            target = buffer + start
+            if nbytes > 0:
+                if action & 1:
+                    call_kernel(combine, target, payload, nbytes // itemsize)
+                else:
+                    memcpy(target, payload, np.uint64(nbytes))
+                if action & 2 and finish != 0:
+                    call_kernel(finish, target, divisor.ctypes.data, nbytes // itemsize)
+            if separate:
+                zmq_msg_close(second_msg)
+            zmq_msg_close(first_msg)
+            state[FRAMES] += 1
+            state[BYTES_RECEIVED] += nbytes
+            # Before sending: were the send to fail, this segment must not be awaited again.
+            state[SEGMENT] += 1
+            if action & 4:
+                status = _send(
+                    sender, buffer, bounds, chunk, segment, step + offset + 1, outgoing,
+                    segment_bytes, release, released, state, first_msg,
+                )  # fmt: skip
+                if status != DONE:
+                    return status
+        state[STEP] += 1
+        state[SEGMENT] = 0
+
+    for _ in range(_DRAIN_YIELDS):
+        if released[0] >= state[BORROWED]:
+            return DONE
+        sched_yield()
+    for _ in range(_DRAIN_SLEEPS):
+        if released[0] >= state[BORROWED]:
+            return DONE
+        usleep(np.uint32(_DRAIN_SLEEP_US))
+    return DRAINING
+
+
+@numba.njit(nogil=True, cache=True)
+def post(sender: Any, frame: Any, release: Any, released: Any, state: Any, message: Any) -> Any:
+    """Queue `frame`, uint8, header included, for the next rank; return DONE or why not.
+
+    The frame is borrowed like a segment: it has left when ``released[0]`` has reached
+    ``state[BORROWED]``, and must live until then.
+    """
+    msg = message.ctypes.data
+    zmq_msg_init_data(msg, frame.ctypes.data, np.uint64(frame.size), release, released.ctypes.data)
+    state[BORROWED] += 1
+    if zmq_msg_send(msg, sender, _DONTWAIT) < 0:
+        return _send_failed(state, msg)
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _segments(bounds: Any, chunk: Any, segment_bytes: Any) -> Any:
+    """`schedule.segment_count` of a chunk, for compiled callers."""
+    return max(1, -(-(bounds[chunk + 1] - bounds[chunk]) // segment_bytes))
+
+
+@numba.njit(nogil=True, cache=True)
+def _send(
+    sender: Any,
+    buffer: Any,
+    bounds: Any,
+    chunk: Any,
+    segment: Any,
+    step: Any,
+    outgoing: Any,
+    segment_bytes: Any,
+    release: Any,
+    released: Any,
+    state: Any,
+    msg: Any,
+) -> Any:
+    """Queue one segment for the next rank; large ones are borrowed, not copied."""
+    start = bounds[chunk] + segment * segment_bytes
+    nbytes = min(segment_bytes, bounds[chunk + 1] - start)
+    outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
+    outgoing[6] = np.uint64(nbytes)
+    separate = nbytes > INLINE_BYTES_MAX
+    inline_bytes = 0 if separate else nbytes
+
+    zmq_msg_init_size(msg, np.uint64(_HEADER_BYTES + inline_bytes))
+    data = zmq_msg_data(msg)
+    memcpy(data, outgoing.ctypes.data, np.uint64(_HEADER_BYTES))
+    if inline_bytes > 0:
+        memcpy(data + _HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
+    if zmq_msg_send(msg, sender, _DONTWAIT | (_SNDMORE if separate else 0)) < 0:
+        return _send_failed(state, msg)
+    if separate:
+        zmq_msg_init_data(msg, buffer + start, np.uint64(nbytes), release, released.ctypes.data)
+        state[BORROWED] += 1
+        if zmq_msg_send(msg, sender, _DONTWAIT) < 0:
+            return _send_failed(state, msg)
+    state[BYTES_SENT] += nbytes
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _check(msg: Any, incoming: Any, received: Any, nbytes: Any, control: Any, state: Any) -> Any:
+    """Compare the header in `msg` with the one due; copy it to `received`."""
+    size = np.int64(zmq_msg_size(msg))
+    if size < _HEADER_BYTES:
+        received[:] = 0
+        return FOREIGN
+    data = zmq_msg_data(msg)
+    memcpy(received.ctypes.data, data, np.uint64(_HEADER_BYTES))
+    low_40_bits = np.uint64(0xFFFFFFFFFF)
+    if (received[0] ^ incoming[0]) & low_40_bits != 0 or received[1] != incoming[1]:
+        return FOREIGN
+    if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
+        state[CONTROL_BYTES] = min(size - _HEADER_BYTES, control.size)
+        memcpy(control.ctypes.data, data + _HEADER_BYTES, np.uint64(state[CONTROL_BYTES]))
+        return CONTROL
+    for word in range(8):
+        if received[word] != incoming[word]:
+            return MISMATCH
+    separate = nbytes > INLINE_BYTES_MAX
+    inline_bytes = 0 if separate else nbytes
+    if size != _HEADER_BYTES + inline_bytes or (zmq_msg_more(msg) != 0) != separate:
+        return MISSHAPEN
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _receive_failed(state: Any) -> Any:
+    state[ERRNO] = zmq_errno()
+    return WAITING if state[ERRNO] == _EAGAIN or state[ERRNO] == _EINTR else FAILED
+
+
+@numba.njit(nogil=True, cache=True)
+def _send_failed(state: Any, msg: Any) -> Any:
+    state[ERRNO] = zmq_errno()
+    zmq_msg_close(msg)
+    # The queue is unbounded, so "try again" can only mean that there is no connection.
+    return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED

@@ -1,0 +1,140 @@
+"""Processes in tests: started with their output in files, watched with deadlines, always ended.
+
+Output goes to files rather than pipes: a file can be looked at again and again while the
+process runs, never fills up, and never blocks the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+__all__ = ["DEADLINE_S", "Process", "clean_environment", "launcher", "wait_gone", "wait_until"]
+
+# Nothing here takes a third of this on an idle machine.
+DEADLINE_S = 45.0
+
+
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Return once `condition` holds; fail the test when it still does not after `deadline_s`."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"waited {deadline_s:g} s in vain for {what}")
+        time.sleep(0.01)  # How often we look; what we wait for is the condition.
+
+
+def wait_gone(pids: Iterable[int], deadline_s: float = 10.0) -> None:
+    """Return once none of these processes runs; a zombie nobody has reaped yet counts as gone."""
+    for pid in pids:
+        wait_until(lambda pid=pid: not is_running(pid), f"process {pid} to end", deadline_s)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Our environment without what a job or a user's thread limits would add to it."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RINGREDUCE_", "TF_NUM_")) and not name.endswith("_NUM_THREADS")
+    }
+    return kept | variables
+
+
+class Process:
+    """A child whose output is kept in files of `directory`; killed when the block ends."""
+
+    def __init__(
+        self,
+        command: Iterable[str],
+        directory: Path,
+        *,
+        name: str = "process",
+        environment: Mapping[str, str] | None = None,
+        pass_fds: tuple[int, ...] = (),
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        self._paths = directory / f"{name}.out", directory / f"{name}.err"
+        with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
+            self._popen = subprocess.Popen(
+                list(command),
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                cwd=directory,
+                env=dict(clean_environment() if environment is None else environment),
+                pass_fds=pass_fds,
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def stdout(self) -> str:
+        return self._paths[0].read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self._paths[1].read_text(errors="replace")
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._popen.stdin is not None
+        return self._popen.stdin
+
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """The exit code, once it has ended."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"still runs after {timeout_s:g} s; said:\n{self.stdout}\n{self.stderr}"
+            ) from None
+
+    def wait_shown(self, text: str, times: int = 1) -> None:
+        """Return once `text` was written to standard output `times` times."""
+
+        def shown() -> bool:
+            if self.stdout.count(text) >= times:
+                return True
+            assert self._popen.poll() is None, f"ended early:\n{self.stdout}\n{self.stderr}"
+            return False
+
+        wait_until(shown, f"{text!r} x {times}")
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        if self._popen.poll() is None:
+            # A stopped process would not react to anything milder.
+            self._popen.send_signal(signal.SIGKILL)
+        self._popen.wait(10)
+
+
+def launcher(
+    directory: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Process:
+    """``ringreduce *arguments``, started in `directory`."""
+    command = [sys.executable, "-m", "ringreduce", *arguments]
+    return Process(command, directory, name="launcher", environment=environment)

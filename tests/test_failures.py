@@ -1,0 +1,639 @@
+"""Rings of real processes in which one fails: every other says so, soon, and names it.
+
+Workers are started without the launcher, which would stop the survivors before they have
+said what they saw. Each reports as JSON lines on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from ringreduce import wire
+from ringreduce.config import Config
+from tests.processes import Process, clean_environment, wait_until
+
+# Far below the workers' own time limit, so that a failure is seen because it was noticed.
+SOON_S = 5.0
+TIMEOUT_S = 20.0
+
+PREAMBLE = """
+import atexit, json, os, signal, sys, threading, time
+import numpy as np
+import ringreduce as rr
+
+CONFIGS = json.loads(sys.argv[1])
+
+def join(ring=0):
+    return rr.Communicator(rr.Config(**CONFIGS[ring]))
+
+def say(event, **facts):
+    # One write: lines of two threads must not mix.
+    os.write(1, (json.dumps({"event": event, **facts}) + "\\n").encode())
+
+def attempt(event, call):
+    '''Say what `call` raised, and how long it took.'''
+    started = time.monotonic()
+    kind, text, peer = "", "", None
+    try:
+        call()
+    except BaseException as error:
+        kind, text, peer = type(error).__name__, str(error), getattr(error, "peer", None)
+    seconds = time.monotonic() - started
+    say(event, kind=kind, text=text, peer=peer, seconds=seconds)
+
+def until_error(call):
+    while True:
+        call()
+
+def hold():
+    '''Stay in the ring until the test has seen enough.'''
+    sys.stdin.read()
+
+RANK, SIZE = CONFIGS[0]["rank"], CONFIGS[0]["size"]
+"""
+
+
+class Ring:
+    """Workers that run `program`, each with its place in `rings` rings to form in turn."""
+
+    def __init__(
+        self,
+        directory: Path,
+        size: int,
+        program: str,
+        *,
+        rings: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.size = size
+        path = directory / "worker.py"
+        path.write_text(PREAMBLE + textwrap.dedent(program))
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as listening, self._stack:
+            listeners = [
+                listening.enter_context(socket.create_server(("127.0.0.1", 0)))
+                for _ in range(rings)
+            ]
+            jobs = [secrets.token_hex(8) for _ in range(rings)]
+            self.workers: list[Process] = []
+            for rank in range(size):
+                inherited = tuple(listener.fileno() for listener in listeners) if not rank else ()
+                configs = [
+                    Config(
+                        rank=rank,
+                        size=size,
+                        rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+                        rendezvous_fd=None if rank else listener.fileno(),
+                        job_id=job,
+                        timeout_s=timeout_s,
+                        join_timeout_s=60.0,
+                    )
+                    for listener, job in zip(listeners, jobs, strict=True)
+                ]
+                worker = Process(
+                    [sys.executable, str(path), json.dumps([asdict(c) for c in configs])],
+                    directory,
+                    name=f"rank{rank}",
+                    environment=clean_environment(OMP_NUM_THREADS="1"),
+                    pass_fds=inherited,
+                    stdin=subprocess.PIPE,
+                )
+                self.workers.append(self._stack.enter_context(worker))
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def said(self, rank: int, event: str) -> list[dict[str, Any]]:
+        lines = self.workers[rank].stdout.splitlines(keepends=True)
+        facts = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [fact for fact in facts if fact["event"] == event]
+
+    def wait(self, event: str, ranks: list[int] | None = None, times: int = 1) -> list[Any]:
+        """What each of `ranks` has said of `event`, once they all have, `times` times."""
+        ranks = list(range(self.size)) if ranks is None else ranks
+
+        def all_said() -> bool:
+            for rank in ranks:
+                worker = self.workers[rank]
+                ended = worker.has_ended()  # Asked first: what it said before then counts.
+                if len(self.said(rank, event)) < times:
+                    assert not ended, f"rank {rank} ended:\n{worker.stdout}\n{worker.stderr}"
+                    return False
+            return True
+
+        wait_until(all_said, f"{event} of ranks {ranks}")
+        return [self.said(rank, event)[times - 1] for rank in ranks]
+
+    def others(self, rank: int) -> list[int]:
+        return [other for other in range(self.size) if other != rank]
+
+    def release(self) -> None:
+        """Let workers that `hold` go on; all must then end well."""
+        for worker in self.workers:
+            worker.stdin.close()
+        for worker in self.workers:
+            assert worker.wait(10) == 0, worker.stderr
+
+    def port(self, rank: int) -> int:
+        """The port on which this rank receives in its latest ring; said with ``ready``."""
+        return int(self.said(rank, "ready")[-1]["address"].rpartition(":")[2])
+
+
+def assert_lost(facts: list[dict[str, Any]], peer: int) -> None:
+    """Each has raised PeerLostError about `peer`, soon."""
+    assert [fact["kind"] for fact in facts] == ["PeerLostError"] * len(facts), facts
+    assert [fact["peer"] for fact in facts] == [peer] * len(facts), facts
+    for fact in facts:
+        assert f"rank {peer}" in fact["text"]
+        assert fact["seconds"] < SOON_S
+
+
+# --- A rank dies ----------------------------------------------------------------------------
+
+WAITING = """
+victim, operation = {victim}, "{operation}"
+ring = join()
+call = {{
+    "all_reduce": lambda: ring.all_reduce(np.ones(1000)),
+    "barrier": ring.barrier,
+    "broadcast": lambda: ring.broadcast(np.ones(1000), root=victim),
+}}[operation]
+say("ready")
+if RANK == victim:
+    signal.pause()
+attempt("result", call)
+attempt("again", ring.barrier)
+hold()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "victim", "operation"),
+    [
+        (2, 0, "all_reduce"),
+        (2, 1, "broadcast"),
+        (3, 0, "barrier"),
+        (3, 1, "all_reduce"),
+        (5, 2, "barrier"),
+        (5, 4, "broadcast"),
+    ],
+)
+def test_a_killed_rank_is_named_by_all_that_wait_for_it(
+    tmp_path: Path, size: int, victim: int, operation: str
+) -> None:
+    program = WAITING.format(victim=victim, operation=operation)
+    with Ring(tmp_path, size, program) as ring:
+        ring.wait("ready")
+        ring.workers[victim].signal(signal.SIGKILL)
+        survivors = ring.others(victim)
+        results = ring.wait("result", survivors)
+        # The wait for the last rank to be ready counts too; it is no part of the finding.
+        assert_lost([{**fact, "seconds": 0.0} for fact in results], victim)
+        for fact in ring.wait("again", survivors):
+            assert fact["kind"] == "PeerLostError"
+            assert fact["seconds"] < 0.5
+
+
+def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path) -> None:
+    program = """
+    ring = join()
+    data = np.zeros(4 << 20)
+    def call():
+        ring.all_reduce(data)
+        say("round")
+    attempt("result", lambda: until_error(call))
+    hold()
+    """
+    with Ring(tmp_path, 3, program) as ring:
+        ring.wait("round", times=2)
+        ring.workers[1].signal(signal.SIGKILL)
+        results = ring.wait("result", [0, 2])
+        assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
+        assert [fact["peer"] for fact in results] == [1, 1], results
+
+
+def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path) -> None:
+    # It has met the others, but dies before it has sent them anything.
+    program = """
+    if RANK == 1:
+        from ringreduce.transport.zeromq import ZmqLink
+        ZmqLink.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    attempt("result", join)
+    hold()
+    """
+    with Ring(tmp_path, 3, program, timeout_s=8.0) as ring:
+        results = ring.wait("result", [0, 2])
+        assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("raise ValueError('bad data')", 1), ("sys.exit(0)", 0)]
+)
+def test_a_rank_that_leaves_early_is_named(tmp_path: Path, ending: str, code: int) -> None:
+    program = f"""
+    ring = join()
+    atexit.register(ring.close)  # as the process's default communicator does
+    if RANK == 1:
+        {ending}
+    attempt("result", ring.barrier)
+    attempt("again", ring.barrier)
+    hold()
+    """
+    with Ring(tmp_path, 3, program) as ring:
+        assert_lost(ring.wait("result", [0, 2]), 1)
+        assert ring.workers[1].wait() == code
+
+
+# --- A rank is silent -----------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
+    program = """
+    ring = join()
+    data = np.ones(100_000)
+    def call():
+        ring.all_reduce(data)
+        say("round")
+    attempt("result", lambda: until_error(call))
+    attempt("again", ring.barrier)
+    hold()
+    """
+    with Ring(tmp_path, 3, program, timeout_s=2.0) as ring:
+        ring.wait("round", times=3)
+        ring.workers[1].signal(signal.SIGSTOP)
+        results = ring.wait("result", [0, 2])
+        assert [fact["kind"] for fact in results] == ["PeerTimeoutError"] * 2, results
+        # The rank behind it has waited for it, and says what to do.
+        assert results[1]["peer"] == 1
+        assert "waited 2.0 s for" in results[1]["text"]
+        assert "from rank 1" in results[1]["text"]
+        assert "RINGREDUCE_TIMEOUT_S" in results[1]["text"]
+        for fact in ring.wait("again", [0, 2]):
+            assert fact["kind"] == "PeerTimeoutError"
+            assert fact["seconds"] < 0.5
+        ring.workers[1].signal(signal.SIGCONT)
+        [late] = ring.wait("result", [1])
+        assert late["kind"] in ("PeerTimeoutError", "PeerLostError")
+        ring.release()
+
+
+def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path) -> None:
+    program = """
+    ring = join()
+    say("ready")
+    if RANK == 0:
+        hold()
+    attempt("result", ring.barrier)
+    hold()
+    """
+    with Ring(tmp_path, 2, program, timeout_s=1.0) as ring:
+        [fact] = ring.wait("result", [1])
+        assert fact["kind"] == "PeerTimeoutError"
+        assert fact["peer"] == 0
+        assert "in barrier #1" in fact["text"]
+        assert 1.0 <= fact["seconds"] < 3.0
+
+
+# --- A rank is interrupted ------------------------------------------------------------------
+
+
+def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path) -> None:
+    program = """
+    ring = join()
+    say("ready")
+    if RANK == 0:
+        # It comes late, and learns what has happened.
+        go = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: go.set())
+        go.wait()
+    if RANK == 1:
+        before = ring._ring.sequence
+
+        def watch():
+            while ring._ring.sequence == before:
+                os.sched_yield()
+            say("waits")
+
+        threading.Thread(target=watch, daemon=True).start()
+    attempt("result", lambda: ring.all_reduce(np.ones(100_000)))
+    attempt("again", ring.barrier)
+    hold()
+    """
+    with Ring(tmp_path, 3, program) as ring:
+        ring.wait("ready")
+        # Rank 0 does not take part yet, so rank 1 cannot have finished.
+        ring.wait("waits", [1])
+        ring.workers[1].signal(signal.SIGINT)
+        [interrupted] = ring.wait("result", [1])
+        assert interrupted["kind"] == "KeyboardInterrupt"
+        assert_lost(ring.wait("again", [1]), 1)
+        assert_lost(ring.wait("result", [2]), 1)
+        ring.workers[0].signal(signal.SIGUSR1)
+        assert_lost(ring.wait("result", [0]), 1)
+        assert "KeyboardInterrupt" in ring.said(0, "result")[0]["text"]
+        ring.release()
+
+
+# --- The ranks disagree ---------------------------------------------------------------------
+
+# What rank 1 does, what the others do, and a word of each that the errors must hold.
+DISAGREEMENTS = {
+    "operator": ("ring.all_reduce(x, 'max')", "ring.all_reduce(x, 'sum')", ", max", ", sum"),
+    "dtype": (
+        "ring.all_reduce(x.astype('float32'))",
+        "ring.all_reduce(x)",
+        "100 float32",
+        "100 float64",
+    ),
+    "length": ("ring.all_reduce(x[:99])", "ring.all_reduce(x)", "of 99 ", "of 100 "),
+    "kind": ("ring.barrier()", "ring.all_reduce(x)", "barrier #1", "all_reduce #1"),
+    "order": (
+        "[ring.broadcast(x), ring.all_reduce(x)]",
+        "[ring.all_reduce(x), ring.broadcast(x)]",
+        "broadcast #1",
+        "all_reduce #1",
+    ),
+    "signature": (
+        "ring.all_reduce(x, signature=1)",
+        "ring.all_reduce(x, signature=2)",
+        "other gradients, shapes or root",
+        "all_reduce #1",
+    ),
+    "root": ("ring.broadcast(x, root=2)", "ring.broadcast(x, root=0)", "root", "broadcast #1"),
+}
+
+
+@pytest.fixture(scope="module")
+def disagreements(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each of three ranks raised, for each kind of disagreement; one ring for each."""
+    calls = {name: case[:2] for name, case in DISAGREEMENTS.items()}
+    program = f"""
+    open_rings = []
+    x = np.ones(100)
+    for number, (name, calls) in enumerate({calls!r}.items()):
+        ring = join(number)
+        open_rings.append(ring)
+        call = calls[0] if RANK == 1 else calls[1]
+        # A rank that is not concerned yet learns of it from its next call.
+        attempt(name, lambda: until_error(lambda: (eval(call), ring.barrier())))
+        attempt(name + " again", ring.barrier)
+    hold()
+    for ring in open_rings:
+        ring.close()
+    """
+    directory = tmp_path_factory.mktemp("disagreements")
+    with Ring(directory, 3, program, rings=len(DISAGREEMENTS)) as ring:
+        ring.wait(f"{list(DISAGREEMENTS)[-1]} again")
+        found = {name: ring.wait(name) for name in DISAGREEMENTS}
+        found |= {f"{name} again": ring.wait(f"{name} again") for name in DISAGREEMENTS}
+        ring.release()
+    return found
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_disagree_all_get_a_mismatch(
+    name: str, disagreements: dict[str, list[dict[str, Any]]]
+) -> None:
+    facts = disagreements[name]
+    assert [fact["kind"] for fact in facts] == ["MismatchError"] * 3, facts
+    assert all(fact["seconds"] < SOON_S for fact in facts), facts
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_mismatch_says_what_both_sides_do(
+    name: str, disagreements: dict[str, list[dict[str, Any]]]
+) -> None:
+    *_, theirs, ours = DISAGREEMENTS[name]
+    for fact in disagreements[name]:
+        assert theirs in fact["text"]
+        assert ours in fact["text"]
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_after_a_mismatch_every_call_raises_it_at_once(
+    name: str, disagreements: dict[str, list[dict[str, Any]]]
+) -> None:
+    for fact in disagreements[f"{name} again"]:
+        assert fact["kind"] == "MismatchError"
+        assert fact["seconds"] < 0.5
+
+
+def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left(tmp_path: Path) -> None:
+    # The news lies in its queue when it finds that it can no longer send.
+    program = """
+    ring = join()
+    say("ready")
+    if RANK == 0:
+        hold()
+    attempt("result", ring.barrier if RANK == 1 else lambda: ring.all_reduce(np.ones(10)))
+    ring.close()
+    """
+    with Ring(tmp_path, 3, program) as ring:
+        ring.wait("ready")
+        for rank in (2, 1):
+            assert ring.workers[rank].wait() == 0
+        ring.workers[0].stdin.close()
+        assert ring.workers[0].wait() == 0
+        [late] = ring.said(0, "result")
+        assert late["kind"] == "MismatchError", late
+        assert "was told by rank 2" in late["text"]
+
+
+def test_a_step_of_a_broadcast_is_called_a_hop(
+    disagreements: dict[str, list[dict[str, Any]]],
+) -> None:
+    facts = disagreements["order"]
+    assert ", in broadcast #1, hop 1." in facts[1]["text"]
+
+
+# --- Strangers ------------------------------------------------------------------------------
+
+# Rounds of a sum until the test lets rank 0 stop them; every result is checked.
+ROUNDS = """
+from queue import Queue
+over = Queue()
+def watch():
+    for line in sys.stdin:
+        over.put(line)
+threading.Thread(target=watch, daemon=True).start()
+def rounds(ring):
+    number = 0
+    while True:
+        data = np.full(50_000, ring.rank + 1.0)
+        ring.all_reduce(data)
+        assert (data == sum(range(1, SIZE + 1))).all()
+        last = ring.all_reduce(np.array([int(not over.empty())]), "max")
+        number += 1
+        if number % 20 == 0:
+            say("rounds", ring=rings)
+        if last[0]:
+            return
+for rings in range(len(CONFIGS)):
+    ring = join(rings)
+    say("ready", address=ring._link.address)
+    attempt("result", lambda: rounds(ring))
+    attempt("again", ring.barrier)
+    ring.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def strangers_allowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    """A ring that runs on while strangers try things on it; it must end well."""
+    with Ring(tmp_path_factory.mktemp("strangers"), 2, ROUNDS) as ring:
+        ring.wait("rounds")
+        yield ring
+        for worker in ring.workers:
+            worker.stdin.write(b"\n")
+            worker.stdin.flush()
+        for fact in ring.wait("result"):
+            assert fact["kind"] == "", fact
+        for worker in ring.workers:
+            assert worker.wait(10) == 0, worker.stderr
+
+
+def assert_unhurt(ring: Ring) -> None:
+    """The ring has completed further rounds since the call, and raised nothing."""
+    before = max(len(ring.said(rank, "rounds")) for rank in range(ring.size))
+    wait_until(
+        lambda: (
+            all(len(ring.said(rank, "rounds")) >= before + 2 for rank in range(ring.size))
+            or any(ring.said(rank, "result") for rank in range(ring.size))
+        ),
+        "further rounds",
+    )
+    assert not [ring.said(rank, "result") for rank in range(ring.size) if ring.said(rank, "result")]
+
+
+def connection(ring: Ring, rank: int = 1) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", ring.port(rank)), timeout=10)
+
+
+def test_strangers_that_only_connect_do_no_harm(strangers_allowed: Ring) -> None:
+    for _ in range(20):
+        connection(strangers_allowed).close()
+    assert_unhurt(strangers_allowed)
+
+
+def test_a_stranger_that_stays_and_says_nothing_does_no_harm(strangers_allowed: Ring) -> None:
+    with connection(strangers_allowed):
+        assert_unhurt(strangers_allowed)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bytes(range(256)) * 64,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        # The greeting of ZMTP 3.1 with the mechanism NULL, and then no such thing.
+        b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\xff" * 500,
+    ],
+    ids=["bytes", "http", "broken ZMTP"],
+)
+def test_a_stranger_that_does_not_speak_zmtp_does_no_harm(
+    strangers_allowed: Ring, data: bytes
+) -> None:
+    with connection(strangers_allowed) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(data)
+            # Until the other side has had enough of it.
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+        assert_unhurt(strangers_allowed)
+
+
+@contextlib.contextmanager
+def zmq_stranger(ring: Ring, kind: int, rank: int = 1) -> Iterator[zmq.Socket[bytes]]:
+    """A real ZeroMQ socket that has connected to a rank's data port."""
+    with zmq.Context() as context, context.socket(kind) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.SNDTIMEO, 5000)
+        stranger.connect(f"tcp://127.0.0.1:{ring.port(rank)}")
+        yield stranger
+
+
+def test_a_socket_of_another_kind_does_no_harm(strangers_allowed: Ring) -> None:
+    with zmq_stranger(strangers_allowed, zmq.SUB):
+        assert_unhurt(strangers_allowed)
+
+
+def test_an_oversized_frame_is_not_even_read(strangers_allowed: Ring) -> None:
+    with zmq_stranger(strangers_allowed, zmq.PUSH) as stranger:
+        with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            stranger.send(bytes(64 << 20))
+            closed = monitor.poll(10_000)
+            stranger.disable_monitor()
+        assert closed
+    assert_unhurt(strangers_allowed)
+
+
+def foreign_header(**fields: int) -> bytes:
+    header = wire.Header(kind=wire.Kind.ALL_REDUCE, job=12345, rank=0, sequence=1)
+    return wire.encode(wire.Header(**{**asdict(header), **fields})).tobytes()
+
+
+# What a stranger sends in one message, and what the ranks then say of it.
+FOREIGN = {
+    "short": ([b"short"], "bytes that are no frame"),
+    "empty": ([b""], "bytes that are no frame"),
+    "random": ([os.urandom(64)], "bytes that are no frame"),
+    "other job": ([foreign_header()], "a frame of another job"),
+    "three parts": ([foreign_header(), bytes(100_000), b"more"], "a frame of another job"),
+    "abort": ([foreign_header(kind=wire.Kind.ABORT) + b"junk"], "a frame of another job"),
+    "version": ([foreign_header(version=9)], "a frame of wire version 9, not 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def foreign_frames(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[int, list[Any], list[Any]]]:
+    """The port, what both ranks raised and what they raised again; a ring for each message."""
+    found = {}
+    with Ring(tmp_path_factory.mktemp("foreign"), 2, ROUNDS, rings=len(FOREIGN)) as ring:
+        for number, (name, (frames, _)) in enumerate(FOREIGN.items()):
+            wait_until(
+                lambda number=number: all(
+                    any(fact["ring"] == number for fact in ring.said(rank, "rounds"))
+                    for rank in (0, 1)
+                ),
+                f"rounds of ring {number}",
+            )
+            port = ring.port(1)
+            with zmq_stranger(ring, zmq.PUSH) as stranger:
+                stranger.send_multipart(frames)
+                results = ring.wait("result", times=number + 1)
+            found[name] = port, results, ring.wait("again", times=number + 1)
+        ring.release()
+    return found
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_frames_of_a_stranger_are_a_protocol_error_on_every_rank(
+    name: str, foreign_frames: dict[str, tuple[int, list[Any], list[Any]]]
+) -> None:
+    port, results, again = foreign_frames[name]
+    for fact in [*results, *again]:
+        assert fact["kind"] == "ProtocolError", fact
+        assert f"received {FOREIGN[name][1]} on tcp://127.0.0.1:{port}" in fact["text"]
+    assert all(fact["seconds"] < 0.5 for fact in again), again

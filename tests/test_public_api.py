@@ -1,0 +1,129 @@
+"""What users may rely on: names, their documentation, the version."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ringreduce
+
+# A name that goes breaks somebody's program; one that comes stays for ever.
+PUBLIC = [
+    "ArrayError",
+    "ClosedError",
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "MismatchError",
+    "NativeError",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ProtocolError",
+    "ReduceOp",
+    "RendezvousError",
+    "RingReduceError",
+    "Statistics",
+    "__version__",
+    "default_communicator",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+COMMUNICATOR = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "close",
+    "closed",
+    "config",
+    "fail",
+    "rank",
+    "reduce_scatter",
+    "size",
+    "statistics",
+]
+
+
+def documentables(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """The module itself and its public functions, classes and methods, with their names."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    yield path.stem, module
+
+    def below(parent: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, ast.AST]]:
+        for node in parent.body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            # What a setter does is said where the property is read.
+            if node.name.startswith("_") or is_setter(node):
+                continue
+            yield f"{prefix}.{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from below(node, f"{prefix}.{node.name}")
+
+    yield from below(module, path.stem)
+
+
+def is_setter(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    return any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in node.decorator_list)
+
+
+SOURCES = sorted(Path(ringreduce.__file__).parent.rglob("*.py"))
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(ringreduce.__all__) == PUBLIC
+
+
+def test_the_public_names_are_listed_in_order() -> None:
+    assert ringreduce.__all__ == sorted(ringreduce.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_resolves(name: str) -> None:
+    assert getattr(ringreduce, name) is not None
+
+
+def test_the_communicator_offers_these() -> None:
+    assert [n for n in dir(ringreduce.Communicator) if not n.startswith("_")] == COMMUNICATOR
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'ringreduce' has no attribute 'allreduce'"):
+        _ = ringreduce.allreduce
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_everything_public_is_documented(path: Path) -> None:
+    undocumented = [name for name, node in documentables(path) if not ast.get_docstring(node)]
+    assert not undocumented
+
+
+def test_every_setting_of_config_is_documented() -> None:
+    text = inspect.getdoc(ringreduce.Config)
+    assert text is not None
+    for field in ringreduce.Config.__dataclass_fields__:
+        assert re.search(rf"^ +{field}: \S", text, re.MULTILINE), field
+
+
+def test_every_argument_of_init_is_a_setting_of_config() -> None:
+    arguments = set(inspect.signature(ringreduce.init).parameters)
+    assert arguments <= set(ringreduce.Config.__dataclass_fields__)
+
+
+def test_the_version_is_a_version() -> None:
+    # The canonical form of PEP 440, without epochs.
+    number = r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?"
+    assert re.fullmatch(number, ringreduce.__version__)
