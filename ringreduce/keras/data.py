@@ -1,0 +1,55 @@
+"""Each rank's part of a `tf.data.Dataset`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.process import default_communicator
+
+__all__ = ["shard"]
+
+
+def shard(dataset: Any, communicator: Communicator | None = None) -> Any:
+    """The part of `dataset` that belongs to this rank: element i goes to rank i mod size.
+
+    Every rank gets equally many elements, so that all make equally many steps; up to
+    size - 1 elements at the end are left out.
+
+    Shard before batching, and batch by the global batch size divided by `size`: then the
+    ranks' batches of a step together are exactly the global batch. A dataset that is batched
+    already is dealt out batch by batch, and its batch size is each rank's. Shuffle before
+    sharding, with the same seed on every rank; otherwise ranks see some elements twice.
+
+    Args:
+        dataset: a `tf.data.Dataset`, the same on every rank.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        ClosedError: `init` was not called.
+    """
+    ring = communicator or default_communicator()
+    if ring.size == 1:
+        return dataset
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        return _deal(dataset, ring.size, ring.rank)
+    if cardinality != tf.data.INFINITE_CARDINALITY:
+        dataset = dataset.take(cardinality // ring.size * ring.size)
+    return dataset.shard(ring.size, ring.rank)
+
+
+def _deal(dataset: Any, size: int, rank: int) -> Any:
+    """As `shard` for a dataset of unknown length: whole rounds of `size` elements only."""
+
+    def own(*round_: Any) -> Any:
+        parts = tf.nest.map_structure(
+            lambda part: part.skip(rank).take(1),
+            round_ if len(round_) > 1 else round_[0],
+            expand_composites=False,
+        )
+        return tf.data.Dataset.zip(parts)
+
+    return dataset.window(size, drop_remainder=True).flat_map(own)

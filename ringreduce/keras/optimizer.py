@@ -1,0 +1,336 @@
+"""`DistributedOptimizer`: any Keras optimizer, with gradients averaged over the ring.
+
+It holds the optimizer it wraps and forwards to it, after Keras's own LossScaleOptimizer;
+the rejected alternative, a class made from the user's own with methods replaced, loses the
+state of an optimizer that is already built. Three facts of Keras 3 shape it:
+
+- A training step calls nothing but `apply_gradients`, which calls `apply`; it is there that
+  gradients are reduced, before the inner optimizer clips or decays them, so that N ranks of
+  batch B do what one process does with batch N B.
+- Saving records the class of `model.optimizer`. The wrapper's class takes the name and the
+  module of the inner one, and its configuration and variables are the inner one's, so a
+  saved model loads where ringreduce is not installed, as the plain optimizer.
+- Variables of model and optimizer exist at the latest when the first step is traced, and
+  the step has not run yet then: that is when rank 0's values go to everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce import tensorflow as bridge
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+from ringreduce.process import default_communicator
+from ringreduce.types import ReduceOp
+
+__all__ = ["DistributedOptimizer", "broadcast_variables"]
+
+_log = logging.getLogger(__name__)
+
+# Large enough that a bucket's bandwidth is the ring's best, small enough that memory for a
+# few of them is nothing beside the model.
+BUCKET_BYTES = 16 << 20
+
+
+class DistributedOptimizer(keras.optimizers.Optimizer):
+    """An optimizer whose `apply` averages gradients over all ranks first.
+
+    Works in `model.fit`, eagerly too, and in custom loops that call `apply` or
+    `apply_gradients`. Before the first step every rank receives rank 0's trainable variables
+    and optimizer state. In an eager loop whose optimizer is not built in advance the first
+    gradients are computed before that can happen; where a rank's weights turn out to have
+    differed, its first gradients are left out of the mean. Call
+    ``optimizer.build(model.trainable_variables)`` before such a loop to avoid that.
+
+    It must be the outermost wrapper. It has no variables of its own, forwards what it does
+    not know to `inner_optimizer`, and is saved as that.
+
+    Args:
+        inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the
+            global batch grows with them.
+        communicator: whose ranks; by default the process's, which `init` must have made when
+            the first step comes.
+        bucket_bytes: about how many bytes of gradients are reduced at a time.
+
+    Raises:
+        ConfigError: `inner` is no Keras optimizer or already distributed, or a
+            `tf.distribute` strategy of several replicas is active.
+    """
+
+    def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
+        """An instance of a class that is saved under the inner optimizer's name."""
+        if cls is DistributedOptimizer and isinstance(inner, keras.optimizers.Optimizer):
+            cls = _named_after(type(inner))  # type: ignore[arg-type]
+        instance: DistributedOptimizer = super().__new__(cls)
+        return instance
+
+    def __init__(
+        self,
+        inner: Any,
+        communicator: Communicator | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        _refuse_unusable(inner)
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
+        super().__init__(learning_rate=0.0, name=inner.name)
+        self._variables.clear()  # the counter and the rate that the base has made
+        self.inner_optimizer = inner
+        self._communicator = communicator
+        self._bridge = bridge.GradientBridge(self._ring, bucket_bytes)
+        self._synchronized = False
+
+    def _ring(self) -> Communicator:
+        return self._communicator or default_communicator()
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Average `grads` over all ranks and apply them with the inner optimizer.
+
+        Args:
+            grads: tensors, `tf.IndexedSlices` or None; one for each variable, in the same
+                order on all ranks.
+            trainable_variables: the variables; by default those the optimizer was built with.
+
+        Raises:
+            ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`.
+            RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` the same
+                text comes as `tf.errors.UnknownError`.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if not self.inner_optimizer.built and variables is not None:
+            self._build_inner(variables)
+        known = variables or self.inner_optimizer._trainable_variables
+        if not self._synchronized:
+            grads = self._synchronize(known, grads)
+        paths = [str(getattr(v, "path", v.name)) for v in known]
+        means = self._bridge.mean(grads, paths, before=self._require_synchronized)
+        self.inner_optimizer.apply(means, variables)
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        self.apply(gradients, variables)
+        return self.inner_optimizer.iterations
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the inner optimizer's variables and give all ranks rank 0's values."""
+        if not self.inner_optimizer.built:
+            self._build_inner(variables)
+        if tf.executing_eagerly() and self._is_formed():
+            self._broadcast(list(variables))
+
+    def _build_inner(self, variables: Sequence[Any]) -> None:
+        with keras.name_scope(self.inner_optimizer.name):
+            self.inner_optimizer.build(list(variables))
+
+    def _is_formed(self) -> bool:
+        from ringreduce.process import is_initialized
+
+        return self._communicator is not None or is_initialized()
+
+    def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
+        """Give all ranks rank 0's values; return the gradients to reduce.
+
+        While tracing, gradients are not computed yet and will be with the right weights.
+        Eagerly they were, with the weights this rank had before.
+        """
+        with tf.init_scope():
+            # A tf.function that creates variables is traced twice, and they have values (and
+            # this rank something to send) only the second time.
+            if not all(map(bridge.is_initialized, (*self.variables, *variables))):
+                return gradients
+            differed = self._broadcast(list(variables))
+        self._synchronized = True
+        if not tf.executing_eagerly():
+            return gradients
+        return _weighted(gradients, not differed, self._ring())
+
+    def _require_synchronized(self) -> None:
+        """Runs before gradients first travel, so that no step is ever taken out of step."""
+        if not self._synchronized:
+            ring = self._ring()
+            raise ring.fail(
+                ConfigError(
+                    "has variables that had no values when the training step was traced, so "
+                    "rank 0's could not be copied",
+                    rank=ring.rank,
+                    size=ring.size,
+                    remedy="Build the model and call optimizer.build(model.trainable_variables) "
+                    "before training.",
+                )
+            )
+
+    def _broadcast(self, variables: list[Any]) -> bool:
+        ring = self._ring()
+        if ring.size == 1:
+            return False
+        bridge.broadcast_variables(self.inner_optimizer.variables, ring)
+        return bridge.broadcast_variables(variables, ring)
+
+    # What Keras asks of an optimizer, answered by the inner one. The base's `__init__` sets
+    # some of it before there is one; that is dropped, since the wrapper has no variables.
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables."""
+        return list(self.inner_optimizer.variables)
+
+    @property
+    def built(self) -> bool:
+        """Whether the inner optimizer has its variables."""
+        return "inner_optimizer" in self.__dict__ and bool(self.inner_optimizer.built)
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        pass
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's step counter."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def _iterations(self) -> Any:
+        return self.inner_optimizer._iterations
+
+    @_iterations.setter
+    def _iterations(self, value: Any) -> None:
+        pass
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; setting it sets that."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def _learning_rate(self) -> Any:
+        return self.inner_optimizer._learning_rate
+
+    @_learning_rate.setter
+    def _learning_rate(self, value: Any) -> None:
+        if "inner_optimizer" in self.__dict__:
+            self.inner_optimizer._learning_rate = value
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the inner optimizer scales it."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """As the inner optimizer does: overwrites variables with their averages, where used."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
+        """Refused, as by every optimizer on the TensorFlow backend."""
+        return self.inner_optimizer.stateless_apply(*arguments, **options)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the inner optimizer's variables."""
+        self.inner_optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the inner optimizer's variables."""
+        self.inner_optimizer.load_own_variables(store)
+
+    def set_weights(self, weights: Any) -> None:
+        """Set the inner optimizer's variables."""
+        self.inner_optimizer.set_weights(weights)
+
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer's configuration, from which its own class is made again."""
+        config: dict[str, Any] = self.inner_optimizer.get_config()
+        return config
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not found otherwise: momentum, beta_1, the slots.
+        if name.startswith("__") or "inner_optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["inner_optimizer"], name)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root: int = 0, communicator: Communicator | None = None
+) -> None:
+    """Give `variables` on every rank the values they have on rank `root`.
+
+    `DistributedOptimizer` does this by itself for what it trains; use it for what it does
+    not see, such as moving averages of normalization layers after loading them on one rank.
+
+    Args:
+        variables: `keras.Variable` or `tf.Variable`, the same on all ranks. Leave out the
+            states of random generators, or ranks will draw the same numbers.
+        root: the rank to copy from.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        MismatchError: the ranks' variables differ in number, shape or dtype.
+    """
+    bridge.broadcast_variables(variables, communicator or default_communicator(), root)
+
+
+def _refuse_unusable(inner: Any) -> None:
+    if isinstance(inner, DistributedOptimizer):
+        raise ConfigError(
+            f"got an optimizer that is already distributed ({inner.name})",
+            remedy="Wrap it once: a second average would only cost time.",
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"got {inner!r} to wrap, which is no Keras 3 optimizer",
+            remedy="Pass one, such as keras.optimizers.SGD(0.01).",
+        )
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1:
+        raise ConfigError(
+            f"is used inside a tf.distribute strategy of {replicas} replicas",
+            remedy="Use one or the other; a ringreduce worker is one replica.",
+        )
+
+
+def _weighted(gradients: list[Any], usable: bool, ring: Communicator) -> list[Any]:
+    """Gradients whose mean over all ranks is the mean over the ranks where they are usable.
+
+    Only the first step of an eager loop needs it, and only if some rank's weights differed.
+    """
+    if ring.size == 1 or not tf.executing_eagerly():
+        return gradients
+    count = ring.all_reduce(np.array([int(usable)], np.int64), ReduceOp.SUM)
+    useful = int(count[0])
+    if useful == ring.size:
+        return gradients
+    _log.warning(
+        "[%d/%d] %d ranks began with other weights than rank 0; their gradients of the first "
+        "step were left out. Build the optimizer before an eager loop.",
+        *(ring.rank, ring.size, ring.size - useful),
+    )
+    factor = ring.size / useful if usable else 0.0
+    # Not a product where the rank is left out: zero times infinity is no zero.
+    return [
+        None if g is None else tf.convert_to_tensor(g) * factor if usable else tf.zeros_like(g)
+        for g in gradients
+    ]
+
+
+@lru_cache
+def _named_after(inner: type) -> type[DistributedOptimizer]:
+    """A class of ours that Keras records under the inner class's name when it saves a model."""
+    return type(
+        inner.__name__,
+        (DistributedOptimizer,),
+        {"__module__": inner.__module__, "__doc__": DistributedOptimizer.__doc__},
+    )

@@ -1,0 +1,321 @@
+"""Gradients in and out of TensorFlow: the bridge between a step's tensors and the ring.
+
+In a graph a single stateful `tf.numpy_function` takes all gradients of the step, and the
+step waits for it; eagerly the same Python function is called directly. One function and
+not one per bucket: stateful ops run in program order, so more would not overlap, and each
+that blocks holds a thread that another may need.
+
+The tensors that come back are views of the bucket's memory, which TensorFlow may keep as
+long as it likes. So a bucket's memory is used again only when nothing refers to it any
+more, which Python's reference count tells (`_Memory`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.control_flow_v2_func_graphs import (
+    CondBranchFuncGraph,
+    ControlFlowFuncGraph,
+)
+
+from ringreduce.buckets import ALIGNMENT, BucketPlan, GradientSpec, first_difference
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.types import ReduceOp, dtype_code
+
+__all__ = ["GradientBridge", "broadcast_variables", "is_initialized"]
+
+
+class GradientBridge:
+    """Averages lists of gradients over all ranks; the interface a faster bridge will keep.
+
+    Args:
+        communicator: asked for when gradients first arrive, so that an optimizer can be made
+            before the ring is.
+        bucket_bytes: about how much is reduced at a time.
+    """
+
+    def __init__(self, communicator: Callable[[], Communicator], bucket_bytes: int) -> None:
+        self._communicator = communicator
+        self._bucket_bytes = bucket_bytes
+        self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
+        self._agreed: set[int] = set()
+        self._latest: BucketPlan | None = None
+        self._memory = _Memory()
+
+    def mean(
+        self,
+        gradients: Sequence[Any],
+        paths: Sequence[str],
+        before: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """The mean of each gradient over all ranks; a new list, None where there was None.
+
+        Sparse gradients (`tf.IndexedSlices`) come back dense. In a graph this adds the op
+        that does it; nothing travels while tracing, since ranks may trace at other times.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
+                order, shape and dtype.
+            paths: a name for each, for messages.
+            before: called each time before they travel, in the thread that reduces them.
+
+        Raises:
+            ConfigError: in a place where ranks could not all take part: under
+                ``jit_compile=True`` or inside a branch of `tf.cond`.
+            MismatchError: eagerly, when the ranks' gradients differ. From a graph it comes
+                out of TensorFlow as `tf.errors.UnknownError` with the same text.
+        """
+        communicator = self._communicator()
+        if communicator.size == 1:
+            return list(gradients)
+        _refuse_unreachable_places(communicator)
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        plan = self._plan(dense, paths)
+        present = [g for g in dense if g is not None]
+
+        def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
+            before()
+            return self._reduce(communicator, plan, arrays)
+
+        if tf.executing_eagerly():
+            means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
+        else:
+            means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
+            for tensor, gradient in zip(means, present, strict=True):
+                tensor.set_shape(gradient.shape)
+        remaining = iter(means)
+        return [None if g is None else next(remaining) for g in dense]
+
+    def _plan(self, gradients: Sequence[Any], paths: Sequence[str]) -> BucketPlan:
+        specs = tuple(
+            GradientSpec(path, (), "", present=False)
+            if gradient is None
+            else GradientSpec(path, _static_shape(gradient, path), gradient.dtype.name)
+            for gradient, path in zip(gradients, paths, strict=True)
+        )
+        if specs not in self._plans:
+            dtypes = {g.dtype.name: g.dtype.as_numpy_dtype for g in gradients if g is not None}
+            for dtype in dtypes.values():
+                dtype_code(np.dtype(dtype))
+            sizes = {name: np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
+            self._plans[specs] = BucketPlan.make(specs, sizes, self._bucket_bytes)
+        return self._plans[specs]
+
+    def _reduce(
+        self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Pack, reduce bucket by bucket, and hand out views; runs in a thread of TensorFlow's."""
+        if plan.signature not in self._agreed:
+            self._agree(communicator, plan)
+        by_gradient = dict(zip(_present(plan), arrays, strict=True))
+        means: dict[int, np.ndarray] = {}
+        for bucket in plan.buckets:
+            dtype = by_gradient[bucket.slots[0].gradient].dtype
+            memory = self._memory.take(bucket.count * dtype.itemsize).view(dtype)
+            filled = 0
+            for slot in bucket.slots:
+                memory[filled : slot.start] = 0  # Padding travels too; it must be a number.
+                filled = slot.start + slot.count
+                memory[slot.start : filled] = by_gradient[slot.gradient].reshape(-1)
+            memory[filled:] = 0
+            communicator.all_reduce(memory, ReduceOp.MEAN, signature=plan.signature)
+            for slot in bucket.slots:
+                view = memory[slot.start : slot.start + slot.count]
+                means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
+        return [means[index] for index in _present(plan)]
+
+    def _agree(self, communicator: Communicator, plan: BucketPlan) -> None:
+        """Compare a plan's gradients with those of every rank, before its first use."""
+        own = [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients]
+        try:
+            gathered = communicator.all_gather_object(own)
+        except MismatchError as error:
+            # The others go on with the plan of the step before: only this rank's changed.
+            if self._latest is None or error.origin is not None:
+                raise
+            change = first_difference(plan.gradients, self._latest.gradients)
+            if change is None:
+                raise
+            raise MismatchError(
+                f"has gradients that changed since the last step, from {change[1]} "
+                f"to {change[0]}, while rank {error.peer} goes on as before",
+                rank=communicator.rank,
+                size=communicator.size,
+                peer=error.peer,
+                operation="gradient reduction",
+                remedy=_ALIKE,
+            ) from error
+        for rank, theirs in enumerate(gathered):
+            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs]
+            if difference := first_difference(plan.gradients, specs):
+                raise communicator.fail(
+                    MismatchError(
+                        f"has other gradients than rank {rank}: here {difference[0]}; "
+                        f"there {difference[1]}",
+                        rank=communicator.rank,
+                        size=communicator.size,
+                        peer=rank,
+                        operation="gradient reduction",
+                        remedy=_ALIKE,
+                    )
+                )
+        self._agreed.add(plan.signature)
+        self._latest = plan
+
+
+_ALIKE = (
+    "All ranks must compute gradients for the same variables in each step: look for code that "
+    "depends on the rank or on the data."
+)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], communicator: Communicator, root: int = 0
+) -> bool:
+    """Give `variables` on every rank the values they have on `root`.
+
+    Args:
+        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and
+            dtype. Assigned only where a value differs.
+        communicator: whose ranks.
+        root: the rank to copy from.
+
+    Returns:
+        Whether any value on this rank differed from the root's.
+
+    Raises:
+        MismatchError: the ranks' variables differ in number, shape or dtype; on all ranks.
+    """
+    own = [(_path(v), tuple(v.shape), np.dtype(_value(v).dtype).name) for v in variables]
+    specs = [GradientSpec(*spec) for spec in own]
+    for rank, theirs in enumerate(communicator.all_gather_object(own)):
+        others = [GradientSpec(path, tuple(shape), dtype) for path, shape, dtype in theirs]
+        if difference := first_difference(specs, others):
+            raise communicator.fail(
+                MismatchError(
+                    f"has another model than rank {rank}: here {difference[0]}; "
+                    f"there {difference[1]}",
+                    rank=communicator.rank,
+                    size=communicator.size,
+                    peer=rank,
+                    operation="broadcast of the initial weights",
+                    remedy="Build the same model and optimizer on every rank.",
+                )
+            )
+    differed = False
+    for variable in variables:
+        before = _value(variable)
+        after = before.copy()
+        # As bytes, so that every dtype travels, booleans and 8-bit floats included.
+        communicator.broadcast(after.reshape(-1).view(np.uint8), root)
+        if before.tobytes() != after.tobytes():
+            differed = True
+            variable.assign(after)
+    return differed
+
+
+def is_initialized(variable: Any) -> bool:
+    """Whether a variable has a value; outside of a function, or in `tf.init_scope`.
+
+    A variable made while a function is traced gets its value after that. Until then it reads
+    as zeros, without an error.
+    """
+    plain = variable if isinstance(variable, tf.Variable) else variable.value
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
+
+
+def _value(variable: Any) -> np.ndarray:
+    return np.asarray(variable.numpy())
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))
+
+
+def _present(plan: BucketPlan) -> list[int]:
+    return [index for index, spec in enumerate(plan.gradients) if spec.present]
+
+
+def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
+    if not gradient.shape.is_fully_defined():
+        raise ConfigError(
+            f"got a gradient of unknown shape {gradient.shape} for {path}",
+            remedy="Give the variable a fixed shape.",
+        )
+    return tuple(gradient.shape)
+
+
+def _refuse_unreachable_places(communicator: Communicator) -> None:
+    """Raise where the reduction could not run, or not on all ranks, while tracing."""
+    if tf.executing_eagerly():
+        return
+    graph = tf_ops.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            "cannot reduce gradients inside a function compiled with jit_compile=True",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
+            "inner function that computes only the loss and its gradients.",
+        )
+    # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
+    # the iterator has another batch.
+    while isinstance(graph, ControlFlowFuncGraph):
+        if isinstance(graph, CondBranchFuncGraph):
+            raise ConfigError(
+                "cannot reduce gradients inside a branch of tf.cond: a rank that takes the "
+                "other branch would never answer",
+                rank=communicator.rank,
+                size=communicator.size,
+                remedy="Make DistributedOptimizer the outermost wrapper. For mixed_float16: "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)) and "
+                "compile(..., auto_scale_loss=False).",
+            )
+        graph = graph.outer_graph
+
+
+class _Memory:
+    """Buffers that are handed out again once nobody refers to them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, list[np.ndarray]] = {}
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A buffer of `nbytes`, dtype uint8, aligned; contents undefined.
+
+        It belongs to the caller and to all views made of it: while any of them lives, the
+        memory is not handed out again.
+        """
+        buffers = self._buffers.setdefault(nbytes, [])
+        for whole in buffers:
+            # Views refer to the array that owns the memory. Nobody holds one when the list,
+            # the loop's name and the call's own argument are all that is counted.
+            if sys.getrefcount(whole) <= _UNUSED_REFERENCES:
+                return _aligned(whole, nbytes)
+        whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+        buffers.append(whole)
+        return _aligned(whole, nbytes)
+
+
+def _aligned(whole: np.ndarray, nbytes: int) -> np.ndarray:
+    start = -whole.__array_interface__["data"][0] % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+def _count_references() -> int:
+    """What `sys.getrefcount` says in `_Memory.take` of a buffer that nobody else holds."""
+    buffers = [np.empty(0, np.uint8)]
+    for whole in buffers:
+        return sys.getrefcount(whole)
+    raise AssertionError
+
+
+_UNUSED_REFERENCES = _count_references()

@@ -1,0 +1,79 @@
+"""Trains the same model from the same data in several ways; writes every rank's weights.
+
+Run alone and as N workers: the global batch is the same, so the weights must be too. Ranks
+start from different seeds, and must not end with different weights.
+"""
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+
+GLOBAL_BATCH, STEPS = 12, 8
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, global_clipnorm=0.1),
+}
+
+
+def make_model(seed):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(16, activation="tanh"),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def main(folder):
+    comm = rr.init()
+    rng = np.random.default_rng(7)
+    inputs = rng.normal(size=(GLOBAL_BATCH * STEPS, 6)).astype("float32")
+    labels = rng.integers(0, 3, size=GLOBAL_BATCH * STEPS)
+    data = rr.shard(tf.data.Dataset.from_tensor_slices((inputs, labels)))
+    data = data.batch(GLOBAL_BATCH // comm.size)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    weights = {}
+
+    def fit(name, optimizer, **compile_options):
+        # Rank 0's seed is the same in every run; the others' differ, as users' do.
+        model = make_model(comm.rank)
+        model.compile(optimizer=optimizer, loss=loss, **compile_options)
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+        weights[name] = model.get_weights()
+
+    def loop(name, optimizer, step_wrapper):
+        model = make_model(comm.rank)
+        optimizer.build(model.trainable_variables)
+
+        @step_wrapper
+        def step(batch, target):
+            with tf.GradientTape() as tape:
+                value = loss(target, model(batch, training=True))
+            gradients = tape.gradient(value, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+
+        for _ in range(2):
+            for batch, target in data:
+                step(batch, target)
+        weights[name] = model.get_weights()
+
+    for name, make in OPTIMIZERS.items():
+        fit(name, rr.DistributedOptimizer(make()))
+    sgd = OPTIMIZERS["sgd"]
+    fit("steps_per_execution", rr.DistributedOptimizer(sgd()), steps_per_execution=4)
+    # A bucket for each gradient.
+    fit("small_buckets", rr.DistributedOptimizer(sgd(), bucket_bytes=64))
+    loop("eager_loop", rr.DistributedOptimizer(sgd()), lambda step: step)
+    loop("graph_loop", rr.DistributedOptimizer(sgd()), tf.function)
+    arrays = {f"{name}.{i}": w for name, ws in weights.items() for i, w in enumerate(ws)}
+    np.savez(f"{folder}/{comm.size}-{comm.rank}.npz", **arrays)
+
+
+main(sys.argv[1])

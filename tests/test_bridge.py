@@ -1,0 +1,120 @@
+"""Gradients through the bridge on a ring of threads, eagerly; graphs are test_keras's."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringreduce import ArrayError, MismatchError
+from ringreduce.tensorflow import GradientBridge
+from ringreduce.testing import ring_of_threads
+
+
+def mean_of(size, gradients_of, bucket_bytes=1 << 20):
+    """What the bridge returns on each rank; `gradients_of` makes a rank's gradients."""
+
+    def work(comm):
+        bridge = GradientBridge(lambda: comm, bucket_bytes)
+        gradients = gradients_of(comm.rank)
+        paths = [f"variable{i}" for i in range(len(gradients))]
+        first = bridge.mean(gradients, paths)
+        second = bridge.mean(gradients, paths)
+        for a, b in zip(first, second, strict=True):
+            assert a is b is None or (a.numpy() == b.numpy()).all()
+        return first
+
+    return ring_of_threads(size, work)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("bucket_bytes", [1, 256, 1 << 20])
+def test_every_gradient_becomes_the_mean(size, bucket_bytes):
+    shapes = [(3, 5), (), (0, 4), (17,), (2, 2, 2), (1000,)]
+
+    def gradients(rank):
+        rng = np.random.default_rng(rank)
+        values = [rng.integers(-8, 8, s).astype("float32") * size for s in shapes]
+        return [tf.constant(v) for v in values]
+
+    everyone = [[g.numpy() for g in gradients(rank)] for rank in range(size)]
+    for means in mean_of(size, gradients, bucket_bytes):
+        for i, mean in enumerate(means):
+            assert mean.shape == shapes[i]
+            assert (mean.numpy() == sum(g[i] for g in everyone) / size).all()
+
+
+def test_dtypes_travel_in_buckets_of_their_own():
+    dtypes = [tf.float32, tf.float64, tf.float16, tf.bfloat16]
+
+    def gradients(rank):
+        return [tf.cast(tf.fill((5,), 2 * rank), dtype) for dtype in dtypes * 2]
+
+    for means in mean_of(2, gradients):
+        assert [m.dtype for m in means] == dtypes * 2
+        assert all((m.numpy() == 1).all() for m in means)
+
+
+def test_none_stays_none():
+    for means in mean_of(2, lambda rank: [None, tf.ones(3) * rank, None]):
+        assert means[0] is means[2] is None
+        assert (means[1].numpy() == 0.5).all()
+
+
+def test_sparse_gradients_come_back_dense():
+    def gradients(rank):
+        rows = tf.constant([rank, rank])
+        return [tf.IndexedSlices(tf.ones((2, 3)), rows, dense_shape=tf.constant([4, 3]))]
+
+    for (mean,) in mean_of(2, gradients):
+        assert (mean.numpy() == [[1] * 3, [1] * 3, [0] * 3, [0] * 3]).all()
+
+
+def test_results_are_not_overwritten_by_the_next_step():
+    """The bucket's memory is TensorFlow's for as long as it holds a tensor made of it."""
+
+    def work(comm):
+        bridge = GradientBridge(lambda: comm, 1 << 20)
+        kept = [bridge.mean([tf.fill((1000,), float(i))], ["v"])[0] for i in range(10)]
+        return all((tensor.numpy() == i).all() for i, tensor in enumerate(kept))
+
+    assert all(ring_of_threads(2, work))
+
+
+def test_memory_is_used_again_once_the_results_are_gone():
+    def work(comm):
+        bridge = GradientBridge(lambda: comm, 1 << 20)
+        for i in range(10):
+            bridge.mean([tf.fill((1000,), float(i))], ["v"])
+        return sum(len(buffers) for buffers in bridge._memory._buffers.values())
+
+    assert max(ring_of_threads(2, work)) <= 3
+
+
+def test_a_nan_on_one_rank_is_seen_by_all():
+    for (mean,) in mean_of_nan():
+        assert np.isnan(mean.numpy()[1])
+        assert mean.numpy()[0] == 1
+
+
+def mean_of_nan():
+    def work(comm):
+        bridge = GradientBridge(lambda: comm, 1 << 20)
+        return bridge.mean([tf.constant([1.0, np.nan if comm.rank else 2.0])], ["v"])
+
+    return ring_of_threads(2, work)
+
+
+def test_gradients_of_a_dtype_that_cannot_travel_are_refused():
+    with pytest.raises(ArrayError, match="complex64"):
+        mean_of(2, lambda rank: [tf.zeros(3, tf.complex64)])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_shapes_are_an_error_on_all_ranks_that_names_both(size):
+    def gradients(rank):
+        return [tf.zeros(4), tf.zeros((3,) if rank else (2,))]
+
+    with pytest.raises(MismatchError) as caught:
+        mean_of(size, gradients)
+    assert "variable1: float32 of shape (2,)" in str(caught.value)
+    assert "variable1: float32 of shape (3,)" in str(caught.value)
+    assert len(getattr(caught.value, "__notes__", [None] * (size - 1))) == size - 1

@@ -1,0 +1,208 @@
+"""The wrapper in one process, where it must be nothing but the optimizer that it wraps."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce
+import ringreduce.keras as rr
+from ringreduce.testing import ring_of_threads
+
+
+@pytest.fixture
+def world_of_one():
+    """A default communicator of one rank."""
+    with ringreduce.init() as communicator:
+        yield communicator
+    ringreduce.shutdown()
+
+
+def make_model():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(2)])
+
+
+def fit(model, optimizer, **options):
+    model.compile(optimizer=optimizer, loss="mse", **options.pop("compile", {}))
+    inputs = np.arange(48, dtype="float32").reshape(12, 4) / 48
+    model.fit(inputs, inputs[:, :2], batch_size=4, shuffle=False, verbose=0, **options)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.1, clipnorm=0.5),
+        lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+        lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)),
+    ],
+    ids=["momentum", "clipnorm", "ema", "accumulation", "loss scale", "schedule"],
+)
+def test_training_alone_is_exactly_the_inner_optimizer(world_of_one, make):
+    plain = fit(make_model(), make(), epochs=3)
+    wrapped = fit(make_model(), rr.DistributedOptimizer(make()), epochs=3)
+    for expected, actual in zip(plain.get_weights(), wrapped.get_weights(), strict=True):
+        assert (expected == actual).all()
+    for expected, actual in zip(
+        plain.optimizer.variables, wrapped.optimizer.variables, strict=True
+    ):
+        assert (expected.numpy() == actual.numpy()).all()
+
+
+def test_it_is_a_keras_optimizer_without_variables_of_its_own(world_of_one):
+    inner = keras.optimizers.Adam(0.1)
+    optimizer = rr.DistributedOptimizer(inner)
+    assert isinstance(optimizer, keras.optimizers.Optimizer)
+    assert isinstance(optimizer, rr.DistributedOptimizer)
+    assert keras.optimizers.get(optimizer) is optimizer
+    assert optimizer.inner_optimizer is inner
+    assert not optimizer._variables
+    optimizer.build(make_model().trainable_variables)
+    assert [v is w for v, w in zip(optimizer.variables, inner.variables, strict=True)]
+    assert optimizer.built
+    assert inner.built
+
+
+def test_learning_rate_reads_and_writes_the_inner_one(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.learning_rate = 0.125
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.125
+    assert float(optimizer.learning_rate) == 0.125
+
+
+def test_a_schedule_cannot_be_overwritten_as_in_keras(world_of_one):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(schedule))
+    with pytest.raises(TypeError, match="LearningRateSchedule"):
+        optimizer.learning_rate = 0.5
+
+
+def test_reduce_lr_on_plateau_reaches_the_inner_learning_rate(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    optimizer.learning_rate = 1e-8
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0)
+    fit(make_model(), optimizer, epochs=4, callbacks=[plateau])
+    assert float(optimizer.inner_optimizer.learning_rate) < 1e-8
+
+
+def test_unknown_attributes_are_the_inner_ones(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.75))
+    assert optimizer.momentum == 0.75
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = optimizer.no_such_thing
+
+
+def test_wrapping_twice_is_refused():
+    once = rr.DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ringreduce.ConfigError, match="already distributed"):
+        rr.DistributedOptimizer(once)
+
+
+@pytest.mark.parametrize("inner", ["adam", None, keras.layers.Dense(1)])
+def test_what_is_no_optimizer_is_refused(inner):
+    with pytest.raises(ringreduce.ConfigError, match="no Keras 3 optimizer"):
+        rr.DistributedOptimizer(inner)
+
+
+def test_training_before_init_says_what_to_do():
+    assert not rr.is_initialized()
+    with pytest.raises(ringreduce.ClosedError, match=r"ringreduce.init\(\)"):
+        fit(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD()))
+
+
+def test_a_saved_model_loads_where_ringreduce_is_not_installed(world_of_one, tmp_path):
+    """Config, weights and optimizer state come back as the plain optimizer's."""
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.25, beta_1=0.5))
+    model = fit(make_model(), optimizer, epochs=2)
+    model.save(tmp_path / "model.keras")
+    np.savez(tmp_path / "state.npz", *[v.numpy() for v in optimizer.variables])
+    program = f"""
+import sys
+sys.modules["ringreduce"] = None
+import keras, numpy
+model = keras.models.load_model({str(tmp_path / "model.keras")!r})
+assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer)
+assert model.optimizer.beta_1 == 0.5
+with numpy.load({str(tmp_path / "state.npz")!r}) as state:
+    expected = [state[name] for name in state.files]
+actual = [v.numpy() for v in model.optimizer.variables]
+assert len(actual) == len(expected) == 10
+assert all((a == e).all() for a, e in zip(actual, expected))
+model.fit(numpy.ones((4, 4)), numpy.ones((4, 2)), verbose=0)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_loaded_optimizer_can_be_wrapped_and_goes_on(world_of_one, tmp_path):
+    whole = fit(make_model(), keras.optimizers.Adam(0.1), epochs=4)
+    half = fit(make_model(), rr.DistributedOptimizer(keras.optimizers.Adam(0.1)), epochs=2)
+    half.save(tmp_path / "half.keras")
+    loaded = keras.models.load_model(tmp_path / "half.keras")
+    fit(loaded, rr.DistributedOptimizer(loaded.optimizer), epochs=2)
+    for expected, actual in zip(whole.get_weights(), loaded.get_weights(), strict=True):
+        assert (expected == actual).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+def test_shards_are_disjoint_complete_and_equally_long(size, known):
+    dataset = tf.data.Dataset.from_tensor_slices({"x": np.arange(11), "y": np.arange(11) * 2})
+    if not known:
+        dataset = dataset.filter(lambda element: True)
+        assert dataset.cardinality() == tf.data.UNKNOWN_CARDINALITY
+
+    def work(comm):
+        return [(int(e["x"]), int(e["y"])) for e in rr.shard(dataset, comm)]
+
+    parts = ring_of_threads(size, work)
+    whole = 11 // size * size if size > 1 else 11
+    for rank, part in enumerate(parts):
+        assert part == [(i, 2 * i) for i in range(rank, whole, size)]
+
+
+def test_tuples_of_unknown_number_are_sharded():
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(5), np.arange(5) * 2))
+    dataset = dataset.filter(lambda x, y: True)
+    parts = ring_of_threads(2, lambda comm: [int(y) for _, y in rr.shard(dataset, comm)])
+    assert parts == [[0, 4], [2, 6]]
+
+
+def test_an_endless_dataset_is_sharded():
+    dataset = tf.data.Dataset.range(4).repeat()
+    parts = ring_of_threads(2, lambda comm: [int(x) for x in rr.shard(dataset, comm).take(4)])
+    assert parts == [[0, 2, 0, 2], [1, 3, 1, 3]]
+
+
+def test_broadcast_variables_copies_the_roots_values():
+    def work(comm):
+        variables = [
+            tf.Variable(np.full((3,), comm.rank, "float32")),
+            tf.Variable(comm.rank == 1),
+            keras.Variable(np.full((2, 2), 10 + comm.rank)),
+        ]
+        rr.broadcast_variables(variables, root=1, communicator=comm)
+        return [variables[0].numpy().tolist(), bool(variables[1].numpy()), variables[2].numpy()]
+
+    for flat, flag, square in ring_of_threads(3, work):
+        assert flat == [1, 1, 1]
+        assert flag is True
+        assert (square == 11).all()
+
+
+def test_models_of_different_shape_are_an_error_that_names_the_variable():
+    def work(comm):
+        variable = keras.Variable(np.zeros(3 + comm.rank), name="gamma")
+        rr.broadcast_variables([variable], communicator=comm)
+
+    with pytest.raises(ringreduce.MismatchError, match=r"gamma: float64 of shape \(3,\)"):
+        ring_of_threads(2, work)
