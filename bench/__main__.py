@@ -1,0 +1,94 @@
+"""``python -m bench``: collectives with nccl-tests' flags and columns, and training speed."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+from bench import sweep
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+class Transport(str, enum.Enum):
+    """Ways to carry segments that the bench can ask for."""
+
+    zmq = "zmq"
+
+
+def size_in_bytes(text: str) -> int:
+    """`text` such as 1K, 64M, 2G or 100."""
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    digits = text if factor == 1 else text[:-1]
+    try:
+        return int(digits) * factor
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no size; 100, 1K, 64M and 2G are") from None
+
+
+Workers = Annotated[int, typer.Option("-n", "--workers", min=1, help="Ranks, all on this host.")]
+Begin = Annotated[str, typer.Option("-b", "--begin", help="Smallest size.")]
+End = Annotated[str, typer.Option("-e", "--end", help="Largest size.")]
+Factor = Annotated[float, typer.Option("-f", "--factor", min=1.01, help="From size to size.")]
+Warmup = Annotated[int, typer.Option("-w", "--warmup", min=1, help="Calls before measuring.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write rows here.")]
+Dtype = Annotated[str, typer.Option("-d", "--dtype")]
+Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
+
+
+def _register(name: str, summary: str) -> None:
+    def command(
+        workers: Workers = 2,
+        begin: Begin = "1K",
+        end: End = "64M",
+        factor: Factor = 4,
+        dtype: Dtype = "float32",
+        op: Op = "sum",
+        warmup: Warmup = 5,
+        transport: Annotated[Transport, typer.Option(help="How segments travel.")] = Transport.zmq,
+        json_file: Json = None,
+    ) -> None:
+        size_range = sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor)
+        code = sweep.run(
+            name,
+            workers=workers,
+            size_range=size_range,
+            dtype=dtype,
+            op=op,
+            warmup=warmup,
+            json_file=json_file,
+        )
+        raise typer.Exit(code)
+
+    app.command(name, help=summary)(command)
+
+
+_register("all_reduce", "Time of the sum over all ranks, in place.")
+_register("reduce_scatter", "Time of the sum, each rank left with its own chunk.")
+_register("all_gather", "Time of joining all ranks' parts; the size is that of the result.")
+_register("broadcast", "Time of copying rank 0's buffer to all.")
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="mlp or cnn.")] = "cnn",
+    workers: Annotated[int, typer.Option(min=2, help="Replicas and ranks.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each system gets.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in a turn.")] = 10,
+    ceiling: Annotated[
+        bool, typer.Option("--ceiling", help="Also workers that reduce nothing.")
+    ] = False,
+    json_file: Json = None,
+) -> None:
+    """Samples per second of one process, MirroredStrategy and ringreduce, taking turns."""
+    from bench import train as training
+
+    if model not in ("mlp", "cnn"):
+        raise typer.BadParameter(f"{model!r} is no model; mlp and cnn are")
+    training.run(model, workers, rounds, steps, json_file, ceiling)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")
