@@ -267,11 +267,8 @@ class _Job:
                 worker.tail.append(line)
                 if is_traceback_start(line):
                     worker.traceback_s = now
-            # A reader that has gone, as in `| head`, must not take the job down with it.
-            with contextlib.suppress(OSError):
-                target.write(f"{self._mark(worker, target)}{line}\n")
-        with contextlib.suppress(OSError):
-            target.flush()
+        text = "".join(f"{self._mark(worker, target)}{line}\n" for line in lines)
+        _write(target, text)
 
     def _mark(self, worker: _Worker, target: TextIO) -> str:
         if not self._prefix:
@@ -353,9 +350,19 @@ class _Job:
         return cause.exit_code
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            self._stderr.write(f"ringreduce: {text}\n")
-            self._stderr.flush()
+        _write(self._stderr, f"ringreduce: {text}\n")
+
+
+def _write(target: TextIO, text: str) -> None:
+    """Write and flush; a reader that has gone, as in `| head`, must not end the job."""
+    try:
+        target.write(text)
+        target.flush()
+    except OSError:
+        # What is left in the buffer would fail again when Python flushes it at its end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target.fileno())
+        os.close(nowhere)
 
 
 class _Reader:
