@@ -22,7 +22,7 @@ types: $(VENV)/.installed
 check: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from typing import Annotated
 
@@ -19,6 +20,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel training over a ring of processes.",
 )
+
+
+class Transport(str, enum.Enum):
+    """`config.TRANSPORTS`, as typer wants choices."""
+
+    auto = "auto"
+    shm = "shm"
+    zmq = "zmq"
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,6 +69,10 @@ def run(
         float | None,
         typer.Option(min=0.001, help="Seconds without progress before a collective gives up."),
     ] = None,
+    transport: Annotated[
+        Transport | None,
+        typer.Option(help="How ranks reach each other [default: auto]."),
+    ] = None,
 ) -> None:
     """Run a script as N workers on this host that form a ring.
 
@@ -68,7 +81,13 @@ def run(
     """
     program = [sys.executable, *(["-m"] if module else []), *command]
     try:
-        code = supervisor.run(program, workers, threads=threads_per_worker, timeout_s=timeout)
+        code = supervisor.run(
+            program,
+            workers,
+            threads=threads_per_worker,
+            timeout_s=timeout,
+            transport=None if transport is None else transport.value,
+        )
     except RingReduceError as error:
         typer.echo(f"ringreduce: {error}", err=True)
         raise typer.Exit(2) from error

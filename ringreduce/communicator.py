@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from ringreduce import rendezvous
-from ringreduce.collectives import Ring
+from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
 from ringreduce.errors import (
     ArrayError,
@@ -91,9 +92,8 @@ class Communicator:
         self._failure: RingReduceError | None = None
         self._closed = False
         self._collectives, self._seconds = 0, 0.0
-        self._link: ZmqLink | None = None
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
-        self._ring = Ring(None, rank=0, size=1)
+        self._ring: Collectives = Ring(None, rank=0, size=1)
         if config.size > 1:
             self._form(config)
 
@@ -114,7 +114,7 @@ class Communicator:
                     next_address=table.addresses[(rank + 1) % size],
                     previous_address=table.addresses[(rank - 1) % size],
                 )
-                self._link, self._ring = link, Ring(link, rank=rank, size=size, job=table.job)
+                self._ring = Ring(link, rank=rank, size=size, job=table.job)
                 on_host = [r for r in range(size) if table.hosts[r] == table.hosts[rank]]
                 if config.local_rank is None:
                     self.local_rank = on_host.index(rank)
@@ -345,13 +345,13 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
-        traffic = self._link.traffic() if self._link is not None else None
+        traffic = self._ring.traffic()
         return Statistics(
             collectives=self._collectives,
             seconds=self._seconds,
-            frames_received=traffic.frames_received if traffic else 0,
-            bytes_sent=traffic.bytes_sent if traffic else 0,
-            bytes_received=traffic.bytes_received if traffic else 0,
+            frames_received=traffic.frames_received,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
         )
 
     def close(self) -> None:
@@ -366,8 +366,8 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
-            if self._link is not None:
-                self._link.close()
+            self._ring.close()
+            if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
     def __enter__(self) -> Communicator:
@@ -439,8 +439,7 @@ class Communicator:
 
     def _break(self, error: RingReduceError) -> None:
         self._failure = error
-        if self._link is not None:
-            self._link.abort(error)
+        self._ring.abort(error)
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order; checked not to be negative."""

@@ -8,18 +8,28 @@ is a broken launch, and `ConfigError` says so rather than letting it train alone
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["Config", "color_wanted", "worker_environment"]
+__all__ = ["TRANSPORTS", "Config", "color_wanted", "native_wanted", "worker_environment"]
 
 # Without these four a rank does not know its place.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
 
-# What is no place in the ring, and so passes from the user's environment to the workers.
-_LIMITS = ("RINGREDUCE_TIMEOUT_S", "RINGREDUCE_JOIN_TIMEOUT_S", "RINGREDUCE_SEGMENT_BYTES")
+# Limits and choices: no place in the ring, so the user's own pass on to the workers.
+_CHOICES = (
+    "RINGREDUCE_TIMEOUT_S",
+    "RINGREDUCE_JOIN_TIMEOUT_S",
+    "RINGREDUCE_SEGMENT_BYTES",
+    "RINGREDUCE_TRANSPORT",
+    "RINGREDUCE_HOST_ID",
+)
+
+# How ranks reach each other: `auto` takes shared memory within a host where it can be had and
+# ZeroMQ between hosts; `shm` insists on it; `zmq` is ZeroMQ everywhere.
+TRANSPORTS = ("auto", "shm", "zmq")
 
 # A job that is merely slow should survive a long validation or checkpoint on one rank; a job
 # that hangs should not burn money for minutes.
@@ -57,6 +67,10 @@ class Config:
         timeout_s: seconds without progress after which a call gives up.
         join_timeout_s: seconds for all ranks to meet.
         segment_bytes: payload of a full frame; equal on all ranks.
+        transport: one of `TRANSPORTS`; equal on all ranks.
+        host_id: name of this host, equal for the ranks that share its memory; empty: the
+            system's own. Different names make processes of one host act as if they were on
+            several, which is how tests form rings of hosts.
 
     Raises:
         ConfigError: a value is out of range; the text says which and where it came from.
@@ -72,6 +86,8 @@ class Config:
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
     segment_bytes: int = SEGMENT_BYTES
+    transport: str = "auto"
+    host_id: str = ""
 
     def __post_init__(self) -> None:
         self._require("size", self.size >= 1, "at least 1")
@@ -87,6 +103,8 @@ class Config:
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
+        self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
         if self.size > 1:
             host_and_port(self.rendezvous)
 
@@ -167,20 +185,22 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def worker_environment(config: Config, threads: int, *, keep_limits: bool) -> dict[str, str]:
+def worker_environment(
+    config: Config, threads: int, *, decided: Collection[str] = ()
+) -> dict[str, str]:
     """This process's environment, with what one worker needs to find its place added.
 
     Args:
         config: the worker's settings.
         threads: compute threads it may use. Thread variables the user has set are kept.
-        keep_limits: leave time limits and sizes as the user's variables have them, if they do.
+        decided: names of limits and choices (`timeout_s`, `transport`) that `config` decides;
+            the others stay as the user's variables have them, if they do.
     """
     # A launcher that is itself a worker must not hand on its own place.
-    places = {_variable(field.name) for field in fields(Config)} - set(_LIMITS)
+    places = {_variable(field.name) for field in fields(Config)} - set(_CHOICES)
     environment = {name: value for name, value in os.environ.items() if name not in places}
-    for name, value in config.to_environment().items():
-        if name not in _LIMITS or not keep_limits:
-            environment[name] = value
+    ours = places | {_variable(field) for field in decided}
+    environment |= {name: text for name, text in config.to_environment().items() if name in ours}
     for name in _THREAD_VARIABLES:
         environment.setdefault(name, str(threads))
     # Two at least: one may sit in a collective while the input pipeline runs on the other.
@@ -192,6 +212,11 @@ def worker_environment(config: Config, threads: int, *, keep_limits: bool) -> di
 def color_wanted() -> bool:
     """Whether the user's environment allows coloured output (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
+
+
+def native_wanted() -> bool:
+    """Whether the native library may be used: ``RINGREDUCE_NATIVE=0`` hides it."""
+    return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
 
 
 def _variable(field: str) -> str:

@@ -2,7 +2,7 @@
 
 Each combines `count` elements at `target` with those at `source` and leaves the result in
 `target`. They know neither chunk nor socket, hold no state, and run without the GIL. The
-compiled ring loop (`ringreduce.collectives`) takes them as plain C function addresses, so
+compiled ring loop (`ringreduce.transport.loop`) takes them as plain C function addresses, so
 that there is one loop for all dtypes and a kernel costs its compilation (0.1-0.3 s, then
 cached on disk) only when a program first uses it. The rejected alternative, a loop that is
 specialised for the dtype, compiled 36 copies of the transport code.

@@ -35,6 +35,8 @@ def init(
     timeout_s: float | None = None,
     join_timeout_s: float | None = None,
     segment_bytes: int | None = None,
+    transport: str | None = None,
+    host_id: str | None = None,
 ) -> Communicator:
     """Form the ring and make it this process's default; return its communicator.
 
@@ -52,6 +54,9 @@ def init(
         timeout_s: seconds without progress after which a collective gives up (30).
         join_timeout_s: seconds for all ranks to meet (120, or `timeout_s` where given).
         segment_bytes: payload of a full frame, equal on all ranks.
+        transport: ``"auto"`` (shared memory within a host, ZeroMQ between hosts), ``"shm"`` or
+            ``"zmq"``; equal on all ranks.
+        host_id: name of this host, where the system's own does not tell hosts apart.
 
     Raises:
         ConfigError: settings are impossible or incomplete, or differ from the open default's.
@@ -68,6 +73,8 @@ def init(
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
         segment_bytes=segment_bytes,
+        transport=transport,
+        host_id=host_id,
     )
     with _lock:
         if _default is not None and not _default.closed:

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from ringreduce._version import __version__
-from ringreduce.config import Config, host_and_port
+from ringreduce.config import TRANSPORTS, Config, host_and_port
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
 from ringreduce.wire import WIRE_VERSION
 
@@ -103,8 +103,11 @@ def meet(config: Config, address: str) -> tuple[Table, Callable[[], None]]:
         rank=config.rank,
         size=config.size,
         address=address,
-        host=host_identity(),
-        settings={"segment_bytes": config.segment_bytes},
+        host=config.host_id or host_identity(),
+        settings={
+            "segment_bytes": config.segment_bytes,
+            "transport": TRANSPORTS.index(config.transport),
+        },
     )
     context = zmq.Context(io_threads=1)
     kind = zmq.ROUTER if config.rank == 0 else zmq.DEALER

@@ -46,11 +46,15 @@ def is_running(pid: int) -> bool:
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """Our environment without what a job or a user's thread limits would add to it."""
+    """Our environment without what a job or a user's thread limits would add to it.
+
+    That the native library is hidden stays: the whole suite is run that way too.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("RINGREDUCE_", "TF_NUM_")) and not name.endswith("_NUM_THREADS")
+        if (name == "RINGREDUCE_NATIVE" or not name.startswith(("RINGREDUCE_", "TF_NUM_")))
+        and not name.endswith("_NUM_THREADS")
     }
     return kept | variables
 

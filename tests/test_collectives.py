@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce import collectives
+from ringreduce.collectives import ring
 from ringreduce.communicator import Communicator
 from ringreduce.schedule import chunk_bounds
 from ringreduce.testing import ring_of_threads
@@ -31,7 +31,7 @@ def lengths(size: int) -> list[int]:
 @pytest.fixture
 def always_ring(monkeypatch):
     """Small all-reduces go around the ring in chunks too, like large ones."""
-    monkeypatch.setattr(collectives, "_SMALL_BYTES_MAX", -1)
+    monkeypatch.setattr(ring, "_SMALL_BYTES_MAX", -1)
 
 
 def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **settings: Any) -> None:
@@ -115,7 +115,7 @@ def test_all_reduce_whose_chunks_end_at_or_near_a_segments_end(segment_bytes):
 
 def test_all_reduce_of_a_half_buffer_in_several_blocks(monkeypatch):
     """Long half buffers are widened a block at a time."""
-    monkeypatch.setattr(collectives, "_HALF_BLOCK", 10_000)
+    monkeypatch.setattr(ring, "_HALF_BLOCK", 10_000)
     halves = [naive.DTYPES[name] for name in naive.HALVES]
     cases = [(op, dtype, 30_011) for dtype in halves for op in (ReduceOp.SUM, ReduceOp.MEAN)]
     assert_all_reduced(3, cases)

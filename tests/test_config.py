@@ -34,6 +34,8 @@ def test_every_variable_is_read():
         "RINGREDUCE_TIMEOUT_S": "2.5",
         "RINGREDUCE_JOIN_TIMEOUT_S": "9",
         "RINGREDUCE_SEGMENT_BYTES": "4096",
+        "RINGREDUCE_TRANSPORT": "zmq",
+        "RINGREDUCE_HOST_ID": "rack-3",
     }
     assert Config.from_environment(LAUNCH | limits) == Config(
         rank=1,
@@ -46,6 +48,8 @@ def test_every_variable_is_read():
         timeout_s=2.5,
         join_timeout_s=9.0,
         segment_bytes=4096,
+        transport="zmq",
+        host_id="rack-3",
     )
 
 
@@ -179,6 +183,8 @@ members = st.integers(1, 1000).flatmap(
         timeout_s=st.floats(1e-3, 1e6),
         join_timeout_s=st.floats(1e-3, 1e6),
         segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
+        transport=st.sampled_from(config_module.TRANSPORTS),
+        host_id=st.text("abc-_0", max_size=20),
     )
 )
 
@@ -214,34 +220,34 @@ def member(monkeypatch):
 
 
 def test_worker_finds_its_own_settings(member):
-    environment = worker_environment(member, 1, keep_limits=False)
+    environment = worker_environment(member, 1, decided=["timeout_s", "join_timeout_s"])
     assert Config.from_environment(environment) == member
 
 
 def test_worker_does_not_inherit_the_launchers_own_place(member, monkeypatch):
     monkeypatch.setenv("RINGREDUCE_LOCAL_RANK", "3")
-    assert "RINGREDUCE_LOCAL_RANK" not in worker_environment(member, 1, keep_limits=True)
+    assert "RINGREDUCE_LOCAL_RANK" not in worker_environment(member, 1)
 
 
-@pytest.mark.parametrize(("keep_limits", "expected"), [(True, "99"), (False, "7.0")])
-def test_worker_keeps_the_users_limits_when_told_to(member, monkeypatch, keep_limits, expected):
+@pytest.mark.parametrize(("decided", "expected"), [((), "99"), (("timeout_s",), "7.0")])
+def test_worker_keeps_the_users_limits_unless_decided(member, monkeypatch, decided, expected):
     monkeypatch.setenv("RINGREDUCE_TIMEOUT_S", "99")
-    environment = worker_environment(member, 1, keep_limits=keep_limits)
+    environment = worker_environment(member, 1, decided=decided)
     assert environment["RINGREDUCE_TIMEOUT_S"] == expected
 
 
 def test_worker_gets_its_share_of_the_threads(member):
-    environment = worker_environment(member, 3, keep_limits=True)
+    environment = worker_environment(member, 3)
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
 def test_worker_keeps_the_users_number_of_threads(member, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert worker_environment(member, 1, keep_limits=True)["OMP_NUM_THREADS"] == "5"
+    assert worker_environment(member, 1)["OMP_NUM_THREADS"] == "5"
 
 
 def test_worker_has_two_threads_between_operations_at_least(member):
-    environment = worker_environment(member, 1, keep_limits=True)
+    environment = worker_environment(member, 1)
     assert environment["TF_NUM_INTEROP_THREADS"] == "2"
 
 

@@ -27,7 +27,7 @@ SOURCES = {
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
     "pure": ("schedule", "wire", "kernels", "buckets"),
-    "effects": ("transport", "rendezvous"),
+    "effects": ("native", "transport", "rendezvous"),
     "collectives": ("collectives",),
     "communicator": ("communicator",),
     "process": ("process",),

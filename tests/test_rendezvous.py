@@ -103,7 +103,7 @@ def hello(**fields: Any) -> bytes:
         "size": 2,
         "address": "tcp://127.0.0.1:9",
         "host": "elsewhere",
-        "settings": {"segment_bytes": Config().segment_bytes},
+        "settings": {"segment_bytes": Config().segment_bytes, "transport": 0},
     }
     return msgspec.msgpack.encode({**usual, **fields})
 

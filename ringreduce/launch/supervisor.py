@@ -22,11 +22,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 import psutil
 
@@ -58,6 +57,7 @@ def run(
     *,
     threads: int | None = None,
     timeout_s: float | None = None,
+    transport: str | None = None,
     prefix: bool = True,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -75,13 +75,19 @@ def run(
         size: number of workers.
         threads: compute threads for each; by default the cores shared out, at least one.
         timeout_s: their ``RINGREDUCE_TIMEOUT_S``.
+        transport: their ``RINGREDUCE_TRANSPORT``.
         prefix: whether lines begin with the rank that wrote them.
         stdout, stderr: where lines go; the process's own by default.
     """
     job = _Job(prefix=prefix, stdout=stdout or sys.stdout, stderr=stderr or sys.stderr)
     with job.signals(), job.guard():
         try:
-            job.start(command, size, threads or default_threads(size), timeout_s)
+            choices: dict[str, Any] = {}
+            if timeout_s is not None:
+                choices |= {"timeout_s": timeout_s, "join_timeout_s": timeout_s}
+            if transport is not None:
+                choices["transport"] = transport
+            job.start(command, size, threads or default_threads(size), choices)
             job.watch()
         finally:
             job.stop(grace_s=0.0)
@@ -182,7 +188,7 @@ class _Job:
             self._guard.stdin.flush()
 
     def start(
-        self, command: Sequence[str], size: int, threads: int, timeout_s: float | None
+        self, command: Sequence[str], size: int, threads: int, choices: Mapping[str, Any]
     ) -> None:
         # The port is taken here and inherited by rank 0, so that nobody else can get it in
         # between, and a rank that connects early waits instead of being refused.
@@ -199,21 +205,18 @@ class _Job:
                     rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
                     rendezvous_fd=inherited[0] if inherited else None,
                     job_id=job_id,
+                    **choices,
                 )
-                if timeout_s is not None:
-                    config = replace(config, timeout_s=timeout_s, join_timeout_s=timeout_s)
-                self._spawn(command, config, threads, inherited, limited=timeout_s is not None)
+                environment = worker_environment(config, threads, decided=choices)
+                self._spawn(command, rank, environment, inherited)
 
     def _spawn(
         self,
         command: Sequence[str],
-        config: Config,
-        threads: int,
+        rank: int,
+        environment: Mapping[str, str],
         inherited: tuple[int, ...],
-        *,
-        limited: bool,
     ) -> None:
-        environment = worker_environment(config, threads, keep_limits=not limited)
         process = subprocess.Popen(
             list(command),
             env=environment,
@@ -224,7 +227,7 @@ class _Job:
             pass_fds=inherited,
             preexec_fn=_die_with_parent(os.getpid()),
         )
-        worker = _Worker(config.rank, process)
+        worker = _Worker(rank, process)
         self._workers.append(worker)
         self._tell_guard("+", worker)
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The collectives on flat arrays: a schedule, a transport and kernels put together.
+"""The collectives as passes around a ring: a schedule, a link and kernels put together.
 
 Arguments are taken as checked (`ringreduce.communicator` does that): one-dimensional,
 contiguous, equal on all ranks where they must be. Every method is one or a few passes
@@ -17,7 +17,8 @@ from functools import lru_cache
 import numpy as np
 
 from ringreduce import kernels, schedule
-from ringreduce.transport.base import Link, RingCall
+from ringreduce.errors import RingReduceError
+from ringreduce.transport.base import Link, RingCall, Traffic
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Header, Kind, signature_of
 
@@ -144,6 +145,20 @@ class Ring:
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""
         self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
+
+    def abort(self, cause: RingReduceError) -> None:
+        """Tell the next rank why this one gives up; it passes that on."""
+        if self._link is not None:
+            self._link.abort(cause)
+
+    def close(self) -> None:
+        """Close the link."""
+        if self._link is not None:
+            self._link.close()
+
+    def traffic(self) -> Traffic:
+        """What has crossed the link so far."""
+        return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
 
     def _reduce(
         self, kind: Kind, flat: np.ndarray, dtype: np.dtype, op: ReduceOp, signature: int

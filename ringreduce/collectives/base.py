@@ -1,0 +1,55 @@
+"""What every way of doing the collectives offers the communicator."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ringreduce.errors import RingReduceError
+from ringreduce.transport.base import Traffic
+from ringreduce.types import ReduceOp
+from ringreduce.wire import Kind
+
+__all__ = ["Collectives"]
+
+
+class Collectives(Protocol):
+    """The collectives of one rank, on arrays that are taken as checked.
+
+    Arrays are one-dimensional, contiguous, and equal on all ranks where they must be. Every
+    rank makes the same calls in the same order. After any exception nothing here works any
+    more: `abort`, then `close`.
+
+    `signature` is 64 bits that must agree on all ranks, on top of kind, dtype, length and op.
+    """
+
+    @property
+    def sequence(self) -> int:
+        """Number of the next call, for messages."""
+
+    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place."""
+
+    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
+        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+
+    def all_gather(
+        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
+    ) -> None:
+        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
+
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+        """Fill `flat` on every rank with that of `root`."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+    def abort(self, cause: RingReduceError) -> None:
+        """Tell the other ranks why this one gives up; at most about a second. Never raises."""
+
+    def close(self) -> None:
+        """Say goodbye and free everything; at most about a second. Never raises."""
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received so far."""
