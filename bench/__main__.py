@@ -72,6 +72,37 @@ _register("broadcast", "Time of copying rank 0's buffer to all.")
 
 
 @app.command()
+def peers(
+    workers: Workers = 2,
+    begin: Begin = "1K",
+    end: End = "64M",
+    factor: Factor = 4,
+    warmup: Warmup = 5,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of each system at each size.")] = 5,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="Only this system, such as gloo; may be repeated."),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, taking turns."""
+    from bench import peers as comparison
+    from bench.systems import ENTRIES
+
+    labels = [entry.label for entry in ENTRIES]
+    if unknown := sorted(set(only or ()) - set(labels)):
+        raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
+    code = comparison.run(
+        workers=workers,
+        size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
+        pace=comparison.Pace(rounds=rounds, warmup=warmup),
+        labels=only,
+        json_file=json_file,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def train(
     model: Annotated[str, typer.Option(help="mlp or cnn.")] = "cnn",
     workers: Annotated[int, typer.Option(min=2, help="Replicas and ranks.")] = 2,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-PACKAGES = ("ringreduce", "numpy", "numba", "pyzmq", "tensorflow", "keras")
+PACKAGES = ("ringreduce", "numpy", "numba", "pyzmq", "tensorflow", "keras", "torch", "mpi4py")
 
 
 def facts() -> dict[str, object]:

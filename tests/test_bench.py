@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from bench import collectives, sweep
+from bench import collectives, peers, sweep, systems
+from bench.turns import Process, System, SystemFailed, Turns
 
 ROW = {
     "system",
@@ -95,6 +97,109 @@ def test_a_size_that_is_none_is_refused(size):
     result = bench(f"all_reduce -b {shlex.quote(size)}")
     assert result.returncode == 2
     assert "is no size" in result.stderr
+
+
+def a_row(system, transport, time_us, size_bytes=1 << 20):
+    entry = systems.Entry(system, transport, lambda: None, lambda hosts: [])
+    measured = peers.Measured(times=[np.full(20, time_us / 1e6)])
+    return peers.row(entry, 2, size_bytes // 4, measured)
+
+
+def test_ratios_are_the_peers_times_over_ringreduces():
+    rows = peers.with_ratios([a_row("ringreduce", "zmq", 200), a_row("gloo", None, 500)])
+    assert rows[0]["ratio_to"] == {"gloo": pytest.approx(2.5)}
+    assert "ratio_to" not in rows[1]
+    by_bandwidth = rows[0]["algbw_gb_s"] / rows[1]["algbw_gb_s"]
+    assert rows[0]["ratio_to"]["gloo"] == pytest.approx(by_bandwidth)
+
+
+def test_the_peers_table_fits_in_100_columns_and_keeps_its_columns():
+    rows = [
+        a_row("ringreduce", "shm-registered", 123456.7, 1 << 30),
+        *(a_row(peer, None, 9876543.2, 1 << 30) for peer in peers.PEERS),
+    ]
+    lines = [peers.table_line(row) for row in peers.with_ratios(rows)]
+    assert max(map(len, [peers.COLUMNS, *lines])) <= 100
+    assert len(lines[0]) == len(peers.COLUMNS)
+    assert lines[0].split()[:3] == ["1G", "ringreduce", "shm-registered"]
+    assert lines[0].split()[-3:] == ["80.00"] * 3
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(1024, "1K"), (1 << 30, "1G"), (100, "100"), (1536, "1536")]
+)
+def test_sizes_are_shown_short_only_where_that_is_exact(nbytes, text):
+    assert peers.short_size(nbytes) == text
+
+
+def test_a_peer_that_is_not_installed_is_listed_and_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    pace = peers.Pace(rounds=2, calls_min=4, warmup=1)
+    code = peers.run(workers=2, size_range=[4096], pace=pace, labels=["gloo"], json_file=None)
+    assert code == 0
+    assert "# gloo: not installed: pip install torch" in capsys.readouterr().out
+
+
+def test_a_system_that_dies_is_shown_and_does_not_stop_the_others(capsys):
+    """Rank 1 of the first system ends in its turn, while its rank 0 hangs."""
+    dies = (
+        "import sys, time; from bench.turns import Line\n"
+        "line = Line(int(sys.argv[1]), note='here')\n"
+        "for order in line.orders():\n"
+        "    if sys.argv[1] == '0': time.sleep(1000)\n"
+        "    sys.exit('last words')\n"
+    )
+    answers = (
+        "from bench.turns import Line\n"
+        "line = Line(0)\n"
+        "for order in line.orders():\n"
+        "    line.answer(twice=2 * order['number'])\n"
+    )
+    never = "print('no')"
+
+    def system(name, program, lines):
+        commands = [[sys.executable, "-c", program, str(rank)] for rank in range(lines)]
+        return System(name, [Process(command) for command in commands], lines)
+
+    with Turns() as turns:
+        started = turns.start(
+            [system("dies", dies, 2), system("answers", answers, 1), system("never", never, 1)], 30
+        )
+        assert [said["note"] for said in started["dies"]] == ["here", "here"]
+        assert "ended with 0 before its first turn" in str(started["never"])
+        with pytest.raises(SystemFailed, match="dies lost rank 1"):
+            turns.ask("dies", {"number": 1}, timeout_s=30)
+        assert turns.ask("answers", {"number": 4}, timeout_s=30) == [{"twice": 8}]
+    assert "last words" in capsys.readouterr().err
+
+
+def test_a_system_that_falls_silent_has_a_deadline(capsys):
+    program = (
+        "import time; from bench.turns import Line; l = Line(0); print('mute'); time.sleep(1000)"
+    )
+    with Turns() as turns:
+        turns.start([System("mute", [Process([sys.executable, "-uc", program])], 1)], 30)
+        with pytest.raises(SystemFailed, match=r"did not answer in 0.3 s: ranks \[0\]"):
+            turns.ask("mute", {}, timeout_s=0.3)
+    assert "mute" in capsys.readouterr().err
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(300)
+def test_peers_are_measured_in_turns_and_right(tmp_path):
+    file = tmp_path / "out.json"
+    result = bench(f"peers -n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}", timeout=280)
+    assert result.returncode == 0, result.stderr
+    out = json.loads(file.read_text())
+    there = {entry.system for entry in systems.ENTRIES if entry.missing() is None}
+    assert {row["system"] for row in out["rows"]} == there
+    assert {row["size_bytes"] for row in out["rows"]} == {4096, 262144}
+    for row in out["rows"]:
+        assert row.keys() - {"ratio_to"} == {*ROW, "calls"}
+        assert row["wrong"] == 0
+        assert row["calls"] >= 20
+        if row["system"] == "ringreduce":
+            assert set(row["ratio_to"]) == there - {"ringreduce"}
 
 
 @pytest.mark.tensorflow

@@ -1,0 +1,167 @@
+"""What is compared in `peers` and `link`: how each is recognised as installed, and started.
+
+One entry for each system and transport. What its ranks then do is in `system_worker`.
+All get the machine's defaults; what is set, and why, stands in the entry.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.turns import TURN_TIMEOUT_S, Process
+from ringreduce.config import Config, worker_environment
+from ringreduce.launch.supervisor import default_threads
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+WORKER = (sys.executable, "-m", "bench.system_worker")
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a rank runs: its address, its network interface, and what its command begins with."""
+
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+    prefix: tuple[str, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system under comparison.
+
+    Attributes:
+        system, transport: as in the rows; the transport is None where there is no choice.
+        missing: what to install, or None when all is there.
+        processes: what starts its ranks, one on each of the given hosts.
+        version: of the installed system, for the header.
+    """
+
+    system: str
+    transport: str | None
+    missing: Callable[[], str | None]
+    processes: Callable[[Sequence[Host]], list[Process]]
+    version: Callable[[], str | None] = lambda: None
+
+    @property
+    def label(self) -> str:
+        """For tables and messages."""
+        return f"{self.system} {self.transport}" if self.transport else self.system
+
+
+def ring_processes(
+    command: Sequence[str], hosts: Sequence[Host], transport: str | None = None
+) -> list[Process]:
+    """`command` as the ranks of a ringreduce job, one on each host.
+
+    What ``ringreduce run`` does on one host, for ranks in several network namespaces too.
+    """
+    rendezvous = f"{hosts[0].address}:{free_ports(1)[0]}"
+    job_id = secrets.token_hex(8)
+    processes = []
+    for rank, host in enumerate(hosts):
+        choices: dict[str, object] = {"timeout_s": TURN_TIMEOUT_S, "join_timeout_s": TURN_TIMEOUT_S}
+        if transport is not None:
+            choices["transport"] = transport
+        if host.name:
+            choices["host_id"] = host.name
+        config = Config(rank=rank, size=len(hosts), rendezvous=rendezvous, job_id=job_id, **choices)
+        environment = worker_environment(config, default_threads(len(hosts)), decided=choices)
+        processes.append(Process([*host.prefix, *command], environment | QUIET))
+    return processes
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [listener.getsockname()[1] for listener in sockets]
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def _ringreduce(transport: str, *options: str) -> Callable[[Sequence[Host]], list[Process]]:
+    return lambda hosts: ring_processes([*WORKER, "ringreduce", *options], hosts, transport)
+
+
+def _gloo(hosts: Sequence[Host]) -> list[Process]:
+    # Without an interface Gloo takes the one that the host's name resolves to.
+    return [
+        Process(
+            [*host.prefix, *WORKER, "gloo", "--rank", str(rank), "--size", str(len(hosts))],
+            QUIET | {"GLOO_SOCKET_IFNAME": host.interface},
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def _openmpi(hosts: Sequence[Host]) -> list[Process]:
+    # --oversubscribe allows more ranks than cores. Open MPI then yields the core while it polls,
+    # and polls without yielding where there are cores enough. That default is its best: with 4
+    # ranks on 2 cores, 1 KiB takes 14 us, and 8 ms with --mca mpi_yield_when_idle 0; with 2 ranks
+    # 0.9 us, and 1.5 us with it at 1. No --bind-to was better than its own either.
+    command = ["mpirun", "-n", str(len(hosts)), "--oversubscribe", "--allow-run-as-root"]
+    return [Process([*command, *WORKER, "openmpi"], QUIET)]
+
+
+def _tf_ring(hosts: Sequence[Host]) -> list[Process]:
+    ports = free_ports(len(hosts))
+    addresses = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    return [
+        Process(
+            [*host.prefix, *WORKER, "tf-ring"],
+            QUIET
+            | {
+                "TF_CONFIG": json.dumps(
+                    {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+                )
+            },
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def _needs(module: str, remedy: str, *programs: str) -> Callable[[], str | None]:
+    def missing() -> str | None:
+        there = importlib.util.find_spec(module) and all(map(shutil.which, programs))
+        return None if there else remedy
+
+    return missing
+
+
+def _mpirun_version() -> str | None:
+    result = subprocess.run(
+        ["mpirun", "--version"], capture_output=True, text=True, check=False, timeout=20
+    )
+    return result.stdout.partition("\n")[0] or None
+
+
+_NOTHING = _needs("ringreduce", "")
+
+ENTRIES = (
+    Entry("ringreduce", "zmq", _NOTHING, _ringreduce("zmq")),
+    Entry("ringreduce", "shm", _NOTHING, _ringreduce("shm")),
+    Entry("ringreduce", "shm-registered", _NOTHING, _ringreduce("shm", "--registered")),
+    Entry("gloo", None, _needs("torch", "pip install torch (a CPU build is enough)"), _gloo),
+    Entry(
+        "openmpi",
+        None,
+        _needs(
+            "mpi4py",
+            "the system's packages openmpi-bin and libopenmpi-dev, then pip install mpi4py",
+            "mpirun",
+        ),
+        _openmpi,
+        _mpirun_version,
+    ),
+    Entry("tf-ring", None, _needs("tensorflow", "pip install 'ringreduce[tensorflow]'"), _tf_ring),
+)

@@ -1,0 +1,339 @@
+"""Systems that take turns: all started first, then told one at a time what to do.
+
+A slow minute of the machine so hurts all systems alike. While one works, the others sleep.
+That is why every process has a line of its own to the driver: to wait for one's turn in a
+barrier of the measured system would burn a core (Open MPI polls), or wake up now and then.
+
+    driver --order--> rank 0 of gloo            the driver's end: Turns
+           --order--> rank 1 of gloo            a process's end: Line
+           <-answer-- ...
+           (ranks of the other systems: asleep in recv on their lines)
+
+Lines carry a JSON object per line of text. They are Unix sockets, since a path can be
+reached from every network namespace, and loopback TCP only from its own. A process whose
+line has ended has no driver any more, and ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+# Ranks import TensorFlow, and the ring loop may have to be compiled, all at once.
+START_TIMEOUT_S = 180.0
+TURN_TIMEOUT_S = 300.0
+# From the end of the line to SIGTERM, and from there to SIGKILL.
+END_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+_SHOWN_LINES = 60
+_PATH, _NAME = "RINGREDUCE_BENCH_LINE", "RINGREDUCE_BENCH_SYSTEM"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A program to start: its command, and variables on top of the driver's own."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class System:
+    """What takes a turn.
+
+    Attributes:
+        name: unique among the systems of a run.
+        processes: what the driver starts.
+        lines: how many processes open a `Line`: the ranks, whoever started them.
+    """
+
+    name: str
+    processes: Sequence[Process]
+    lines: int
+
+
+class SystemFailed(Exception):
+    """A system ended, fell silent or never came; `Turns` has shown what it printed."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason = name, reason
+
+
+class Line:
+    """A process's end: it says who it is, then gets orders and answers them.
+
+    Args:
+        rank: this process's number among those of its system with a line.
+        facts: what else the driver should know before the first order.
+    """
+
+    def __init__(self, rank: int, **facts: Any) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[_PATH])
+            self._file = connection.makefile("rw", encoding="utf-8")  # Keeps it open.
+        self.answer(system=os.environ[_NAME], rank=rank, **facts)
+
+    def orders(self) -> Iterator[dict[str, Any]]:
+        """Each order as it comes, until the driver hangs up or has gone."""
+        with contextlib.suppress(ConnectionError):
+            for text in self._file:
+                yield json.loads(text)
+
+    def answer(self, **values: Any) -> None:
+        """Tell the driver."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    @staticmethod
+    def folder() -> Path:
+        """A directory that all processes of this run share, gone afterwards."""
+        return Path(os.environ[_PATH]).parent
+
+
+class Turns:
+    """The driver's end. A context manager: at its end all processes are ended too."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._running: dict[str, _Running] = {}
+
+    def __enter__(self) -> Turns:
+        # Not in TMPDIR, which may be too long for the address of a Unix socket.
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rr", dir="/tmp"))
+        self._path = str(Path(folder, "line"))
+        self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        self._listener.bind(self._path)
+        self._listener.listen(128)
+        self._listener.settimeout(_POLL_S)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Hang up on all before waiting for any: they end at the same time.
+        for running in self._running.values():
+            running.hang_up()
+        for running in self._running.values():
+            running.end(END_TIMEOUT_S if kind is None else 0.0)
+        self._stack.close()
+
+    def start(
+        self, systems: Sequence[System], timeout_s: float = START_TIMEOUT_S
+    ) -> dict[str, SystemFailed | list[dict[str, Any]]]:
+        """Start all; return once each has come or failed.
+
+        Returns:
+            For each system what its processes said of themselves, in rank order, or how it
+            failed; its output has then been shown.
+        """
+        deadline = time.monotonic() + timeout_s
+        for system in systems:
+            self._running[system.name] = _Running(system, self._path)
+        waiting = {system.name for system in systems}
+        result: dict[str, SystemFailed | list[dict[str, Any]]] = {}
+        while waiting:
+            self._accept(max(0.1, deadline - time.monotonic()))
+            for name in sorted(waiting):
+                running = self._running[name]
+                if len(running.lines) == running.system.lines:
+                    result[name] = running.introductions()
+                elif (code := running.exit_code()) is not None:
+                    result[name] = self._failed(name, f"ended with {code} before its first turn")
+                elif time.monotonic() >= deadline:
+                    result[name] = self._failed(name, f"was not ready after {timeout_s:g} s")
+            waiting -= set(result)
+        return result
+
+    def ask(
+        self, name: str, order: Mapping[str, Any], timeout_s: float = TURN_TIMEOUT_S
+    ) -> list[dict[str, Any]]:
+        """Give all ranks of one system an order; their answers, in rank order.
+
+        Raises:
+            SystemFailed: a rank hung up, or not all answered in time.
+        """
+        running = self._running[name]
+        try:
+            return running.ask(order, timeout_s)
+        except (EOFError, OSError) as error:
+            raise self._failed(name, str(error)) from None
+
+    def drop(self, name: str) -> None:
+        """End one system before the others."""
+        running = self._running.pop(name)
+        running.hang_up()
+        running.end(END_TIMEOUT_S)
+
+    def _accept(self, timeout_s: float) -> None:
+        """Take one process that calls in, if one does within a moment."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        end = _End(connection)
+        try:
+            end.introduction = end.receive(timeout_s)
+            self._running[end.introduction["system"]].lines[end.introduction["rank"]] = end
+        except (EOFError, OSError, KeyError):
+            # It died while it said its name, and its exit code tells; or its system has failed.
+            connection.close()
+
+    def _failed(self, name: str, reason: str) -> SystemFailed:
+        running = self._running.pop(name)
+        running.hang_up()
+        last_lines = running.end(0.0)
+        print(f"--- {name} {reason}. The end of its output:", file=sys.stderr)
+        sys.stderr.writelines(last_lines)
+        sys.stderr.flush()
+        return SystemFailed(name, reason)
+
+
+class _End:
+    """The driver's end of one line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.introduction: dict[str, Any] = {}
+        self._data = bytearray()
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        self.connection.settimeout(TURN_TIMEOUT_S)
+        self.connection.sendall(json.dumps(order).encode() + b"\n")
+
+    def read(self) -> dict[str, Any] | None:
+        """What has come, if that makes a whole answer. Waits for the first byte."""
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise EOFError
+        self._data += data
+        text, newline, rest = self._data.partition(b"\n")
+        if not newline:
+            return None
+        self._data = rest
+        return json.loads(text)  # type: ignore[no-any-return]
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        self.connection.settimeout(timeout_s)
+        while (answer := self.read()) is None:
+            pass
+        return answer
+
+
+class _Running:
+    """The processes of one system, their lines by rank, and what they print."""
+
+    def __init__(self, system: System, path: str) -> None:
+        self.system = system
+        self.lines: dict[int, _End] = {}
+        # What it says matters only when something fails: TensorFlow, for one, greets at length.
+        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        common = {**os.environ, _PATH: path, _NAME: system.name}
+        self._processes = [
+            subprocess.Popen(
+                list(process.command),
+                env={**common, **process.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                # Ctrl-C is the driver's; and its group can be killed as a whole.
+                start_new_session=True,
+            )
+            for process in system.processes
+        ]
+
+    def introductions(self) -> list[dict[str, Any]]:
+        return [self.lines[rank].introduction for rank in sorted(self.lines)]
+
+    def exit_code(self) -> int | None:
+        """Of a process that has ended, the first that failed before others; None if none has."""
+        codes = [code for process in self._processes if (code := process.poll()) is not None]
+        return next((code for code in codes if code), codes[0] if codes else None)
+
+    def ask(self, order: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, end in self.lines.items():
+                selector.register(end.connection, selectors.EVENT_READ, (rank, end))
+            for rank, end in self.lines.items():
+                try:
+                    end.send(order)
+                except ConnectionError:
+                    raise EOFError(f"lost rank {rank}, which ended before its turn") from None
+            # All at once, since a rank that dies leaves the others waiting for it.
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    silent = sorted(set(self.lines) - set(answers))
+                    raise TimeoutError(f"did not answer in {timeout_s:g} s: ranks {silent}")
+                for key, _ in ready:
+                    rank, end = key.data
+                    try:
+                        answer = end.read()
+                    except (EOFError, ConnectionError):
+                        raise EOFError(f"lost rank {rank}, which ended in its turn") from None
+                    if answer is not None:
+                        answers[rank] = answer
+                        selector.unregister(end.connection)
+        return [answers[rank] for rank in sorted(answers)]
+
+    def hang_up(self) -> None:
+        for end in self.lines.values():
+            end.connection.close()
+
+    def end(self, patience_s: float) -> Sequence[str]:
+        """Wait for the processes to end by themselves, then ask them to, then kill them.
+
+        Returns:
+            The last lines of what they have printed.
+        """
+        for number, wait_s in ((None, patience_s), (signal.SIGTERM, KILL_TIMEOUT_S)):
+            deadline = time.monotonic() + wait_s
+            for process in self._processes:
+                if number is not None and process.poll() is None:
+                    process.send_signal(number)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            # Also what a launcher that was killed, or failed, has left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with self._log:
+            self._log.seek(0)
+            return deque(self._log, maxlen=_SHOWN_LINES)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP end the program as Ctrl-C does: through every `finally`."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
