@@ -39,13 +39,14 @@ __all__ = ["HostCall", "HostLink"]
 
 _log = logging.getLogger(__name__)
 
-# Of each half of a segment's staging. A piece of every rank's fits the second-level cache, and
-# each piece costs one wait for all (docs/performance.md).
-STAGING_BYTES = 1 << 20
-# How long to wait in each way before the next (native/src/steps.c). A core of one's own is
-# spun on, for a little more than the other ranks' uneven work; a shared one is given away.
-_SPINS_ALONE, _YIELDS_ALONE = 4000, 20
-_SPINS_CROWDED, _YIELDS_CROWDED = 20, 400
+# Of each half of a segment's staging: both fit the second-level cache, and each half's worth
+# costs one wait for all. Measured from 256 KiB to 8 MiB (docs/performance.md).
+STAGING_BYTES = 512 << 10
+# How long to wait in each way before the next (native/src/steps.c). With a core for each rank
+# more spinning gains nothing (200 to 4000 spins: within noise); with fewer each spin keeps the
+# core from the rank that is waited for (docs/performance.md).
+_SPINS_ALONE, _YIELDS_ALONE = 200, 100
+_SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
 # Asleep at most this long before the clock, the connections and Python's signal handlers are
 # asked: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
 _SLICE_MS = 20
