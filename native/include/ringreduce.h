@@ -7,6 +7,7 @@
 #ifndef RINGREDUCE_H
 #define RINGREDUCE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -16,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Counted up with every change of this header; ringreduce/native.py names the one it needs. */
-#define RR_ABI 1
+#define RR_ABI 2
 
 /* What functions return. Errors of the system come as -errno. */
 enum {
@@ -162,6 +163,131 @@ RR_EXPORT int rr_shm_has_arrived(const rr_shm *group, uint32_t peer);
 RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t count,
                          uint32_t sources, const void *const *source, uint32_t targets,
                          void *const *target);
+
+/* ======================================================================================
+ * Hand-over: buckets of gradients go from a framework's threads to the engine and back.
+ *
+ * The engine is one thread of Python's that reduces. A framework's threads pack gradients into
+ * buckets and later take the means out; they never run Python. A plan is a fixed list of
+ * buckets in memory that the caller of rr_handover_register owns and leaves alone until the
+ * plan has been unregistered or its hand-over closed. One round of a plan takes each of its
+ * buckets once through these states:
+ *
+ *      any thread          any thread               engine               engine
+ *         start            packed, and so              take               finish
+ *              .           are all before it
+ *   EMPTY ---> PACKING ---> PACKED ---> (in queue) ---> REDUCING ---> REDUCED
+ *     ^                                                                   |  wait,
+ *     |            when all of the plan are SPENT                         v  any thread
+ *     +------------------------- SPENT <--------------------------- UNPACKING
+ *
+ * The queue holds what can run at once, first in, first out: buckets (in plan order within a
+ * round, whatever the order in which they were started) and the engine's other work, its jobs.
+ *
+ * All functions may be called from any thread. A hand-over is never freed, only closed, so
+ * that a thread that comes late meets a text and not freed memory; it is about 2 KiB.
+ * ==================================================================================== */
+
+enum {
+    RR_HANDOVER_CLOSED = 100,  /* rr_handover_close was called */
+    RR_HANDOVER_FAILED = 101,  /* rr_handover_fail was called */
+    RR_HANDOVER_MISUSED = 102, /* no such plan or bucket, other sizes, or out of turn */
+    RR_HANDOVER_BUSY = 103,    /* a round is in flight */
+};
+
+/* What rr_handover_take gives. */
+enum {
+    RR_ITEM_JOB = 1,
+    RR_ITEM_BUCKET = 2,
+    RR_ITEM_COMPLAINT = 3, /* a bucket was started out of turn: call rr_handover_fail */
+};
+
+/* Room for the longest text that comes with an error, its terminating zero included. */
+#define RR_WHY_BYTES 2048
+
+typedef struct rr_handover rr_handover;
+
+/* A gradient's place in its bucket, in bytes. */
+typedef struct {
+    uint64_t start;
+    uint64_t nbytes;
+} rr_slot;
+
+/* `memory` holds `nbytes`; the slots lie in it one after the other. Bytes between them are
+ * padding, which start fills with zeros. */
+typedef struct {
+    void *memory;
+    uint64_t nbytes;
+    const rr_slot *slots;
+    uint32_t slot_count;
+} rr_bucket;
+
+/* A gradient outside of the bucket: read by start, written by wait. */
+typedef struct {
+    void *data;
+    uint64_t nbytes;
+} rr_part;
+
+typedef struct {
+    int kind;        /* RR_ITEM_ */
+    int64_t job;     /* of a job: the number that was posted */
+    int64_t plan;    /* of a bucket: its plan's number */
+    uint32_t bucket; /* of a bucket: its place in the plan */
+} rr_item;
+
+/* A new hand-over in `opened`; -ENOMEM. */
+RR_EXPORT int rr_handover_open(rr_handover **opened);
+
+/* A number for this plan, never used again in this process; -ENOMEM, -EINVAL (slots that do not
+ * lie in their bucket one after the other), RR_HANDOVER_CLOSED. Copies the layout. */
+RR_EXPORT int rr_handover_register(
+    rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count, int64_t *plan);
+
+/* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight, and it stays. */
+RR_EXPORT int rr_handover_unregister(int64_t plan);
+
+/* Put a job at the end of the queue; -ENOMEM, RR_HANDOVER_CLOSED. */
+RR_EXPORT int rr_handover_post(rr_handover *handover, int64_t job);
+
+/* Wait for the next item, which is then the engine's until rr_handover_finish;
+ * RR_HANDOVER_CLOSED. For the engine's thread alone. */
+RR_EXPORT int rr_handover_take(rr_handover *handover, rr_item *item);
+RR_EXPORT void rr_handover_finish(rr_handover *handover);
+
+/* Wait until the queue is empty and nothing is taken, for at most `timeout_ms`.
+ * 1 when it is so, or the hand-over closed; 0 when the time is over. */
+RR_EXPORT int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms);
+
+/* Every start and wait, also those that wait now, returns RR_HANDOVER_FAILED and `why`. */
+RR_EXPORT void rr_handover_fail(rr_handover *handover, const char *why);
+
+/* As fail, with RR_HANDOVER_CLOSED, and for the engine too. Returns when no thread of the
+ * framework's is inside any more; then the memory of all plans may go. */
+RR_EXPORT void rr_handover_close(rr_handover *handover, const char *why);
+
+/* How long threads have been blocked in rr_handover_wait, all added up. */
+RR_EXPORT uint64_t rr_handover_waited_ns(rr_handover *handover);
+
+/* Pack a bucket and hand it over. One part for each of its slots, of that slot's size; none is
+ * used after the return. On an error `why`, of RR_WHY_BYTES, says more. A bucket that is
+ * started a second time within a round means that this rank is out of step for good: the engine
+ * gets a complaint, and the call waits for its verdict, which it returns. */
+RR_EXPORT int rr_handover_start(
+    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why);
+
+/* Wait until a started bucket is reduced, and unpack it. As for start. */
+RR_EXPORT int rr_handover_wait(
+    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why);
+
+/* ------------------------------------------------------------------------------------------
+ * TensorFlow kernels on top of the hand-over (tf_ops.c)
+ * ------------------------------------------------------------------------------------------ */
+
+/* Register the ops RingreduceStart and RingreduceWait and their kernels with the TensorFlow whose
+ * libtensorflow_framework is at `path` and loaded already. On an error `why`, of RR_WHY_BYTES,
+ * says more: -ENOENT (no such library is loaded), -ENOSYS (it lacks a symbol), -EINVAL (TensorFlow
+ * refused). Once per process. */
+RR_EXPORT int rr_tensorflow_register(const char *path, char *why);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,283 @@
+/* TensorFlow ops that hand gradients to the engine and take the means back.
+ *
+ *   RingreduceStart(gradients: N * T; plan, bucket) -> token     packs a bucket, returns at once
+ *   RingreduceWait(gradients: N * T, tokens: M * int32; plan, bucket) -> means: N * T
+ *
+ * A wait takes the tokens of all starts of the step, so none can hold a thread of TensorFlow's
+ * that a start still needs. It takes the gradients too, for their memory: where nobody else
+ * needs it any more the means are written there, which saves allocating, and faulting in, as
+ * much memory in every step. Both are ordinary kernels that block; the `done` of TensorFlow's
+ * asynchronous ones does not survive the compute function (seen with 2.21).
+ *
+ * Both are stateful: never pruned, merged or folded, and run in program order.
+ */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include "tf_api.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ringreduce.h"
+
+/* TensorFlow's own limit (TensorShape::MaxDimensions). */
+#define DIMENSIONS_MAX 254
+
+#define DECLARE(result, name, parameters) result(*name) parameters;
+static struct { RR_TF_FUNCTIONS(DECLARE) } tf;
+#undef DECLARE
+
+struct kernel {
+    int64_t plan, bucket, gradients;
+};
+
+static void *create(TF_OpKernelConstruction *construction)
+{
+    TF_Status *status = tf.TF_NewStatus();
+    struct kernel *kernel = calloc(1, sizeof *kernel);
+    if (kernel == NULL) {
+        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
+    } else {
+        tf.TF_OpKernelConstruction_GetAttrInt64(construction, "plan", &kernel->plan, status);
+        if (tf.TF_GetCode(status) == TF_OK)
+            tf.TF_OpKernelConstruction_GetAttrInt64(construction, "bucket", &kernel->bucket, status);
+        if (tf.TF_GetCode(status) == TF_OK)
+            tf.TF_OpKernelConstruction_GetAttrInt64(construction, "N", &kernel->gradients, status);
+    }
+    if (tf.TF_GetCode(status) != TF_OK)
+        tf.TF_OpKernelConstruction_Failure(construction, status);
+    tf.TF_DeleteStatus(status);
+    return kernel;
+}
+
+static void destroy(void *kernel) { free(kernel); }
+
+/* The gradients of one kernel's call, and the tensors that keep their memory. */
+struct parts {
+    int64_t count;
+    rr_part *parts;
+    TF_Tensor **tensors;
+};
+
+static int parts_new(struct parts *parts, int64_t count)
+{
+    const size_t room = (size_t)count;
+    *parts = (struct parts){count, calloc(room, sizeof(rr_part)), calloc(room, sizeof(TF_Tensor *))};
+    return parts->parts != NULL && parts->tensors != NULL;
+}
+
+static void parts_free(struct parts *parts)
+{
+    if (parts->tensors != NULL)
+        for (int64_t i = 0; i < parts->count; i++)
+            if (parts->tensors[i] != NULL)
+                tf.TF_DeleteTensor(parts->tensors[i]);
+    free(parts->tensors);
+    free(parts->parts);
+}
+
+static void hold(struct parts *parts, int64_t index, TF_Tensor *tensor)
+{
+    parts->tensors[index] = tensor;
+    parts->parts[index] = (rr_part){tf.TF_TensorData(tensor), tf.TF_TensorByteSize(tensor)};
+}
+
+static int get_input(TF_OpKernelContext *context, int64_t index, TF_Tensor **tensor,
+                     TF_Status *status)
+{
+    tf.TF_GetInput(context, (int)index, tensor, status);
+    return tf.TF_GetCode(status) == TF_OK;
+}
+
+/* An output like input `index`, in its memory if nobody else needs that. */
+static TF_Tensor *output_like(TF_OpKernelContext *context, int64_t index, TF_Status *status)
+{
+    TF_Tensor *input;
+    if (!get_input(context, index, &input, status))
+        return NULL;
+    int64_t dimensions[DIMENSIONS_MAX];
+    const int rank = tf.TF_NumDims(input);
+    for (int i = 0; i < rank; i++)
+        dimensions[i] = tf.TF_Dim(input, i);
+    /* Given back first: our own reference would count as somebody who needs it. */
+    tf.TF_DeleteTensor(input);
+    const int candidate = (int)index;
+    int forwarded;
+    TF_Tensor *output = tf.TF_ForwardInputOrAllocateOutput(
+        context, &candidate, 1, candidate, dimensions, rank, &forwarded, status);
+    return tf.TF_GetCode(status) == TF_OK ? output : NULL;
+}
+
+static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_Status *status)
+{
+    struct parts parts;
+    if (!parts_new(&parts, kernel->gradients)) {
+        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
+    } else {
+        for (int64_t i = 0; i < kernel->gradients; i++) {
+            TF_Tensor *tensor;
+            if (!get_input(context, i, &tensor, status))
+                break;
+            hold(&parts, i, tensor);
+        }
+    }
+    char why[RR_WHY_BYTES] = "";
+    if (tf.TF_GetCode(status) == TF_OK &&
+        rr_handover_start(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
+                          (uint32_t)kernel->gradients, why) != RR_DONE)
+        tf.TF_SetStatus(status, TF_UNKNOWN, why);
+    parts_free(&parts);
+    if (tf.TF_GetCode(status) != TF_OK)
+        return;
+    TF_Tensor *token =
+        tf.TF_AllocateOutput(context, 0, TF_INT32, NULL, 0, sizeof(int32_t), status);
+    if (tf.TF_GetCode(status) == TF_OK) {
+        *(int32_t *)tf.TF_TensorData(token) = (int32_t)kernel->bucket;
+        tf.TF_DeleteTensor(token);
+    }
+}
+
+static void wait(const struct kernel *kernel, TF_OpKernelContext *context, TF_Status *status)
+{
+    struct parts parts;
+    if (!parts_new(&parts, kernel->gradients)) {
+        tf.TF_SetStatus(status, TF_UNKNOWN, "out of memory");
+    } else {
+        for (int64_t i = 0; i < kernel->gradients; i++) {
+            TF_Tensor *output = output_like(context, i, status);
+            if (output == NULL)
+                break;
+            hold(&parts, i, output);
+        }
+    }
+    char why[RR_WHY_BYTES] = "";
+    if (tf.TF_GetCode(status) == TF_OK &&
+        rr_handover_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
+                         (uint32_t)kernel->gradients, why) != RR_DONE)
+        tf.TF_SetStatus(status, TF_UNKNOWN, why);
+    parts_free(&parts);
+}
+
+static void compute(void (*work)(const struct kernel *, TF_OpKernelContext *, TF_Status *),
+                    void *kernel, TF_OpKernelContext *context)
+{
+    TF_Status *status = tf.TF_NewStatus();
+    work(kernel, context, status);
+    if (tf.TF_GetCode(status) != TF_OK)
+        tf.TF_OpKernelContext_Failure(context, status);
+    tf.TF_DeleteStatus(status);
+}
+
+static void compute_start(void *kernel, TF_OpKernelContext *context)
+{
+    compute(start, kernel, context);
+}
+
+static void compute_wait(void *kernel, TF_OpKernelContext *context)
+{
+    compute(wait, kernel, context);
+}
+
+/* Shapes are the inputs', which the caller knows; the C API does not tell a shape function how
+ * many inputs a list has. */
+static void infer_nothing(TF_ShapeInferenceContext *context, TF_Status *status)
+{
+    tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
+static int resolve(void *library, char *why)
+{
+    const char *missing = NULL;
+    /* A pointer to a function goes through memory: C has no cast for it. */
+#define RESOLVE(result, name, parameters)                   \
+    {                                                       \
+        void *symbol = dlsym(library, #name);               \
+        memcpy(&tf.name, &symbol, sizeof symbol);           \
+        if (symbol == NULL && missing == NULL)              \
+            missing = #name;                                \
+    }
+    RR_TF_FUNCTIONS(RESOLVE)
+#undef RESOLVE
+    if (missing == NULL)
+        return RR_DONE;
+    snprintf(why, RR_WHY_BYTES, "this TensorFlow has no %s", missing);
+    return -ENOSYS;
+}
+
+static void define(const char *name, const char *const *attributes, const char *const *inputs,
+                   const char *output, TF_Status *status)
+{
+    TF_OpDefinitionBuilder *builder = tf.TF_NewOpDefinitionBuilder(name);
+    for (; *attributes != NULL; attributes++)
+        tf.TF_OpDefinitionBuilderAddAttr(builder, *attributes);
+    for (; *inputs != NULL; inputs++)
+        tf.TF_OpDefinitionBuilderAddInput(builder, *inputs);
+    tf.TF_OpDefinitionBuilderAddOutput(builder, output);
+    tf.TF_OpDefinitionBuilderSetIsStateful(builder, true);
+    tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, infer_nothing);
+    tf.TF_RegisterOpDefinition(builder, status);
+}
+
+static void define_all(TF_Status *status)
+{
+    static const char *const start_attributes[] = {
+        "T: {half, bfloat16, float, double}", "N: int >= 1", "plan: int", "bucket: int", NULL};
+    static const char *const start_inputs[] = {"gradients: N * T", NULL};
+    static const char *const wait_attributes[] = {"T: {half, bfloat16, float, double}",
+                                                  "N: int >= 1", "M: int >= 1", "plan: int",
+                                                  "bucket: int", NULL};
+    static const char *const wait_inputs[] = {"gradients: N * T", "tokens: M * int32", NULL};
+    define("RingreduceStart", start_attributes, start_inputs, "token: int32", status);
+    if (tf.TF_GetCode(status) == TF_OK)
+        define("RingreduceWait", wait_attributes, wait_inputs, "means: N * T", status);
+    if (tf.TF_GetCode(status) == TF_OK)
+        tf.TF_RegisterKernelBuilder(
+            "RingreduceStart",
+            tf.TF_NewKernelBuilder("RingreduceStart", "CPU", create, compute_start, destroy),
+            status);
+    if (tf.TF_GetCode(status) == TF_OK)
+        tf.TF_RegisterKernelBuilder(
+            "RingreduceWait",
+            tf.TF_NewKernelBuilder("RingreduceWait", "CPU", create, compute_wait, destroy),
+            status);
+}
+
+static int register_all(const char *path, char *why)
+{
+    void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (library == NULL) {
+        snprintf(why, RR_WHY_BYTES, "%s is not loaded", path);
+        return -ENOENT;
+    }
+    /* Never closed: kernels live as long as the process. */
+    int code = resolve(library, why);
+    if (code != RR_DONE)
+        return code;
+    TF_Status *status = tf.TF_NewStatus();
+    define_all(status);
+    if (tf.TF_GetCode(status) != TF_OK) {
+        snprintf(why, RR_WHY_BYTES, "%s", tf.TF_Message(status));
+        code = -EINVAL;
+    }
+    tf.TF_DeleteStatus(status);
+    return code;
+}
+
+int rr_tensorflow_register(const char *path, char *why)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static int is_done;
+    why[0] = '\0';
+    pthread_mutex_lock(&lock);
+    const int code = is_done ? RR_DONE : register_all(path, why);
+    is_done = is_done || code == RR_DONE;
+    pthread_mutex_unlock(&lock);
+    return code;
+}

@@ -1,0 +1,5 @@
+"""Between TensorFlow and the ring: gradients and variables in and out."""
+
+from ringreduce.tensorflow.bridge import GradientBridge, broadcast_variables, is_initialized
+
+__all__ = ["GradientBridge", "broadcast_variables", "is_initialized"]

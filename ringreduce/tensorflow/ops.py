@@ -1,0 +1,86 @@
+"""The native ops in a graph: hand a bucket's gradients over, take its means back.
+
+They are registered through TensorFlow's C API when first asked for (native/src/tf_ops.c), so
+one library serves every TensorFlow 2. Where that fails, gradients go through Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_library
+
+from ringreduce import native
+
+__all__ = ["are_available", "start", "wait"]
+
+_log = logging.getLogger(__name__)
+
+# RR_WHY_BYTES of native/include/ringreduce.h.
+_WHY_BYTES = 2048
+
+
+@cache
+def are_available() -> bool:
+    """Whether this process has the ops; they are registered by the first call."""
+    library = native.library()
+    if library is None:
+        return False
+    register = native.declare(
+        library, "rr_tensorflow_register", ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p]
+    )
+    why = ctypes.create_string_buffer(_WHY_BYTES)
+    folder = tf.sysconfig.get_lib()
+    for path in sorted(glob.glob(os.path.join(folder, "libtensorflow_framework.*"))):
+        if register(os.fsencode(path), why) == 0:
+            return True
+    _log.warning(
+        "gradients go through Python, since the native ops cannot be used: %s",
+        why.value.decode(errors="replace") or f"no libtensorflow_framework in {folder}",
+    )
+    return False
+
+
+def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
+    """Add the op that packs `gradients` into a bucket and hands it to the engine.
+
+    Args:
+        plan: number of the plan in the hand-over.
+        bucket: place of the bucket in it.
+        gradients: tensors of one dtype, in the order of the bucket's slots.
+
+    Returns:
+        A scalar tensor that is there when the bucket has been handed over.
+    """
+    with tf.device("CPU:0"):
+        return op_def_library.apply_op(
+            "RingreduceStart", gradients=list(gradients), plan=plan, bucket=bucket
+        )
+
+
+def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
+    """Add the op that waits for a bucket; return the means of its gradients.
+
+    Args:
+        plan, bucket, gradients: as for `start`.
+        tokens: of all buckets of the step. A wait that began before a start could hold the
+            thread that the start needs.
+    """
+    with tf.device("CPU:0"):
+        means = op_def_library.apply_op(
+            "RingreduceWait",
+            gradients=list(gradients),
+            tokens=list(tokens),
+            plan=plan,
+            bucket=bucket,
+        )
+    for mean, gradient in zip(means, gradients, strict=True):
+        mean.set_shape(gradient.shape)
+    return list(means)
