@@ -5,7 +5,9 @@ call either completes on this rank or raises; once one has failed for any reason
 argument, the communicator is broken and each later call raises that error again at once.
 
 Threads: calls from several threads take turns; which goes first must not differ between
-ranks, so one thread per communicator is the rule. The link's I/O thread ends in `close`.
+ranks, so one thread per communicator is the rule. A call runs in the caller's thread, after
+all that was handed to the engine before it; with ``async_op`` it is handed to the engine
+itself (`ringreduce.engine`). The engine's thread and the link's I/O threads end in `close`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ringreduce.buckets import ALIGNMENT
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
+from ringreduce.engine import Engine
 from ringreduce.errors import (
     ArrayError,
     ClosedError,
@@ -59,6 +62,9 @@ class Statistics:
         seconds: wall time spent in them.
         frames_received: segments that arrived.
         bytes_sent, bytes_received: payload on this rank's links, headers not counted.
+        reducing_s: wall time in which gradients were reduced, in whatever thread.
+        waited_s: wall time in which training steps were blocked for that. What is less than
+            `reducing_s` was hidden behind computation.
     """
 
     collectives: int
@@ -66,6 +72,8 @@ class Statistics:
     frames_received: int
     bytes_sent: int
     bytes_received: int
+    reducing_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class Communicator:
@@ -94,6 +102,8 @@ class Communicator:
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
+        self._engine: Engine | None = None
+        self._blocked_s = 0.0
         if config.size > 1:
             self._form(config)
 
@@ -137,6 +147,27 @@ class Communicator:
         """Whether `close` was called."""
         return self._closed
 
+    @property
+    def failure(self) -> RingReduceError | None:
+        """The error that has broken this communicator; None while it works."""
+        return self._failure
+
+    @property
+    def engine(self) -> Engine:
+        """The background thread, which the first use of it starts; for integrations.
+
+        Raises:
+            ClosedError: `close` was called.
+        """
+        if self._process != os.getpid():
+            raise self._forked()
+        with self._lock:
+            if self._closed:
+                self._refuse()
+            if self._engine is None:
+                self._engine = Engine(f"ringreduce {self.rank}/{self.size}", self.fail)
+            return self._engine
+
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialized array in registered memory, where there is some.
 
@@ -170,8 +201,13 @@ class Communicator:
         return result
 
     def all_reduce(
-        self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM, *, signature: int = 0
-    ) -> np.ndarray:
+        self,
+        array: np.ndarray,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        signature: int = 0,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `array` over all ranks; afterwards it holds the same result on each.
 
         Takes 2 (size - 1) steps and moves 2 nbytes (size - 1) / size each way on every link.
@@ -184,9 +220,11 @@ class Communicator:
             op: how elements combine. 16-bit floats accumulate in float32.
             signature: 64 bits that must be equal on all ranks, such as a hash of what the
                 array stands for.
+            async_op: return at once; the engine's thread does it, after what it was given
+                before. All ranks must hand over in the same order.
 
         Returns:
-            `array` itself.
+            `array` itself; with `async_op` a `Work`, whose ``wait()`` returns it.
 
         Raises:
             ArrayError: the array's dtype or layout, or the operator, is not supported.
@@ -204,10 +242,19 @@ class Communicator:
         self._check_mean(how, array.dtype)
         if not 0 <= signature < 1 << 64:
             raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
-        self._call("all_reduce", array.nbytes, self._ring.all_reduce, flat, how, signature)
+        if async_op:
+            return self.engine.submit(lambda: self._all_reduce(array, flat, how, signature))
+        return self._all_reduce(array, flat, how, signature)
+
+    def _all_reduce(
+        self, array: np.ndarray, flat: np.ndarray, op: ReduceOp, signature: int
+    ) -> np.ndarray:
+        self._call("all_reduce", array.nbytes, self._ring.all_reduce, flat, op, signature)
         return array
 
-    def reduce_scatter(self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
+    def reduce_scatter(
+        self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Any:
         """Reduce `array` over all ranks and leave each rank its own chunk of the result.
 
         The buffer is split into `size` chunks whose lengths differ by at most one element;
@@ -217,6 +264,7 @@ class Communicator:
         Args:
             array: as for `all_reduce`; flattened in C order.
             op: how elements combine.
+            async_op: as for `all_reduce`.
 
         Returns:
             View on `array`, shape (chunk length,): this rank's part of the result. Empty when
@@ -228,9 +276,12 @@ class Communicator:
         how = reduce_op(op)
         flat = _flat(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
-        return self._call("reduce_scatter", array.nbytes, self._ring.reduce_scatter, flat, how)
+        arguments = ("reduce_scatter", array.nbytes, self._ring.reduce_scatter, flat, how)
+        if async_op:
+            return self.engine.submit(lambda: self._call(*arguments))
+        return self._call(*arguments)
 
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
+    def all_gather(self, array: np.ndarray, *, async_op: bool = False) -> Any:
         """Join the arrays of all ranks along the first dimension, in rank order.
 
         A short exchange of the first dimensions, then size - 1 steps that move the bytes of
@@ -240,6 +291,7 @@ class Communicator:
             array: C-contiguous. First dimensions may differ between ranks, the others and the
                 dtype may not. An array without dimensions counts as one of shape (1,). Read
                 only while this runs.
+            async_op: as for `all_reduce`.
 
         Returns:
             A new array of shape (sum of first dimensions, ...), the caller's own.
@@ -248,7 +300,10 @@ class Communicator:
             As `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = _flat(array, "all_gather", writable=False)
-        return self._call("all_gather", array.nbytes, self._all_gather, array, flat)
+        arguments = ("all_gather", array.nbytes, self._all_gather, array, flat)
+        if async_op:
+            return self.engine.submit(lambda: self._call(*arguments))
+        return self._call(*arguments)
 
     def _all_gather(self, array: np.ndarray, flat: np.ndarray) -> np.ndarray:
         rest = array.shape[1:]
@@ -269,7 +324,7 @@ class Communicator:
         self._ring.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
-    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+    def broadcast(self, array: np.ndarray, root: int = 0, *, async_op: bool = False) -> Any:
         """Overwrite `array` on every rank with that of rank `root`.
 
         A pipeline of segments along the ring: moves nbytes on every link but one.
@@ -277,17 +332,22 @@ class Communicator:
         Args:
             array: as for `all_reduce`; only read on `root`.
             root: the rank whose array is sent; equal on all ranks.
+            async_op: as for `all_reduce`.
 
         Returns:
-            `array` itself.
+            `array` itself, or a `Work`.
 
         Raises:
             As `all_reduce`; ArrayError also when `root` is no rank.
         """
         root = self._checked_root(root)
         flat = _flat(array, "broadcast", writable=self.rank != root)
-        self._call("broadcast", array.nbytes, self._ring.broadcast, Kind.BROADCAST, flat, root)
-        return array
+
+        def run() -> np.ndarray:
+            self._call("broadcast", array.nbytes, self._ring.broadcast, Kind.BROADCAST, flat, root)
+            return array
+
+        return self.engine.submit(run) if async_op else run()
 
     def barrier(self) -> None:
         """Return once every rank has called it.
@@ -363,7 +423,10 @@ class Communicator:
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
         traffic = self._ring.traffic()
+        engine = self._engine
         return Statistics(
+            reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
+            waited_s=self._blocked_s + (engine.waited_s if engine else 0.0),
             collectives=self._collectives,
             seconds=self._seconds,
             frames_received=traffic.frames_received,
@@ -371,14 +434,23 @@ class Communicator:
             bytes_received=traffic.bytes_received,
         )
 
+    def blocked_for(self, seconds: float) -> None:
+        """Count time in which a training step itself reduced gradients; for integrations."""
+        self._blocked_s += seconds
+
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.
 
-        A rank that still waits for this one gets a PeerLostError. Never raises, takes at
-        most about a second.
+        A rank that still waits for this one gets a PeerLostError. So does a call that runs in
+        another thread, or in the background; what had not begun gets a ClosedError. Never
+        raises, takes at most about a second.
         """
         if self._process != os.getpid():
             return  # The sockets are the parent's.
+        self._ring.interrupt()
+        engine = self._engine
+        if engine is not None:
+            engine.close(f"rank {self.rank} of {self.size}: the communicator was closed")
         with self._lock:
             if self._closed:
                 return
@@ -414,6 +486,8 @@ class Communicator:
         """
         if self._process != os.getpid():
             raise self._forked()
+        if self._engine is not None:
+            self._engine.drain()
         with self._lock:
             if self._closed or self._failure is not None:
                 self._refuse()
@@ -459,6 +533,8 @@ class Communicator:
     def _break(self, error: RingReduceError) -> None:
         self._failure = error
         self._ring.abort(error)
+        if self._engine is not None:
+            self._engine.fail(error)
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order; checked not to be negative."""

@@ -51,6 +51,9 @@ class Collectives(Protocol):
     def abort(self, cause: RingReduceError) -> None:
         """Tell the other ranks why this one gives up; at most about a second. Never raises."""
 
+    def interrupt(self) -> None:
+        """Have a call that runs in another thread end soon, with PeerLostError about this rank."""
+
     def close(self) -> None:
         """Say goodbye and free everything; at most about a second. Never raises."""
 

@@ -114,6 +114,11 @@ class Host:
         if self._link is not None:
             self._link.abort(cause)
 
+    def interrupt(self) -> None:
+        """End a call that runs in another thread."""
+        if self._link is not None:
+            self._link.interrupt()
+
     def close(self) -> None:
         """Leave the others."""
         if self._link is not None:

@@ -166,6 +166,12 @@ class Levels:
         if self._ring is not None:
             self._ring.abort(cause)
 
+    def interrupt(self) -> None:
+        """End a call that runs in another thread."""
+        self._host.interrupt()
+        if self._ring is not None:
+            self._ring.interrupt()
+
     def close(self) -> None:
         """Leave both."""
         if self._ring is not None:

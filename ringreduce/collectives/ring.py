@@ -165,6 +165,11 @@ class Ring:
         if self._link is not None:
             self._link.abort(cause)
 
+    def interrupt(self) -> None:
+        """End a call that runs in another thread."""
+        if self._link is not None:
+            self._link.interrupt()
+
     def close(self) -> None:
         """Close the link."""
         if self._link is not None:

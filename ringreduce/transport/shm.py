@@ -137,6 +137,7 @@ class HostLink:
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
+        self._interrupted = False
 
     def connect(
         self, names: Sequence[str], members: Sequence[int], *, rank: int, size: int, job: int
@@ -220,6 +221,8 @@ class HostLink:
         doomed: int | None = None
         while status == _WAITING:
             facts, now = self._look(), time.monotonic()
+            if self._interrupted:
+                raise self._closed_meanwhile(call)
             if facts.progress != progress:
                 progress, since, doomed = facts.progress, now, None
             elif doomed is not None:
@@ -252,6 +255,12 @@ class HostLink:
             if facts.steps
             else "meeting in shared memory",
         }
+
+    def _closed_meanwhile(self, call: HostCall) -> RingReduceError:
+        return PeerLostError(
+            "closed its communicator in the middle of a collective",
+            **self._where(call, self._index),
+        )
 
     def _timed_out(self, index: int, call: HostCall, waited_s: float) -> RingReduceError:
         peer = self._members[index]
@@ -304,6 +313,10 @@ class HostLink:
         if self._group is not None:
             news = write_news(cause, self._rank)
             self._functions["shm_abort"](self._group, news, len(news))
+
+    def interrupt(self) -> None:
+        """Have a `run` in another thread raise at its next slice."""
+        self._interrupted = True
 
     def traffic(self) -> Traffic:
         """What this rank has put into and taken from shared memory so far."""

@@ -1,0 +1,247 @@
+"""The engine's queue: what other threads want done, one thing after another.
+
+`NativeQueue` is that of the native library (native/src/handover.c), into which TensorFlow's
+threads put buckets of gradients without running Python. `PlainQueue` is for where that
+library is missing; it knows jobs alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringreduce.buckets import Bucket
+from ringreduce.errors import NativeError
+from ringreduce.native import declare, library
+
+__all__ = ["COMPLAINT", "BucketItem", "NativeQueue", "PlainQueue", "Queue", "open_queue"]
+
+# RR_HANDOVER_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
+_CLOSED = 100
+_JOB, _BUCKET = 1, 2
+
+
+@dataclass(frozen=True)
+class BucketItem:
+    """A bucket that is packed: number of its plan, and its place in that."""
+
+    plan: int
+    bucket: int
+
+
+# What `take` gives when a bucket was started out of turn: this rank is out of step for good.
+COMPLAINT = "complaint"
+
+
+class Queue(Protocol):
+    """What the engine needs of its queue. All but `take` and `finish` are for any thread."""
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next item: a job's number, a bucket or COMPLAINT; None: it is closed."""
+
+    def finish(self) -> None:
+        """What was taken is done."""
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+
+    def fail(self, why: str) -> None:
+        """Answer everybody who waits for a bucket, now or later, with `why`."""
+
+    def close(self, why: str) -> None:
+        """End `take`, and answer everybody who waits with `why`."""
+
+    def waited_s(self) -> float:
+        """How long threads have been blocked until their buckets were done."""
+
+
+def open_queue() -> Queue:
+    """A new queue, native where that can be had."""
+    return PlainQueue() if library() is None else NativeQueue()
+
+
+class PlainQueue:
+    """A queue of jobs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[int] = deque()
+        self._busy = self._closed = False
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next job; None: the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if self._closed:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def finish(self) -> None:
+        """What was taken is done."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._jobs or self._busy), timeout_s
+            )
+
+    def fail(self, why: str) -> None:
+        """Nothing: there are no buckets here."""
+
+    def close(self, why: str) -> None:
+        """End `take`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def waited_s(self) -> float:
+        """Zero: there are no buckets here."""
+        return 0.0
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Bucket(ctypes.Structure):
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
+        ("slots", ctypes.POINTER(_Slot)),
+        ("slot_count", ctypes.c_uint32),
+    )
+
+
+class _Item(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("job", ctypes.c_int64),
+        ("plan", ctypes.c_int64),
+        ("bucket", ctypes.c_uint32),
+    )
+
+
+@cache
+def _functions() -> dict[str, Any]:
+    opened = library()
+    if opened is None:
+        raise NativeError("there is no native library here")
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+    u32, i64 = ctypes.c_uint32, ctypes.c_int64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "open": (number, [pointer]),
+        "register": (number, [pointer, pointer, u32, pointer]),
+        "unregister": (number, [i64]),
+        "post": (number, [pointer, i64]),
+        "take": (number, [pointer, pointer]),
+        "finish": (None, [pointer]),
+        "wait_idle": (number, [pointer, u32]),
+        "fail": (None, [pointer, text]),
+        "close": (None, [pointer, text]),
+        "waited_ns": (ctypes.c_uint64, [pointer]),
+    }
+    return {
+        name: declare(opened, f"rr_handover_{name}", result, arguments)
+        for name, (result, arguments) in signatures.items()
+    }
+
+
+class NativeQueue:
+    """A queue of jobs and of buckets that a framework's threads have packed."""
+
+    def __init__(self) -> None:
+        self._functions = _functions()
+        handle = ctypes.c_void_p()
+        if self._functions["open"](ctypes.addressof(handle)) != 0:
+            raise MemoryError("cannot open a hand-over")
+        self._handle = handle.value
+        self._item = _Item()
+
+    def register(
+        self, buckets: Sequence[Bucket], memory: Sequence[np.ndarray], itemsizes: dict[str, int]
+    ) -> int:
+        """Make a plan's buckets known; return the number by which ops name the plan.
+
+        Args:
+            buckets: of the plan, in order.
+            memory: uint8, what each of them lies in; must live until `unregister` or `close`.
+            itemsizes: bytes of an element of each dtype.
+        """
+        rows = (_Bucket * len(buckets))()
+        for row, bucket, array in zip(rows, buckets, memory, strict=True):
+            size = itemsizes[bucket.dtype]
+            slots = [_Slot(slot.start * size, slot.count * size) for slot in bucket.slots]
+            row.memory, row.nbytes = array.ctypes.data, array.nbytes
+            row.slots = (_Slot * len(slots))(*slots)
+            row.slot_count = len(slots)
+        number = ctypes.c_int64()
+        status = self._functions["register"](
+            self._handle, ctypes.addressof(rows), len(buckets), ctypes.addressof(number)
+        )
+        # After close too there is a number: ops of it say that the communicator was closed.
+        if status not in (0, _CLOSED):
+            raise MemoryError(f"cannot register a plan of buckets (code {status})")
+        return number.value if status == 0 else -1
+
+    def unregister(self, plan: int) -> bool:
+        """Forget a plan; False when it is being reduced right now, and stays."""
+        return bool(self._functions["unregister"](plan) == 0)
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+        return bool(self._functions["post"](self._handle, job) == 0)
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next item, without the GIL; None: the queue is closed."""
+        item = self._item
+        if self._functions["take"](self._handle, ctypes.addressof(item)) != 0:
+            return None
+        if item.kind == _JOB:
+            return int(item.job)
+        if item.kind == _BUCKET:
+            return BucketItem(int(item.plan), int(item.bucket))
+        return COMPLAINT
+
+    def finish(self) -> None:
+        """What was taken is done."""
+        self._functions["finish"](self._handle)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        return bool(self._functions["wait_idle"](self._handle, int(timeout_s * 1e3)))
+
+    def fail(self, why: str) -> None:
+        """Answer everybody who waits for a bucket, now or later, with `why`."""
+        self._functions["fail"](self._handle, why.encode())
+
+    def close(self, why: str) -> None:
+        """End `take`, and answer everybody who waits with `why`."""
+        self._functions["close"](self._handle, why.encode())
+
+    def waited_s(self) -> float:
+        """How long threads have been blocked until their buckets were done."""
+        return float(self._functions["waited_ns"](self._handle)) * 1e-9
