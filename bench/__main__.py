@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 
+from bench import link as linking
+from bench import peers as peering
 from bench import sweep
+from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
+from bench.peers import Pace
+from bench.systems import ENTRIES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -86,19 +91,54 @@ def peers(
     json_file: Json = None,
 ) -> None:
     """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, taking turns."""
-    from bench import peers as comparison
-    from bench.systems import ENTRIES
-
     labels = [entry.label for entry in ENTRIES]
     if unknown := sorted(set(only or ()) - set(labels)):
         raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
-    code = comparison.run(
+    code = peering.run(
         workers=workers,
         size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
-        pace=comparison.Pace(rounds=rounds, warmup=warmup),
+        pace=Pace(rounds=rounds, warmup=warmup),
         labels=only,
         json_file=json_file,
     )
+    raise typer.Exit(code)
+
+
+def rate_of(text: str) -> str:
+    """`text`, which must be a rate such as 1gbit."""
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+@app.command()
+def link(
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", min=2, max=HOSTS_MAX, help="Hosts, a rank on each.")
+    ] = 4,
+    rate: Annotated[str, typer.Option(help="Of each host's link, such as 1gbit.")] = "1gbit",
+    begin: Begin = "16M",
+    end: End = "64M",
+    factor: Factor = 4,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of each system at each size.")] = 3,
+    json_file: Json = None,
+) -> None:
+    """Share of a slow network's rate that an all-reduce reaches. Needs root."""
+    rate = rate_of(rate)
+    try:
+        code = linking.run(
+            workers=workers,
+            rate=rate,
+            size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
+            # A call takes most of a second: fewer of them tell as much.
+            pace=Pace(rounds=rounds, calls_min=9, warmup=2),
+            json_file=json_file,
+        )
+    except UnavailableError as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(2) from None
     raise typer.Exit(code)
 
 

@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from bench import collectives, peers, sweep, systems
+from bench import __main__ as main
+from bench import collectives, link, namespaces, peers, sweep, systems
 from bench.turns import Process, System, SystemFailed, Turns
 
 ROW = {
@@ -182,6 +184,99 @@ def test_a_system_that_falls_silent_has_a_deadline(capsys):
         with pytest.raises(SystemFailed, match=r"did not answer in 0.3 s: ranks \[0\]"):
             turns.ask("mute", {}, timeout_s=0.3)
     assert "mute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("1gbit", 10**9), ("2.5mbit", 2500000)])
+def test_rates_are_those_of_tc(rate, bits):
+    assert namespaces.bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["1", "gbit", "1gbit;reboot", "0mbit", "-1gbit", "1GB"])
+def test_a_rate_that_is_none_is_refused(rate):
+    result = CliRunner().invoke(main.app, ["link", "--rate", rate])
+    assert result.exit_code == 2
+    assert "is no rate; 1gbit and 500mbit are" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("tool", ["ip", "tc", "iperf3"])
+def test_link_says_which_tool_is_missing(monkeypatch, tool):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == tool else name)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    result = CliRunner().invoke(main.app, ["link"])
+    assert result.exit_code == 2
+    assert f"need the program {tool}, which is not installed" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_link_says_that_it_needs_root(monkeypatch):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: name)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    result = CliRunner().invoke(main.app, ["link"])
+    assert result.exit_code == 2
+    assert result.output == "bench: shaped links need root, to make network namespaces\n"
+
+
+def test_the_share_of_a_link_is_busbw_in_bits_over_the_raw_stream():
+    row = a_row("ringreduce", "zmq", time_us=2**23, size_bytes=2**30)
+    shared = link.with_share(row, raw_gbit_s=1.28)
+    assert shared["busbw_gbit_s"] == pytest.approx(1.024)  # with two ranks, what algbw is
+    assert shared["share_of_raw"] == pytest.approx(0.8)
+    assert len(link.table_line(shared)) == len(link.COLUMNS) <= 80
+
+
+def shaped_links_are_possible():
+    try:
+        namespaces.require()
+        with namespaces.shaped(1, "1gbit"):
+            return True
+    except namespaces.UnavailableError:
+        return False
+
+
+@pytest.fixture
+def shaped_links():
+    if not shaped_links_are_possible():
+        pytest.skip("needs root, ip, tc and network namespaces")
+
+
+def namespaces_left():
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if line.startswith(f"rr{os.getpid()}")]
+
+
+@pytest.mark.usefixtures("shaped_links")
+def test_namespaces_have_their_addresses_and_go_when_something_fails():
+    def fail_inside():
+        with namespaces.shaped(2, "1gbit") as hosts:
+            assert len(namespaces_left()) == 3
+            listen = "import socket, sys; socket.create_server((sys.argv[1], 0)).close()"
+            for host in hosts:
+                command = [*host.prefix, sys.executable, "-c", listen, host.address]
+                subprocess.run(command, check=True, timeout=30)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert namespaces_left() == []
+
+
+@pytest.mark.usefixtures("shaped_links")
+def test_a_terminated_bench_removes_its_namespaces():
+    program = (
+        "import os, signal\n"
+        "from bench import namespaces, turns\n"
+        "with turns.ended_by_signals(), namespaces.shaped(2, '1gbit') as hosts:\n"
+        "    print(*(host.name for host in hosts), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 128 + 15
+    names = result.stdout.split()
+    assert len(names) == 2
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert not set(names) & set(listed.stdout.split())
 
 
 @pytest.mark.tensorflow
