@@ -17,8 +17,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ringreduce import rendezvous
+from ringreduce.buckets import ALIGNMENT
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
@@ -37,7 +36,7 @@ from ringreduce.errors import (
     PeerLostError,
     RingReduceError,
 )
-from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.formation import form
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
 from ringreduce.wire import Kind, signature_of
 
@@ -94,39 +93,24 @@ class Communicator:
         self._collectives, self._seconds = 0, 0.0
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
+        self._transport = "none"
         if config.size > 1:
             self._form(config)
 
     def _form(self, config: Config) -> None:
-        link = ZmqLink(
-            rank=config.rank,
-            size=config.size,
-            bind=rendezvous.bind_address(config),
-            segment_bytes=config.segment_bytes,
-            timeout_s=config.timeout_s,
-        )
+        formed = form(config)
+        self._ring, self._transport = formed.collectives, formed.transport
+        if config.local_rank is None:
+            self.local_rank = formed.local_rank
+        if config.local_size is None:
+            self.local_size = formed.local_size
         try:
-            table, close_rendezvous = rendezvous.meet(config, link.address)
-            try:
-                rank, size = config.rank, config.size
-                link.connect(
-                    job=table.job,
-                    next_address=table.addresses[(rank + 1) % size],
-                    previous_address=table.addresses[(rank - 1) % size],
-                )
-                self._ring = Ring(link, rank=rank, size=size, job=table.job)
-                on_host = [r for r in range(size) if table.hosts[r] == table.hosts[rank]]
-                if config.local_rank is None:
-                    self.local_rank = on_host.index(rank)
-                if config.local_size is None:
-                    self.local_size = len(on_host)
-                self.barrier()
-            finally:
-                close_rendezvous()
+            self.barrier()
         except BaseException:
-            link.close()
+            self._ring.close()
             raise
-        _log.info("[%d/%d] ring formed: %s", rank, size, " -> ".join(table.addresses))
+        finally:
+            formed.finish()
 
     @property
     def rank(self) -> int:
@@ -144,9 +128,46 @@ class Communicator:
         return self._config
 
     @property
+    def transport(self) -> str:
+        """How ranks reach each other: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone."""
+        return self._transport
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+        """An uninitialized array in registered memory, where there is some.
+
+        Where ranks share memory, such an array is reduced where it lies: without the copies
+        into and out of shared memory that any other costs. For that the array must be registered
+        on every rank, at whatever place. Elsewhere it is an ordinary array, aligned to 64 bytes;
+        so also when shared memory is exhausted, which is logged.
+
+        Args:
+            shape, dtype: as for `numpy.empty`.
+
+        Returns:
+            A new array, C-contiguous, the caller's own. Its memory goes back to the system with
+            the last view of it, which may be after `close`.
+        """
+        kind = np.dtype(dtype)
+        dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(dimensions) * kind.itemsize
+        with self._lock:
+            found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
+        if found is None:
+            if "shm" in self._transport and nbytes and not self._closed:
+                _log.warning(
+                    "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
+                    *(self.rank, self.size, nbytes),
+                )
+            whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+            start = -whole.__array_interface__["data"][0] % ALIGNMENT
+            found = whole[start : start + nbytes]
+        result: np.ndarray = found.view(kind).reshape(dimensions)
+        return result
 
     def all_reduce(
         self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM, *, signature: int = 0
@@ -183,7 +204,7 @@ class Communicator:
         self._check_mean(how, array.dtype)
         if not 0 <= signature < 1 << 64:
             raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
-        self._call("all_reduce", array.nbytes, lambda: self._ring.all_reduce(flat, how, signature))
+        self._call("all_reduce", array.nbytes, self._ring.all_reduce, flat, how, signature)
         return array
 
     def reduce_scatter(self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
@@ -207,9 +228,7 @@ class Communicator:
         how = reduce_op(op)
         flat = _flat(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
-        return self._call(
-            "reduce_scatter", array.nbytes, lambda: self._ring.reduce_scatter(flat, how)
-        )
+        return self._call("reduce_scatter", array.nbytes, self._ring.reduce_scatter, flat, how)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """Join the arrays of all ranks along the first dimension, in rank order.
@@ -229,7 +248,7 @@ class Communicator:
             As `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = _flat(array, "all_gather", writable=False)
-        return self._call("all_gather", array.nbytes, lambda: self._all_gather(array, flat))
+        return self._call("all_gather", array.nbytes, self._all_gather, array, flat)
 
     def _all_gather(self, array: np.ndarray, flat: np.ndarray) -> np.ndarray:
         rest = array.shape[1:]
@@ -267,9 +286,7 @@ class Communicator:
         """
         root = self._checked_root(root)
         flat = _flat(array, "broadcast", writable=self.rank != root)
-        self._call(
-            "broadcast", array.nbytes, lambda: self._ring.broadcast(Kind.BROADCAST, flat, root)
-        )
+        self._call("broadcast", array.nbytes, self._ring.broadcast, Kind.BROADCAST, flat, root)
         return array
 
     def barrier(self) -> None:
@@ -388,54 +405,56 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self._failure else "open"
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
 
-    def _call(self, name: str, nbytes: int, run: Callable[[], _Result]) -> _Result:
-        """Run one collective under the lock; break the communicator if it fails."""
-        with self._guard():
+    def _call(
+        self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
+        """Run one collective under the lock; break the communicator if it fails.
+
+        Written to be quick, since through shared memory a small collective takes microseconds.
+        """
+        if self._process != os.getpid():
+            raise self._forked()
+        with self._lock:
+            if self._closed or self._failure is not None:
+                self._refuse()
             started = time.perf_counter()
-            sequence = self._ring.sequence
-            result = run()
+            try:
+                result = run(*arguments)
+            except BaseException as error:
+                self._break(error if isinstance(error, RingReduceError) else self._cut(error))
+                raise
             elapsed = time.perf_counter() - started
             self._collectives += 1
             self._seconds += elapsed
-            if _log.isEnabledFor(logging.DEBUG):
-                _log.debug(
-                    "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                    *(self.rank, self.size, name, sequence, nbytes, elapsed * 1e3),
-                )
-            return result
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        if self._process != os.getpid():
-            raise ClosedError(
-                "is used in a forked child, whose sockets are its parent's",
-                rank=self.rank,
-                size=self.size,
-                remedy="Start processes with spawn, or form a new communicator in the child.",
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "[%d/%d] %s #%d, %d bytes, %.3f ms",
+                *(self.rank, self.size, name, self._collectives - 1, nbytes, elapsed * 1e3),
             )
-        with self._lock:
-            if self._closed:
-                raise ClosedError(
-                    "called a collective after close()", rank=self.rank, size=self.size
-                )
-            if self._failure is not None:
-                raise _again(self._failure)
-            try:
-                yield
-            except RingReduceError as error:
-                self._break(error)
-                raise
-            except BaseException as error:
-                # Ctrl-C in the middle of a collective, say: the ring is out of step for good.
-                interrupted = PeerLostError(
-                    f"was interrupted in a collective by {type(error).__name__}",
-                    rank=self.rank,
-                    size=self.size,
-                    peer=self.rank,
-                    remedy="Form a new communicator.",
-                )
-                self._break(interrupted)
-                raise
+        return result
+
+    def _forked(self) -> ClosedError:
+        return ClosedError(
+            "is used in a forked child, whose sockets are its parent's",
+            rank=self.rank,
+            size=self.size,
+            remedy="Start processes with spawn, or form a new communicator in the child.",
+        )
+
+    def _refuse(self) -> None:
+        if self._failure is None or self._closed:
+            raise ClosedError("called a collective after close()", rank=self.rank, size=self.size)
+        raise _again(self._failure)
+
+    def _cut(self, error: BaseException) -> PeerLostError:
+        """Ctrl-C in the middle of a collective, say: the ring is out of step for good."""
+        return PeerLostError(
+            f"was interrupted in a collective by {type(error).__name__}",
+            rank=self.rank,
+            size=self.size,
+            peer=self.rank,
+            remedy="Form a new communicator.",
+        )
 
     def _break(self, error: RingReduceError) -> None:
         self._failure = error

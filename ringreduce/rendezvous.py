@@ -50,6 +50,7 @@ class _Hello(msgspec.Struct, tag=True):
     size: int
     address: str
     host: str
+    memory: str
     settings: dict[str, int]
 
 
@@ -57,6 +58,7 @@ class _Welcome(msgspec.Struct, tag=True):
     job: int
     addresses: list[str]
     hosts: list[str]
+    memory: list[str]
 
 
 class _Refusal(msgspec.Struct, tag=True):
@@ -73,19 +75,22 @@ class Table:
         job: 64 random bits in the header of every frame of this ring.
         addresses: where each rank's socket listens.
         hosts: name of each rank's host; equal for ranks that share one.
+        memory: what each rank announced of memory that it can share; empty for none.
     """
 
     job: int
     addresses: tuple[str, ...]
     hosts: tuple[str, ...]
+    memory: tuple[str, ...]
 
 
-def meet(config: Config, address: str) -> tuple[Table, Callable[[], None]]:
+def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callable[[], None]]:
     """Exchange addresses with all ranks.
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
         address: where this rank's own socket listens.
+        memory: how ranks of the same host reach its memory; empty: they cannot.
 
     Returns:
         The table, and a function that closes this rank's side of the rendezvous. Call it
@@ -104,6 +109,7 @@ def meet(config: Config, address: str) -> tuple[Table, Callable[[], None]]:
         size=config.size,
         address=address,
         host=config.host_id or host_identity(),
+        memory=memory,
         settings={
             "segment_bytes": config.segment_bytes,
             "transport": TRANSPORTS.index(config.transport),
@@ -208,6 +214,7 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
         hosts=[hello.host for _, hello in ordered],
+        memory=[hello.memory for _, hello in ordered],
     )
     for identity, _ in ordered[1:]:
         socket.send_multipart([identity, msgspec.msgpack.encode(welcome)])
@@ -338,7 +345,9 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
             )
     try:
         answer = msgspec.msgpack.decode(socket.recv(), type=_Welcome | _Refusal)
-        if isinstance(answer, _Welcome) and len(answer.addresses) == config.size:
+        if isinstance(answer, _Welcome) and all(
+            len(column) == config.size for column in (answer.addresses, answer.hosts, answer.memory)
+        ):
             return _table(answer)
     except msgspec.MsgspecError:
         answer = None
@@ -361,4 +370,4 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
 
 
 def _table(welcome: _Welcome) -> Table:
-    return Table(welcome.job, tuple(welcome.addresses), tuple(welcome.hosts))
+    return Table(welcome.job, tuple(welcome.addresses), tuple(welcome.hosts), tuple(welcome.memory))

@@ -20,12 +20,14 @@ workstations", JPDC 2009.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 __all__ = [
     "FINISH",
     "FORWARD",
     "REDUCE",
+    "Action",
     "Schedule",
     "all_gather",
     "all_reduce",
@@ -40,6 +42,17 @@ __all__ = [
 REDUCE = 1  # combine it with its own chunk (otherwise: it replaces it)
 FINISH = 2  # the chunk is complete: apply the last pass (the division of a mean)
 FORWARD = 4  # send it on to the next rank
+
+
+class Action(enum.IntEnum):
+    """What is done with the chunks of a buffer where every rank can reach every other's.
+
+    The values are those of native/include/ringreduce.h.
+    """
+
+    ALL_REDUCE = 1  # every chunk reduced, on all ranks
+    REDUCE_SCATTER = 2  # each rank's own chunk reduced, the rest unchanged
+    ALL_GATHER = 3  # each chunk copied from the rank it belongs to
 
 
 @dataclass(frozen=True)

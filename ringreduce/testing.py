@@ -31,13 +31,18 @@ _Result = TypeVar("_Result")
 
 
 def ring_of_threads(
-    size: int, work: Callable[[Communicator], _Result], **settings: Any
+    size: int,
+    work: Callable[[Communicator], _Result],
+    *,
+    hosts: Sequence[str] = (),
+    **settings: Any,
 ) -> list[_Result]:
     """Run `work` on every rank of a ring, each in a thread of this process.
 
     Args:
         size: number of ranks.
         work: called with each rank's communicator, which is closed afterwards.
+        hosts: a name for each rank's host, to act as if they were on several.
         settings: further fields of `Config`, such as ``timeout_s``.
 
     Returns:
@@ -61,7 +66,8 @@ def ring_of_threads(
         def run(rank: int) -> None:
             try:
                 descriptor = listener.fileno() if rank == 0 else None
-                config = Config(rank=rank, rendezvous_fd=descriptor, **common)
+                host = hosts[rank] if hosts else ""
+                config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
                 with Communicator(config) as communicator:
                     results[rank] = work(communicator)
             except BaseException as error:

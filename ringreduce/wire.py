@@ -31,6 +31,7 @@ __all__ = [
     "Header",
     "Kind",
     "decode",
+    "disagreement",
     "encode",
     "signature_of",
 ]
@@ -140,3 +141,20 @@ def signature_of(*parts: object) -> int:
     """64 bits that differ when `parts` differ: BLAKE2b of their text, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def disagreement(received: Header, expected: Header) -> str:
+    """What two ranks disagree on, both sides, as the one that expected `expected` says it."""
+    ours, theirs = expected.describe(), received.describe()
+    text = f"is in {ours} while rank {received.rank} is in {theirs}"
+    if ours == theirs:
+        if received.signature != expected.signature:
+            text += " with other gradients, shapes or root"
+        elif received.rank != expected.rank:
+            text = f"expected frames of rank {expected.rank}, not of rank {received.rank}"
+        else:
+            text += (
+                f" at step {received.step}, segment {received.segment} "
+                f"instead of {expected.step}, {expected.segment}"
+            )
+    return text

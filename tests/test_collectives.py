@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringreduce import native, testing
 from ringreduce.collectives import ring
 from ringreduce.communicator import Communicator
 from ringreduce.schedule import chunk_bounds
 from ringreduce.testing import ring_of_threads
 from ringreduce.types import ReduceOp
 from tests import naive
+
+pytestmark = pytest.mark.usefixtures("way")
 
 SIZES = (1, 2, 3, 5)
 # Payloads up to this ride inline, and all-reduces up to this take the short way.
@@ -26,6 +29,29 @@ LIMIT_BYTES = 16384
 
 def lengths(size: int) -> list[int]:
     return sorted({0, 1, size - 1, size, size + 1, 1009, 100_003})
+
+
+@pytest.fixture(params=["zmq", "shm", "shm+zmq"])
+def way(request, monkeypatch):
+    """Rings of this module use each way to reach each other; names are `Communicator.transport`."""
+    if request.param != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+
+    def form(size, work, **settings):
+        # Ranks alternate between two hosts, so that those of one host do not lie together.
+        levels = request.param == "shm+zmq" and size > 2
+        hosts = [f"host {rank % 2}" for rank in range(size)] if levels else ()
+
+        def checked(comm):
+            usual = "shm" if request.param == "shm+zmq" else request.param
+            assert comm.transport == ("none" if size == 1 else "shm+zmq" if levels else usual)
+            return work(comm)
+
+        transport = "zmq" if request.param == "zmq" else "auto"
+        return testing.ring_of_threads(size, checked, hosts=hosts, transport=transport, **settings)
+
+    monkeypatch.setattr(request.module, "ring_of_threads", form)
+    return request.param
 
 
 @pytest.fixture

@@ -289,7 +289,7 @@ def test_statistics_count_the_bytes_that_the_algorithm_promises(size):
         assert after.collectives == before.collectives + 1
         assert after.seconds > before.seconds
 
-    ring_of_threads(size, work)
+    ring_of_threads(size, work, transport="zmq")
 
 
 def test_repr_tells_place_and_state():

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import zmq
 
-from ringreduce import wire
+from ringreduce import native, wire
 from ringreduce.config import Config
 from tests.processes import Process, clean_environment, wait_until
 
@@ -79,6 +79,8 @@ class Ring:
         *,
         rings: int = 1,
         timeout_s: float = TIMEOUT_S,
+        transport: str = "zmq",
+        hosts: Sequence[str] = (),
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -102,6 +104,8 @@ class Ring:
                         job_id=job,
                         timeout_s=timeout_s,
                         join_timeout_s=60.0,
+                        transport=transport,
+                        host_id=hosts[rank] if hosts else "",
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
                 ]
@@ -158,6 +162,14 @@ class Ring:
         return int(self.said(rank, "ready")[-1]["address"].rpartition(":")[2])
 
 
+@pytest.fixture(params=["zmq", "shm"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each way that ranks of one host can reach each other."""
+    if request.param == "shm" and native.library() is None:
+        pytest.skip(native.why_missing())
+    return str(request.param)
+
+
 def assert_lost(facts: list[dict[str, Any]], peer: int) -> None:
     """Each has raised PeerLostError about `peer`, soon."""
     assert [fact["kind"] for fact in facts] == ["PeerLostError"] * len(facts), facts
@@ -198,10 +210,10 @@ hold()
     ],
 )
 def test_a_killed_rank_is_named_by_all_that_wait_for_it(
-    tmp_path: Path, size: int, victim: int, operation: str
+    tmp_path: Path, transport: str, size: int, victim: int, operation: str
 ) -> None:
     program = WAITING.format(victim=victim, operation=operation)
-    with Ring(tmp_path, size, program) as ring:
+    with Ring(tmp_path, size, program, transport=transport) as ring:
         ring.wait("ready")
         ring.workers[victim].signal(signal.SIGKILL)
         survivors = ring.others(victim)
@@ -213,7 +225,7 @@ def test_a_killed_rank_is_named_by_all_that_wait_for_it(
             assert fact["seconds"] < 0.5
 
 
-def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path) -> None:
+def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()
     data = np.zeros(4 << 20)
@@ -223,7 +235,7 @@ def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path) -> Non
     attempt("result", lambda: until_error(call))
     hold()
     """
-    with Ring(tmp_path, 3, program) as ring:
+    with Ring(tmp_path, 3, program, transport=transport) as ring:
         ring.wait("round", times=2)
         ring.workers[1].signal(signal.SIGKILL)
         results = ring.wait("result", [0, 2])
@@ -231,16 +243,17 @@ def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path) -> Non
         assert [fact["peer"] for fact in results] == [1, 1], results
 
 
-def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transport: str) -> None:
     # It has met the others, but dies before it has sent them anything.
     program = """
     if RANK == 1:
+        from ringreduce.transport.shm import HostLink
         from ringreduce.transport.zeromq import ZmqLink
-        ZmqLink.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        HostLink.run = ZmqLink.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     attempt("result", join)
     hold()
     """
-    with Ring(tmp_path, 3, program, timeout_s=8.0) as ring:
+    with Ring(tmp_path, 3, program, transport=transport, timeout_s=8.0) as ring:
         results = ring.wait("result", [0, 2])
         assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
 
@@ -248,7 +261,9 @@ def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("ending", "code"), [("raise ValueError('bad data')", 1), ("sys.exit(0)", 0)]
 )
-def test_a_rank_that_leaves_early_is_named(tmp_path: Path, ending: str, code: int) -> None:
+def test_a_rank_that_leaves_early_is_named(
+    tmp_path: Path, transport: str, ending: str, code: int
+) -> None:
     program = f"""
     ring = join()
     atexit.register(ring.close)  # as the process's default communicator does
@@ -258,7 +273,7 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, ending: str, code: in
     attempt("again", ring.barrier)
     hold()
     """
-    with Ring(tmp_path, 3, program) as ring:
+    with Ring(tmp_path, 3, program, transport=transport) as ring:
         assert_lost(ring.wait("result", [0, 2]), 1)
         assert ring.workers[1].wait() == code
 
@@ -266,7 +281,7 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, ending: str, code: in
 # --- A rank is silent -----------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()
     data = np.ones(100_000)
@@ -277,7 +292,7 @@ def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
     attempt("again", ring.barrier)
     hold()
     """
-    with Ring(tmp_path, 3, program, timeout_s=2.0) as ring:
+    with Ring(tmp_path, 3, program, transport=transport, timeout_s=2.0) as ring:
         ring.wait("round", times=3)
         ring.workers[1].signal(signal.SIGSTOP)
         results = ring.wait("result", [0, 2])
@@ -285,7 +300,7 @@ def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
         # The rank behind it has waited for it, and says what to do.
         assert results[1]["peer"] == 1
         assert "waited 2.0 s for" in results[1]["text"]
-        assert "from rank 1" in results[1]["text"]
+        assert "rank 1" in results[1]["text"]
         assert "RINGREDUCE_TIMEOUT_S" in results[1]["text"]
         for fact in ring.wait("again", [0, 2]):
             assert fact["kind"] == "PeerTimeoutError"
@@ -296,7 +311,7 @@ def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
         ring.release()
 
 
-def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path) -> None:
+def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()
     say("ready")
@@ -305,7 +320,7 @@ def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path) -> None:
     attempt("result", ring.barrier)
     hold()
     """
-    with Ring(tmp_path, 2, program, timeout_s=1.0) as ring:
+    with Ring(tmp_path, 2, program, transport=transport, timeout_s=1.0) as ring:
         [fact] = ring.wait("result", [1])
         assert fact["kind"] == "PeerTimeoutError"
         assert fact["peer"] == 0
@@ -316,7 +331,7 @@ def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path) -> None:
 # --- A rank is interrupted ------------------------------------------------------------------
 
 
-def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()
     say("ready")
@@ -338,7 +353,7 @@ def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path) -> None:
     attempt("again", ring.barrier)
     hold()
     """
-    with Ring(tmp_path, 3, program) as ring:
+    with Ring(tmp_path, 3, program, transport=transport) as ring:
         ring.wait("ready")
         # Rank 0 does not take part yet, so rank 1 cannot have finished.
         ring.wait("waits", [1])
@@ -382,8 +397,10 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def disagreements(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=["zmq", "shm"])
+def disagreements(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[dict[str, Any]]]:
     """What each of three ranks raised, for each kind of disagreement; one ring for each."""
     calls = {name: case[:2] for name, case in DISAGREEMENTS.items()}
     program = f"""
@@ -400,8 +417,11 @@ def disagreements(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[di
     for ring in open_rings:
         ring.close()
     """
+    if request.param == "shm" and native.library() is None:
+        pytest.skip(native.why_missing())
     directory = tmp_path_factory.mktemp("disagreements")
-    with Ring(directory, 3, program, rings=len(DISAGREEMENTS)) as ring:
+    rings = len(DISAGREEMENTS)
+    with Ring(directory, 3, program, rings=rings, transport=request.param) as ring:
         ring.wait(f"{list(DISAGREEMENTS)[-1]} again")
         found = {name: ring.wait(name) for name in DISAGREEMENTS}
         found |= {f"{name} again": ring.wait(f"{name} again") for name in DISAGREEMENTS}
@@ -458,11 +478,12 @@ def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left(tmp_path:
         assert "was told by rank 2" in late["text"]
 
 
-def test_a_step_of_a_broadcast_is_called_a_hop(
+def test_a_mismatch_says_where_in_the_call_it_was(
     disagreements: dict[str, list[dict[str, Any]]],
 ) -> None:
     facts = disagreements["order"]
-    assert ", in broadcast #1, hop 1." in facts[1]["text"]
+    places = ("hop 1", "segment 1 of 1 in shared memory")
+    assert any(f", in broadcast #1, {place}." in facts[1]["text"] for place in places)
 
 
 # --- Strangers ------------------------------------------------------------------------------
@@ -489,7 +510,7 @@ def rounds(ring):
             return
 for rings in range(len(CONFIGS)):
     ring = join(rings)
-    say("ready", address=ring._link.address)
+    say("ready", address=ring._ring._link.address)
     attempt("result", lambda: rounds(ring))
     attempt("again", ring.barrier)
     ring.close()

@@ -26,10 +26,10 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets"),
+    "pure": ("schedule", "wire", "kernels", "buckets", "placement"),
     "effects": ("native", "transport", "rendezvous"),
     "collectives": ("collectives",),
-    "communicator": ("communicator",),
+    "communicator": ("formation", "communicator"),
     "process": ("process",),
     "bridge": ("tensorflow",),
     "keras": ("keras",),

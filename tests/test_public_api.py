@@ -49,11 +49,13 @@ COMMUNICATOR = [
     "close",
     "closed",
     "config",
+    "empty",
     "fail",
     "rank",
     "reduce_scatter",
     "size",
     "statistics",
+    "transport",
 ]
 
 

@@ -103,6 +103,7 @@ def hello(**fields: Any) -> bytes:
         "size": 2,
         "address": "tcp://127.0.0.1:9",
         "host": "elsewhere",
+        "memory": "",
         "settings": {"segment_bytes": Config().segment_bytes, "transport": 0},
     }
     return msgspec.msgpack.encode({**usual, **fields})

@@ -21,10 +21,147 @@ extern "C" {
 /* What functions return. Errors of the system come as -errno. */
 enum {
     RR_DONE = 0,
+    RR_WAITING = 1,  /* another rank is late; call again */
+    RR_MISMATCH = 2, /* another rank is in another call */
+    RR_ABORTED = 3,  /* another rank has given up; it has left news */
+    RR_BROKEN = 4,   /* another rank's segment says what cannot be */
 };
 
 /* The ABI that this library was built with. */
 RR_EXPORT uint32_t rr_abi(void);
+
+/* ------------------------------------------------------------------------------------------
+ * Shared memory of the ranks of one host
+ *
+ * Each rank owns a segment, a sealed memfd that every rank of the host maps. It has no name,
+ * so nothing is left when the last process is gone, however it went.
+ *
+ *   offset
+ *        0  head       magic, ABI and sizes; written before the segment is passed on
+ *     4096  board      what the owner tells the others; a cache line for each word that is
+ *                      waited for:
+ *                        step      steps this rank has finished, counted over all calls
+ *                        sleepers  ranks that sleep until `step` grows (written by them)
+ *                        calls[2]  the call the rank is in, even and odd numbers in turn
+ *                        news      why it gave up, for people; length 0: it has not
+ *    65536  mail[2]    whole small messages, of even and odd calls
+ *    98304  staging    two halves: segments of even and odd number on their way
+ *           heap       registered arrays (`rr_segment_reserve`), reduced where they lie
+ *
+ * Ranks advance in steps. A step is some copying or adding, then `step` is counted up, then
+ * the rank waits until all others have done the same. So each word of a segment has one
+ * writer in each step, and what was written in one step is read in a later one. Two halves
+ * are enough, since nobody is more than one step ahead of anybody.
+ *
+ * all-reduce of a large array: chunk r belongs to rank r; segment s is the s-th piece of every
+ * chunk. In step s each rank
+ *   copies segment s of the others' chunks from its array into its staging,
+ *   adds up segment s - 1 of its own chunk, from all stagings, into its array and its staging,
+ *   copies segment s - 2 of the others' chunks out of their stagings into its array.
+ * When all ranks' arrays are registered, each adds up its own chunk and writes it into all
+ * arrays: two steps whatever the size. A small message is put into the mail whole and every
+ * rank adds them all up: one step.
+ *
+ * Whatever is added is added in the order of the ranks, so results are the same bits
+ * everywhere and every time.
+ * ------------------------------------------------------------------------------------------ */
+
+enum {
+    RR_MAIL_BYTES = 16384,   /* largest message that goes through the mail */
+    RR_NEWS_BYTES = 16384,   /* longest news */
+    RR_SHM_SIZE_MAX = 1024,  /* ranks on one host */
+};
+
+/* Element types: their codes in frame headers (ringreduce/types.py). */
+enum {
+    RR_FLOAT16 = 1, RR_BFLOAT16, RR_FLOAT32, RR_FLOAT64,
+    RR_INT8, RR_INT16, RR_INT32, RR_INT64, RR_UINT8,
+};
+
+/* Operators, likewise. RR_MEAN divides by the number of ranks. */
+enum { RR_SUM = 1, RR_MEAN, RR_MIN, RR_MAX, RR_PRODUCT };
+
+/* Make a segment with `staging_bytes` for each half and room for `heap_bytes` of registered
+ * arrays; memory for all but the heap is taken now, so that using it cannot fail later.
+ * -ENOSPC, -ENOMEM, -EFBIG: there is no room; -errno of memfd_create and fcntl otherwise. */
+RR_EXPORT int rr_segment_create(uint64_t staging_bytes, uint64_t heap_bytes, int *descriptor);
+
+/* Map a segment that this process or another one made. -EPROTO: it is not a sealed segment of
+ * this ABI, or shorter than it says. */
+RR_EXPORT int rr_segment_map(int descriptor, void **address, uint64_t *bytes);
+RR_EXPORT int rr_segment_unmap(void *address, uint64_t bytes);
+
+/* Where the heap of a mapped segment begins and how long it is. */
+RR_EXPORT uint64_t rr_segment_heap(const void *address, uint64_t *bytes);
+
+/* Take memory for bytes [offset, offset + bytes) of the heap, or give it back. -ENOSPC,
+ * -ENOMEM: there is none. */
+RR_EXPORT int rr_segment_reserve(int descriptor, const void *address, uint64_t offset,
+                                 uint64_t bytes);
+RR_EXPORT int rr_segment_release(int descriptor, const void *address, uint64_t offset,
+                                 uint64_t bytes);
+
+/* One rank's view of all segments of its host. One thread at a time. */
+typedef struct rr_shm rr_shm;
+
+/* `segments` are mapped, in rank order, and must stay so until rr_shm_free. */
+RR_EXPORT int rr_shm_new(rr_shm **group, uint32_t index, uint32_t size, void *const *segments);
+RR_EXPORT void rr_shm_free(rr_shm *group);
+
+/* What a rank does in a call. */
+enum {
+    RR_ALL_REDUCE = 1,  /* every chunk reduced, everywhere */
+    RR_REDUCE_SCATTER,  /* the own chunk reduced; the rest of the array unchanged */
+    RR_ALL_GATHER,      /* the others' chunks copied from them */
+};
+
+typedef struct {
+    uint64_t header[8];     /* as in a frame (ringreduce/wire.py); equal on all ranks but for
+                               the rank in word 2; word 3, the sequence, is filled in */
+    uint32_t action;        /* RR_ALL_REDUCE, ... */
+    uint32_t dtype;
+    uint32_t op;
+    uint32_t divisor;       /* of RR_MEAN */
+    const uint64_t *bounds; /* size + 1 elements: chunk r is [bounds[r], bounds[r + 1]) */
+} rr_call;
+
+/* How long to wait in each way before the next; then sleep. */
+typedef struct {
+    uint32_t spins;    /* look again at once */
+    uint32_t yields;   /* let another thread run, look again */
+    uint32_t sleep_ms; /* sleep at most this long, then return RR_WAITING */
+} rr_patience;
+
+/* Run `call` on `data`, the array's first byte. RR_WAITING: somebody is late; call again with
+ * the same arguments to go on. After any other code but RR_DONE the group is of no more use. */
+RR_EXPORT int rr_shm_run(rr_shm *group, const rr_call *call, void *data,
+                         const rr_patience *patience);
+
+/* Lay down why this rank gives up (at most RR_NEWS_BYTES) and wake whoever waits for it. */
+RR_EXPORT void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes);
+
+/* What is known besides the code that rr_shm_run returned. */
+typedef struct {
+    uint64_t sequence;     /* number of the call */
+    uint32_t peer;         /* index of the rank that is late, disagrees or has given up */
+    uint32_t step, steps;  /* where in the call */
+    uint64_t theirs[8];    /* RR_MISMATCH: the peer's header */
+    uint64_t progress;     /* grows while anybody gets on */
+    uint64_t bytes_sent, bytes_received; /* what crossed between ranks so far */
+} rr_shm_facts;
+RR_EXPORT void rr_shm_look(const rr_shm *group, rr_shm_facts *facts);
+
+/* The news of rank `peer`, copied to `news` (RR_NEWS_BYTES); returns the length, 0 for none. */
+RR_EXPORT uint32_t rr_shm_news(const rr_shm *group, uint32_t peer, void *news);
+
+/* Whether rank `peer` has finished all steps that this rank waits for. */
+RR_EXPORT int rr_shm_has_arrived(const rr_shm *group, uint32_t peer);
+
+/* Reduce `count` elements of `sources` arrays, in their order, and write the result to all
+ * `targets`; a target may be a source. `divisor` counts for RR_MEAN. */
+RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t count,
+                         uint32_t sources, const void *const *source, uint32_t targets,
+                         void *const *target);
 
 #ifdef __cplusplus
 }

@@ -45,6 +45,9 @@ class Collectives(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """Registered memory, dtype uint8, that is reduced where it lies; None for none."""
+
     def abort(self, cause: RingReduceError) -> None:
         """Tell the other ranks why this one gives up; at most about a second. Never raises."""
 

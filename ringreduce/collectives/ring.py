@@ -57,13 +57,23 @@ class Ring:
         link: both neighbours; None when `size` is 1, where nothing needs to travel.
         rank, size: place in the ring.
         job, epoch: which ring this is; part of every header.
+        mean_over: what a mean divides by, where this ring is part of a larger whole; by
+            default `size`.
     """
 
     def __init__(
-        self, link: Link | None, *, rank: int, size: int, job: int = 0, epoch: int = 0
+        self,
+        link: Link | None,
+        *,
+        rank: int,
+        size: int,
+        job: int = 0,
+        epoch: int = 0,
+        mean_over: int | None = None,
     ) -> None:
         self._link = link
         self._rank, self._size = rank, size
+        self._mean_over = size if mean_over is None else mean_over
         self._job, self._epoch = job, epoch
         self._sequence = 0
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
@@ -146,6 +156,10 @@ class Ring:
         """Return once every rank has called it: an all-gather of nothing."""
         self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
 
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """None: libzmq sends from any memory."""
+        return None
+
     def abort(self, cause: RingReduceError) -> None:
         """Tell the next rank why this one gives up; it passes that on."""
         if self._link is not None:
@@ -196,7 +210,7 @@ class Ring:
             itemsize=computed.itemsize,
             combine=kernels.reduction(op, computed),
             finish=kernels.divide(computed) if mean else 0,
-            divisor=np.array([self._size], computed) if mean else None,
+            divisor=np.array([self._mean_over], computed) if mean else None,
         )
 
     def _make_exchanging(
@@ -213,7 +227,7 @@ class Ring:
             itemsize=dtype.itemsize,
             combine=kernels.reduction(op, computed),
             finish=kernels.divide(computed) if mean else 0,
-            divisor=np.array([self._size], computed) if mean else None,
+            divisor=np.array([self._mean_over], computed) if mean else None,
         )
         rows = np.empty((self._size, count), dtype)
         wide = np.empty(rows.shape, np.float32) if half else None

@@ -309,7 +309,7 @@ class ZmqLink:
         if status == loop.CONTROL:
             return self._told(received, call)
         if status == loop.MISMATCH:
-            return MismatchError(_disagreement(received, wire.decode(call.incoming)), **where)
+            return MismatchError(wire.disagreement(received, wire.decode(call.incoming)), **where)
         if status == loop.UNSENDABLE:
             self._next_lost = True
             return self._lost(call)
@@ -445,20 +445,3 @@ def format_bytes(nbytes: int) -> str:
     units = ("bytes", "KiB", "MiB", "GiB")
     power = min(3, (nbytes.bit_length() - 1) // 10)
     return f"{nbytes / 1024**power:.1f} {units[power]}"
-
-
-def _disagreement(received: wire.Header, expected: wire.Header) -> str:
-    """What two ranks disagree on, both sides."""
-    ours, theirs = expected.describe(), received.describe()
-    text = f"is in {ours} while rank {received.rank} is in {theirs}"
-    if ours == theirs:
-        if received.signature != expected.signature:
-            text += " with other gradients, shapes or root"
-        elif received.rank != expected.rank:
-            text = f"expected frames of rank {expected.rank}, not of rank {received.rank}"
-        else:
-            text += (
-                f" at step {received.step}, segment {received.segment} "
-                f"instead of {expected.step}, {expected.segment}"
-            )
-    return text

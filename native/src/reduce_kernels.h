@@ -1,0 +1,108 @@
+/* The reductions for one instruction set: included by reduce.c once for each, with
+ *   RR_TARGET        the attribute that selects it
+ *   RR_NAMED(name)   the name with its suffix
+ *
+ * A block of the result is gathered in `sum`, which stays in the first-level cache, so that
+ * each source is read once, each target written once, and a target may be a source.
+ */
+
+#define RR_REDUCTION(NAME, T, A, FLOATING)                                                  \
+    RR_TARGET static void RR_NAMED(NAME)(const struct reduction *how, uint64_t count,       \
+                                         const void *const *sources, void *const *targets)  \
+    {                                                                                       \
+        typedef T element;                                                                  \
+        typedef A accumulator;                                                              \
+        accumulator sum[RR_BLOCK];                                                          \
+        for (uint64_t start = 0; start < count; start += RR_BLOCK) {                        \
+            const uint64_t n = count - start < RR_BLOCK ? count - start : RR_BLOCK;         \
+            const element *first = (const element *)sources[0] + start;                     \
+            uint32_t source = 1;                                                            \
+            if (how->sources > 1 && (how->op == RR_SUM || how->op == RR_MEAN)) {            \
+                const element *second = (const element *)sources[1] + start;                \
+                for (uint64_t i = 0; i < n; i++)                                            \
+                    sum[i] = (accumulator)(LOAD(first[i]) + LOAD(second[i]));               \
+                source = 2;                                                                 \
+            } else {                                                                        \
+                for (uint64_t i = 0; i < n; i++)                                            \
+                    sum[i] = LOAD(first[i]);                                                \
+            }                                                                               \
+            for (; source < how->sources; source++) {                                       \
+                const element *next = (const element *)sources[source] + start;             \
+                switch (how->op) {                                                          \
+                case RR_MIN:                                                                \
+                    /* b != b holds for NaN alone, which must stay visible; one that is in  \
+                     * the sum already stays since < is false then. */                      \
+                    for (uint64_t i = 0; i < n; i++) {                                      \
+                        const accumulator b = LOAD(next[i]);                                \
+                        sum[i] = b < sum[i] || (FLOATING && b != b) ? b : sum[i];           \
+                    }                                                                       \
+                    break;                                                                  \
+                case RR_MAX:                                                                \
+                    for (uint64_t i = 0; i < n; i++) {                                      \
+                        const accumulator b = LOAD(next[i]);                                \
+                        sum[i] = b > sum[i] || (FLOATING && b != b) ? b : sum[i];           \
+                    }                                                                       \
+                    break;                                                                  \
+                case RR_PRODUCT:                                                            \
+                    for (uint64_t i = 0; i < n; i++)                                        \
+                        sum[i] = (accumulator)(sum[i] * LOAD(next[i]));                     \
+                    break;                                                                  \
+                default:                                                                    \
+                    for (uint64_t i = 0; i < n; i++)                                        \
+                        sum[i] = (accumulator)(sum[i] + LOAD(next[i]));                     \
+                    break;                                                                  \
+                }                                                                           \
+            }                                                                               \
+            if (how->op == RR_MEAN) {                                                       \
+                const accumulator by = (accumulator)how->divisor;                           \
+                for (uint64_t i = 0; i < n; i++)                                            \
+                    sum[i] = DIVIDE(accumulator, sum[i], by);                               \
+            }                                                                               \
+            element *target = (element *)targets[0] + start;                                \
+            for (uint64_t i = 0; i < n; i++)                                                \
+                target[i] = STORE(sum[i]);                                                  \
+            for (uint32_t t = 1; t < how->targets; t++)                                     \
+                memcpy((element *)targets[t] + start, target, n * sizeof(element));         \
+        }                                                                                   \
+    }
+
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define DIVIDE(A, a, b) ((a) / (b))
+RR_REDUCTION(float32, float, float, 1)
+RR_REDUCTION(float64, double, double, 1)
+#undef DIVIDE
+/* Towards minus infinity; the divisor is a number of ranks and so positive. */
+#define DIVIDE(A, a, b) ((A)((a) / (b) - ((a) % (b) < 0)))
+RR_REDUCTION(int8, int8_t, int8_t, 0)
+RR_REDUCTION(int16, int16_t, int16_t, 0)
+RR_REDUCTION(int32, int32_t, int32_t, 0)
+RR_REDUCTION(int64, int64_t, int64_t, 0)
+#undef DIVIDE
+#define DIVIDE(A, a, b) ((A)((a) / (b)))
+RR_REDUCTION(uint8, uint8_t, uint8_t, 0)
+#undef LOAD
+#undef STORE
+
+/* 16-bit floats are added up in float32 and rounded once. */
+#define LOAD(x) ((float)(x))
+#define STORE(x) ((half)(x))
+RR_REDUCTION(float16, half, float, 1)
+#undef LOAD
+#undef STORE
+#define LOAD(x) from_bfloat16(x)
+#define STORE(x) to_bfloat16(x)
+RR_REDUCTION(bfloat16, uint16_t, float, 1)
+#undef LOAD
+#undef STORE
+#undef DIVIDE
+
+static const reduction_function RR_NAMED(reductions)[] = {
+    [RR_FLOAT16] = RR_NAMED(float16), [RR_BFLOAT16] = RR_NAMED(bfloat16),
+    [RR_FLOAT32] = RR_NAMED(float32), [RR_FLOAT64] = RR_NAMED(float64),
+    [RR_INT8] = RR_NAMED(int8),       [RR_INT16] = RR_NAMED(int16),
+    [RR_INT32] = RR_NAMED(int32),     [RR_INT64] = RR_NAMED(int64),
+    [RR_UINT8] = RR_NAMED(uint8),
+};
+
+#undef RR_REDUCTION

@@ -1,0 +1,45 @@
+/* The inside of a segment, as drawn in ringreduce.h; for segment.c, steps.c and shm.c. */
+#ifndef RR_SEGMENT_H
+#define RR_SEGMENT_H
+
+#include <stdint.h>
+
+#include "ringreduce.h"
+
+#define RR_LINE 64
+
+/* Written once by the owner, checked by everybody who maps the segment. */
+struct rr_head {
+    uint64_t magic;
+    uint32_t abi;
+    uint32_t unused;
+    uint64_t bytes;         /* of the whole segment */
+    uint64_t staging;       /* offset of the first half */
+    uint64_t staging_bytes; /* of each half */
+    uint64_t heap;          /* offset */
+    uint64_t heap_bytes;
+};
+
+/* A call as its rank announces it. */
+struct rr_announcement {
+    uint64_t header[8];
+    uint64_t registered; /* 1 + offset of its array in the heap; 0: it lies elsewhere */
+    uint64_t unused[7];
+};
+
+struct rr_board {
+    _Alignas(RR_LINE) uint64_t step;
+    _Alignas(RR_LINE) uint32_t sleepers;
+    _Alignas(RR_LINE) struct rr_announcement calls[2];
+    _Alignas(RR_LINE) uint32_t news_bytes;
+    uint8_t news[RR_NEWS_BYTES];
+};
+
+enum {
+    RR_BOARD_OFFSET = 4096,
+    RR_MAIL_OFFSET = 65536,
+    RR_STAGING_OFFSET = RR_MAIL_OFFSET + 2 * RR_MAIL_BYTES,
+};
+_Static_assert(RR_BOARD_OFFSET + sizeof(struct rr_board) <= RR_MAIL_OFFSET, "board meets mail");
+
+#endif

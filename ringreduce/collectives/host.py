@@ -1,0 +1,152 @@
+"""The collectives of ranks that share memory: each adds up its chunk of everybody's buffer.
+
+Nothing goes round: every rank reaches every other's memory, so a reduce-scatter or an
+all-gather takes one exchange whatever the number of ranks (native/include/ringreduce.h has
+the steps). Additions are in rank order, and each element is added up by one rank alone, so
+results are bit-identical everywhere. 16-bit floats are added in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from ringreduce.errors import RingReduceError
+from ringreduce.schedule import Action, chunk_bounds
+from ringreduce.transport.base import Traffic
+from ringreduce.transport.shm import HostCall, HostLink
+from ringreduce.types import ReduceOp, dtype_code
+from ringreduce.wire import Header, Kind, signature_of
+
+__all__ = ["Host"]
+
+# Distinct calls remembered; a model has as many as it has buckets.
+_CALLS_KEPT = 256
+
+
+class Host:
+    """The collectives of one rank among `size` that share memory.
+
+    Args:
+        link: connected with all of them; None when `size` is 1, where nothing is to be done.
+        rank: this one's place among them, 0 to size - 1.
+        size: how many they are.
+        job, epoch: which ring this is; part of every header.
+    """
+
+    def __init__(
+        self, link: HostLink | None, *, rank: int, size: int, job: int = 0, epoch: int = 0
+    ) -> None:
+        self._link = link
+        self._rank, self._size = rank, size
+        self._job, self._epoch = job, epoch
+        self._sequence = 0
+        self._call = lru_cache(_CALLS_KEPT)(self._make_call)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the next call."""
+        return self._sequence
+
+    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place."""
+        link = self._link
+        if link is not None:
+            call = self._call(
+                Kind.ALL_REDUCE, Action.ALL_REDUCE, flat.dtype, flat.size, None, op, signature
+            )
+            self._sequence += 1
+            link.run(call, flat)
+
+    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
+        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+        bounds = chunk_bounds(flat.size, self._size)
+        self.reduce_chunks(Kind.REDUCE_SCATTER, flat, bounds, op, signature)
+        return flat[bounds[self._rank] : bounds[self._rank + 1]]
+
+    def reduce_chunks(
+        self,
+        kind: Kind,
+        flat: np.ndarray,
+        bounds: tuple[int, ...],
+        op: ReduceOp,
+        signature: int = 0,
+    ) -> None:
+        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged."""
+        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature)
+
+    def all_gather(
+        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
+    ) -> None:
+        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
+        self._run(kind, Action.ALL_GATHER, flat, bounds, 0, signature)
+
+    def _run(
+        self,
+        kind: Kind,
+        action: Action,
+        flat: np.ndarray,
+        bounds: tuple[int, ...],
+        op: int,
+        signature: int,
+    ) -> None:
+        if self._link is not None:
+            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature)
+            self._sequence += 1
+            self._link.run(call, flat)
+
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+        """Fill `flat` on every rank with that of `root`: an all-gather of one chunk, root's."""
+        bounds = (0,) * (root + 1) + (flat.size,) * (self._size - root)
+        self.all_gather(kind, flat, bounds, signature_of("root", root))
+
+    def barrier(self) -> None:
+        """Return once every rank has called it: an all-gather of nothing."""
+        self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
+
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """Memory that every rank of the host reaches; None when there is no room."""
+        return None if self._link is None else self._link.empty(nbytes)
+
+    def abort(self, cause: RingReduceError) -> None:
+        """Leave word why this rank gives up."""
+        if self._link is not None:
+            self._link.abort(cause)
+
+    def close(self) -> None:
+        """Leave the others."""
+        if self._link is not None:
+            self._link.close()
+
+    def traffic(self) -> Traffic:
+        """What has crossed this rank's memory so far."""
+        return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
+
+    # Made once for each kind of call and kept: a training loop makes the same few for ever.
+    def _make_call(
+        self,
+        kind: Kind,
+        action: Action,
+        dtype: np.dtype,
+        count: int,
+        bounds: tuple[int, ...] | None,
+        op: int,
+        signature: int,
+    ) -> HostCall:
+        header = Header(
+            kind=kind,
+            job=self._job,
+            rank=self._rank,
+            sequence=0,
+            epoch=self._epoch,
+            dtype=dtype_code(dtype),
+            op=op,
+            count=count,
+            signature=signature,
+        )
+        chunks = chunk_bounds(count, self._size) if bounds is None else bounds
+        return HostCall(header, action, chunks, divisor=self._size)
+
+
+_NOTHING = np.empty(0, np.uint8)

@@ -1,0 +1,201 @@
+"""The collectives of several hosts with several ranks each: shared memory, ring, shared memory.
+
+An all-reduce of a buffer that is cut into as many slices as there are lanes:
+
+    host A: rank 0, rank 1           host B: rank 2, rank 3
+    1. each host reduces; its rank of lane l holds slice l of the host's sum
+    2. ring of lane 0: slices 0 of ranks 0 and 2; ring of lane 1: slices 1 of ranks 1 and 3
+    3. each host gathers its slices
+
+So each byte crosses between hosts as often as with one rank per host, in several flows at
+once, and ranks of one host do not send to each other over sockets.
+
+16-bit floats are widened to float32 first: rounding between the levels would not be
+accumulation in float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringreduce import kernels
+from ringreduce.collectives.host import Host
+from ringreduce.collectives.ring import Ring
+from ringreduce.errors import RingReduceError
+from ringreduce.placement import Placement
+from ringreduce.schedule import chunk_bounds
+from ringreduce.transport.base import Traffic
+from ringreduce.types import ReduceOp, dtype_code, is_half
+from ringreduce.wire import Kind, signature_of
+
+__all__ = ["Levels"]
+
+# Elements of a half-precision buffer that are widened at a time, as in a ring.
+_HALF_BLOCK = 1 << 22
+# What is smaller goes through one lane: cut up, it would only cost messages.
+_SLICE_BYTES_MIN = 16384
+
+
+class Levels:
+    """The collectives of one rank of a job on several hosts.
+
+    Args:
+        host: the ranks of this host.
+        ring: this rank's lane, whose mean is over the whole job; None when it has none.
+        placement: where all ranks are.
+        rank: this one, among all.
+    """
+
+    def __init__(self, host: Host, ring: Ring | None, placement: Placement, rank: int) -> None:
+        self._host, self._ring = host, ring
+        self._hosts = placement.hosts
+        self._lanes = placement.lanes
+        self._here = placement.host_of(rank)
+        self._members = self._hosts[self._here]
+        self._place = self._members.index(rank)
+        self._rank, self._size = rank, sum(len(host) for host in self._hosts)
+        self._sequence = 0
+
+    @property
+    def sequence(self) -> int:
+        """Number of the next call."""
+        return self._sequence
+
+    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place."""
+        self._sequence += 1
+        if not is_half(dtype_code(flat.dtype)):
+            self._all_reduce(flat, op, signature_of(signature, flat.dtype.name))
+            return
+        for start in range(0, max(1, flat.size), _HALF_BLOCK):
+            block = flat[start : start + _HALF_BLOCK]
+            wide = np.empty(block.size, np.float32)
+            kernels.widen(block, wide)
+            self._all_reduce(wide, op, signature_of(signature, flat.dtype.name))
+            kernels.narrow(wide, block)
+
+    def _all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
+        slices = self._slices(flat)
+        # Divided once, by the last to add; a mean of means would be another number.
+        local = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        self._host.reduce_chunks(Kind.ALL_REDUCE, flat, slices, local, signature_of(signature, op))
+        own = flat[slices[self._place] : slices[self._place + 1]]
+        if self._ring is not None and (own.size or self._place == 0):
+            self._ring.all_reduce(own, op, signature)
+        self._host.all_gather(Kind.ALL_REDUCE, flat, slices, signature)
+
+    def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
+        """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk.
+
+        An all-reduce: chunks of ranks on one host need not lie together, so that less could
+        cross between hosts only after sorting them.
+        """
+        self.all_reduce(flat, op, signature_of("reduce_scatter", signature))
+        bounds = chunk_bounds(flat.size, self._size)
+        return flat[bounds[self._rank] : bounds[self._rank + 1]]
+
+    def all_gather(
+        self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
+    ) -> None:
+        """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's.
+
+        Chunks are sorted by host for the way, since ranks of one host may be any.
+        """
+        self._sequence += 1
+        lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
+        blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
+        # 1. This host's block: its ranks' chunks, end to end.
+        within = _ends([lengths[rank] for rank in self._members])
+        block = np.empty(blocks[self._here], flat.dtype)
+        mine = slice(bounds[self._rank], bounds[self._rank + 1])
+        block[within[self._place] : within[self._place + 1]] = flat[mine]
+        self._host.all_gather(kind, block, within, signature)
+        # 2. Lane l carries slice l of every host's block.
+        cuts = [chunk_bounds(length, self._lanes) for length in blocks]
+        lanes = [_ends([cut[lane + 1] - cut[lane] for cut in cuts]) for lane in range(self._lanes)]
+        starts = _ends([lane[-1] for lane in lanes])
+        travelling = np.empty(starts[-1], flat.dtype)
+        if self._ring is not None:
+            lane = self._place
+            part = travelling[starts[lane] : starts[lane + 1]]
+            cut = cuts[self._here]
+            part[lanes[lane][self._here] : lanes[lane][self._here + 1]] = block[
+                cut[lane] : cut[lane + 1]
+            ]
+            self._ring.all_gather(kind, part, lanes[lane], signature)
+        # 3. The lanes' parts to everybody here, and chunks to where they belong.
+        self._host.all_gather(kind, travelling, self._padded(starts), signature)
+        for index, host in enumerate(self._hosts):
+            parts = [
+                travelling[starts[lane] + ends[index] : starts[lane] + ends[index + 1]]
+                for lane, ends in enumerate(lanes)
+            ]
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            at = 0
+            for rank in host:
+                flat[bounds[rank] : bounds[rank + 1]] = whole[at : at + lengths[rank]]
+                at += lengths[rank]
+
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+        """Fill `flat` on every rank with that of `root`."""
+        self._sequence += 1
+        source = next(index for index, host in enumerate(self._hosts) if root in host)
+        if self._here == source:
+            self._host.broadcast(kind, flat, self._members.index(root))
+        slices = self._slices(flat)
+        if self._ring is not None:
+            self._ring.broadcast(kind, flat[slices[self._place] : slices[self._place + 1]], source)
+        if self._here != source:
+            self._host.all_gather(kind, flat, slices, signature_of("root", root))
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._sequence += 1
+        self._host.barrier()
+        if self._ring is not None and self._place == 0:
+            self._ring.barrier()
+        self._host.barrier()
+
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """Memory that every rank of this host reaches; None when there is no room."""
+        return self._host.empty(nbytes)
+
+    def abort(self, cause: RingReduceError) -> None:
+        """Tell this host's ranks, and the next host of this rank's lane."""
+        self._host.abort(cause)
+        if self._ring is not None:
+            self._ring.abort(cause)
+
+    def close(self) -> None:
+        """Leave both."""
+        if self._ring is not None:
+            self._ring.close()
+        self._host.close()
+
+    def traffic(self) -> Traffic:
+        """What has crossed this rank's memory and its links so far."""
+        here = self._host.traffic()
+        between = self._ring.traffic() if self._ring is not None else Traffic(0, 0, 0)
+        return Traffic(
+            here.frames_received + between.frames_received,
+            here.bytes_sent + between.bytes_sent,
+            here.bytes_received + between.bytes_received,
+        )
+
+    def _slices(self, flat: np.ndarray) -> tuple[int, ...]:
+        """Where the lanes' slices of `flat` begin; one chunk for each rank of this host."""
+        small = flat.nbytes < _SLICE_BYTES_MIN * self._lanes
+        lanes = 1 if small else self._lanes
+        return self._padded(chunk_bounds(flat.size, lanes))
+
+    def _padded(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
+        """`bounds` of the first ranks here, with nothing for the others."""
+        return bounds + (bounds[-1],) * (len(self._members) + 1 - len(bounds))
+
+
+def _ends(lengths: list[int]) -> tuple[int, ...]:
+    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    return tuple(ends)

@@ -1,0 +1,177 @@
+"""Memory that the ranks of a host share: a segment of one rank, and the arrays in its heap.
+
+The layout is drawn in native/include/ringreduce.h. A segment is a sealed memfd: it has no
+name, so nothing is left of it when the last process that mapped it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import weakref
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ringreduce.errors import NativeError
+from ringreduce.native import declare, library
+
+__all__ = ["Heap", "Segment", "functions", "heap_bytes"]
+
+_ALIGNMENT = 4096
+# Address space for registered arrays, of which only what is asked for takes memory. More than
+# that much would not fit into any host's memory that we know; fewer than all leave room for
+# hundreds of ranks in 47 bits of address space.
+_HEAP_BYTES_MAX = 64 << 30
+
+_pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+
+
+@cache
+def functions() -> dict[str, Any]:
+    """The library's functions on segments and groups, by name without the prefix ``rr_``.
+
+    Raises:
+        NativeError: there is no native library here.
+    """
+    opened = library()
+    if opened is None:
+        raise NativeError(
+            "shared memory needs ringreduce's native library, which is not here",
+            remedy="Install ringreduce where there is a C compiler, or use transport=zmq.",
+        )
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "segment_create": (_int, [_u64, _u64, _pointer]),
+        "segment_map": (_int, [_int, _pointer, _pointer]),
+        "segment_unmap": (_int, [_pointer, _u64]),
+        "segment_heap": (_u64, [_pointer, _pointer]),
+        "segment_reserve": (_int, [_int, _pointer, _u64, _u64]),
+        "segment_release": (_int, [_int, _pointer, _u64, _u64]),
+        "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
+        "shm_free": (None, [_pointer]),
+        "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
+        "shm_abort": (None, [_pointer, ctypes.c_char_p, _u32]),
+        "shm_look": (None, [_pointer, _pointer]),
+        "shm_news": (_u32, [_pointer, _u32, _pointer]),
+        "shm_has_arrived": (_int, [_pointer, _u32]),
+    }
+    return {
+        name: declare(opened, f"rr_{name}", result, arguments)
+        for name, (result, arguments) in signatures.items()
+    }
+
+
+def heap_bytes() -> int:
+    """How much of a segment is for registered arrays on this host: as much as it has memory."""
+    return min(_HEAP_BYTES_MAX, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _checked(status: int) -> None:
+    """Raise OSError for the errno in `status`."""
+    if status < 0:
+        raise OSError(-status, os.strerror(-status))
+
+
+class Segment:
+    """One rank's segment, mapped into this process until nothing refers to it any more.
+
+    Args:
+        descriptor: the memfd; taken over, and closed with the segment.
+
+    Raises:
+        OSError: it cannot be mapped; EPROTO when it is no segment of this ABI.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
+        try:
+            _checked(
+                functions()["segment_map"](
+                    descriptor, ctypes.addressof(address), ctypes.addressof(nbytes)
+                )
+            )
+        except OSError:
+            os.close(descriptor)
+            raise
+        assert address.value is not None
+        self.address: int = address.value
+        self._release = weakref.finalize(self, _unmap, self.address, nbytes.value, descriptor)
+        # At exit the system does it, and arrays may outlive this module.
+        self._release.atexit = False
+
+    @classmethod
+    def create(cls, staging_bytes: int, heap_bytes: int) -> Segment:
+        """A new segment of this rank; memory for all but its heap is taken now.
+
+        Raises:
+            OSError: ENOSPC, ENOMEM or EFBIG when there is not enough of it.
+        """
+        descriptor = ctypes.c_int()
+        _checked(
+            functions()["segment_create"](staging_bytes, heap_bytes, ctypes.addressof(descriptor))
+        )
+        return cls(descriptor.value)
+
+
+def _unmap(address: int, nbytes: int, descriptor: int) -> None:
+    functions()["segment_unmap"](address, nbytes)
+    os.close(descriptor)
+
+
+class Heap:
+    """Registered arrays of this rank: memory that all ranks of the host can reach.
+
+    A block belongs to the array that was handed out and to all its views; when the last is
+    gone the memory goes back to the system. Blocks are found first-fit.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        nbytes = ctypes.c_uint64()
+        offset = functions()["segment_heap"](segment.address, ctypes.addressof(nbytes))
+        self._start = segment.address + offset
+        self._lock = threading.Lock()
+        # Free parts as (offset, length), by offset; neighbours are joined.
+        self._free: list[tuple[int, int]] = [(0, nbytes.value)]
+
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """An array of `nbytes` zeros, dtype uint8, in the heap; None when there is no room."""
+        length = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
+        with self._lock:
+            place = next((i for i, (_, room) in enumerate(self._free) if room >= length), None)
+            if place is None:
+                return None
+            offset, room = self._free.pop(place)
+            if room > length:
+                self._free.insert(place, (offset + length, room - length))
+        segment = self._segment
+        status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
+        if status < 0:
+            self._give_back(offset, length)
+            if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                return None
+            _checked(status)
+        block = (ctypes.c_uint8 * nbytes).from_address(self._start + offset)
+        finalizer = weakref.finalize(block, self._release, offset, length)
+        finalizer.atexit = False
+        return np.frombuffer(memoryview(block), np.uint8)
+
+    def _release(self, offset: int, length: int) -> None:
+        segment = self._segment
+        functions()["segment_release"](segment.descriptor, segment.address, offset, length)
+        self._give_back(offset, length)
+
+    def _give_back(self, offset: int, length: int) -> None:
+        with self._lock:
+            parts = sorted([*self._free, (offset, length)])
+            self._free = [parts[0]]
+            for start, size in parts[1:]:
+                last_start, last_size = self._free[-1]
+                if last_start + last_size == start:
+                    self._free[-1] = (last_start, last_size + size)
+                else:
+                    self._free.append((start, size))

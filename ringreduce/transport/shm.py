@@ -1,0 +1,327 @@
+"""The ranks of one host in shared memory: this rank's part, the clock, and lost peers.
+
+The native library does the work (native/src/shm.c); like the compiled loop over ZeroMQ it
+returns when a rank is late, and this file decides whether that rank is merely slow, gone,
+stopped, or of another opinion.
+
+Threads: none. Memory: every rank maps every other's segment; arrays of callers are theirs
+again when `run` returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ringreduce import wire
+from ringreduce.errors import (
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+    ProtocolError,
+    RingReduceError,
+)
+from ringreduce.schedule import Action
+from ringreduce.transport.base import Traffic
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
+from ringreduce.transport.unix import Mesh, memory_domain
+from ringreduce.wire import Header, Kind, encode
+
+__all__ = ["HostCall", "HostLink"]
+
+_log = logging.getLogger(__name__)
+
+# Of each half of a segment's staging. A piece of every rank's fits the second-level cache, and
+# each piece costs one wait for all (docs/performance.md).
+STAGING_BYTES = 1 << 20
+# How long to wait in each way before the next (native/src/steps.c). A core of one's own is
+# spun on, for a little more than the other ranks' uneven work; a shared one is given away.
+_SPINS_ALONE, _YIELDS_ALONE = 4000, 20
+_SPINS_CROWDED, _YIELDS_CROWDED = 20, 400
+# Asleep at most this long before the clock, the connections and Python's signal handlers are
+# asked: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
+_SLICE_MS = 20
+
+# RR_DONE, ... of native/include/ringreduce.h.
+_DONE, _WAITING, _MISMATCH, _ABORTED, _BROKEN = range(5)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("header", ctypes.c_uint64 * 8),
+        ("action", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("op", ctypes.c_uint32),
+        ("divisor", ctypes.c_uint32),
+        ("bounds", ctypes.c_void_p),
+    )
+
+
+class _Patience(ctypes.Structure):
+    _fields_ = (
+        ("spins", ctypes.c_uint32),
+        ("yields", ctypes.c_uint32),
+        ("sleep_ms", ctypes.c_uint32),
+    )
+
+
+class _Facts(ctypes.Structure):
+    _fields_ = (
+        ("sequence", ctypes.c_uint64),
+        ("peer", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
+        ("steps", ctypes.c_uint32),
+        ("theirs", ctypes.c_uint64 * 8),
+        ("progress", ctypes.c_uint64),
+        ("bytes_sent", ctypes.c_uint64),
+        ("bytes_received", ctypes.c_uint64),
+    )
+
+
+class HostCall:
+    """One kind of call, made once and run for every call like it.
+
+    Args:
+        header: what must be equal on all ranks, but for rank and sequence.
+        action: what is done with the chunks.
+        bounds: where the chunks begin, in elements, and where the last ends; one chunk for
+            each rank of the host.
+        divisor: of a mean.
+    """
+
+    def __init__(
+        self, header: Header, action: Action, bounds: Sequence[int], *, divisor: int = 1
+    ) -> None:
+        self.header = header
+        self._bounds = np.array(bounds, np.uint64)
+        self._call = _Call(
+            header=tuple(int(word) for word in encode(header)),
+            action=action,
+            dtype=header.dtype,
+            op=header.op,
+            divisor=divisor,
+            bounds=self._bounds.ctypes.data,
+        )
+        self.address = ctypes.addressof(self._call)
+
+
+class HostLink:
+    """One rank's place among the ranks of its host.
+
+    Made before the ranks have met, so that one that has no memory to share can say so; then
+    `connect`. What it announces is `name`.
+
+    Raises:
+        NativeError: there is no native library.
+        OSError: there is no memory or no socket to be had.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._functions = functions()
+        size = heap_bytes()
+        self._own = Segment.create(STAGING_BYTES, size)
+        self._mesh = Mesh()
+        # Ranks can share memory when all before the slash is equal.
+        self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
+        self._heap = Heap(self._own)
+        self._segments: list[Segment] = []
+        self._group: int | None = None
+        self._facts = _Facts()
+
+    def connect(
+        self, names: Sequence[str], members: Sequence[int], *, rank: int, size: int, job: int
+    ) -> None:
+        """Map the segments of all ranks of this host.
+
+        Args:
+            names: what each of them announced.
+            members: their ranks in the job, in the same order; `rank` is this one's.
+            size: number of ranks in the job, for messages.
+            job: the random number of this ring.
+
+        Raises:
+            RendezvousError: one of them cannot be reached.
+            ProtocolError: what one of them passed on is no segment of ours.
+        """
+        self._members, self._rank, self._size = tuple(members), rank, size
+        self._index = self._members.index(rank)
+        self._patience = _patience(len(members))
+        self._run = self._functions["shm_run"]
+        self._patience_address = ctypes.addressof(self._patience)
+        descriptors = self._mesh.connect(
+            [name.rpartition("/")[2] for name in names],
+            members,
+            index=self._index,
+            size=size,
+            job=job,
+            descriptor=self._own.descriptor,
+            timeout_s=self._timeout_s,
+        )
+        for index, descriptor in enumerate(descriptors):
+            try:
+                self._segments.append(Segment(descriptor))
+            except OSError as error:
+                for rest in descriptors[index + 1 :]:
+                    os.close(rest)
+                raise ProtocolError(
+                    f"cannot use the memory of rank {members[index]}: {error.strerror}",
+                    rank=rank,
+                    size=size,
+                    peer=members[index],
+                ) from error
+        # One mapping of one's own memory, so that registered arrays are found in it.
+        self._segments[self._index] = self._own
+        addresses = (ctypes.c_void_p * len(members))(*[s.address for s in self._segments])
+        group = ctypes.c_void_p()
+        status = self._functions["shm_new"](
+            ctypes.addressof(group), self._index, len(members), ctypes.addressof(addresses)
+        )
+        if status != _DONE or group.value is None:
+            raise ProtocolError(
+                f"cannot use the memory of this host's ranks: {os.strerror(-status)}",
+                rank=rank,
+                size=size,
+            )
+        self._group = group.value
+
+    def empty(self, nbytes: int) -> np.ndarray | None:
+        """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
+        return self._heap.empty(nbytes)
+
+    def run(self, call: HostCall, flat: np.ndarray) -> None:
+        """Run `call` on `flat`, contiguous.
+
+        Raises:
+            PeerTimeoutError: a rank of this host made no progress within the time limit.
+            PeerLostError: a rank died or closed its communicator.
+            MismatchError: a rank is in another call.
+            ProtocolError: a rank's memory holds what cannot be.
+
+        After any exception the link is of no more use: `abort`, then `close`.
+        """
+        address = flat.__array_interface__["data"][0]
+        status = self._run(self._group, call.address, address, self._patience_address)
+        if status != _DONE:
+            self._finish(status, call, address)
+
+    def _finish(self, status: int, call: HostCall, address: int) -> None:
+        """Go on with a call whose first turn did not reach the end."""
+        progress, since = -1, 0.0
+        doomed: int | None = None
+        while status == _WAITING:
+            facts, now = self._look(), time.monotonic()
+            if facts.progress != progress:
+                progress, since, doomed = facts.progress, now, None
+            elif doomed is not None:
+                raise self._lost(doomed, call)
+            elif now - since >= self._timeout_s:
+                raise self._timed_out(int(facts.peer), call, now - since)
+            # One more turn after the news: what the peer did before it left still counts.
+            late = (i for i in self._mesh.gone() if not self._has_arrived(i))
+            doomed = next(late, None)
+            status = self._run(self._group, call.address, address, self._patience_address)
+        if status != _DONE:
+            raise self._error(status, call)
+
+    def _has_arrived(self, index: int) -> bool:
+        return bool(self._functions["shm_has_arrived"](self._group, index))
+
+    def _look(self) -> _Facts:
+        self._functions["shm_look"](self._group, ctypes.addressof(self._facts))
+        return self._facts
+
+    def _where(self, call: HostCall, index: int) -> dict[str, Any]:
+        facts = self._look()
+        return {
+            "rank": self._rank,
+            "size": self._size,
+            "peer": self._members[index],
+            "operation": Kind(call.header.kind).label,
+            "sequence": int(facts.sequence),
+            "step": f"segment {facts.step + 1} of {facts.steps} in shared memory"
+            if facts.steps
+            else "meeting in shared memory",
+        }
+
+    def _timed_out(self, index: int, call: HostCall, waited_s: float) -> RingReduceError:
+        peer = self._members[index]
+        return PeerTimeoutError(
+            f"waited {waited_s:.1f} s for rank {peer} on the same host",
+            **self._where(call, index),
+            remedy=f"Read rank {peer}'s log first; raise RINGREDUCE_TIMEOUT_S "
+            f"(now {self._timeout_s:g}) only if it is merely slow.",
+        )
+
+    def _lost(self, index: int, call: HostCall) -> RingReduceError:
+        """What a rank left as news tells more than that it has gone."""
+        for teller in range(len(self._members)):
+            if news := self._news(teller):
+                return read_news(news, **self._where(call, teller))
+        peer = self._members[index]
+        if self._mesh.gone()[index]:
+            return PeerLostError(
+                f"was left by rank {peer}, which closed its communicator",
+                **self._where(call, index),
+                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
+            )
+        return PeerLostError(
+            f"lost rank {peer} on the same host: it died",
+            **self._where(call, index),
+            remedy=f"Read rank {peer}'s log first.",
+        )
+
+    def _error(self, status: int, call: HostCall) -> RingReduceError:
+        facts = self._look()
+        index = int(facts.peer)
+        if status == _ABORTED:
+            return read_news(self._news(index), **self._where(call, index))
+        if status == _MISMATCH:
+            theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
+            ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
+            return MismatchError(wire.disagreement(theirs, ours), **self._where(call, index))
+        return ProtocolError(
+            f"found what cannot be in the memory of rank {self._members[index]}",
+            **self._where(call, index),
+        )
+
+    def _news(self, index: int) -> bytes:
+        buffer = ctypes.create_string_buffer(NEWS_BYTES_MAX)
+        length = self._functions["shm_news"](self._group, index, ctypes.addressof(buffer))
+        return buffer.raw[:length]
+
+    def abort(self, cause: RingReduceError) -> None:
+        """Leave word why this rank gives up where the others look when they wait."""
+        if self._group is not None:
+            news = write_news(cause, self._rank)
+            self._functions["shm_abort"](self._group, news, len(news))
+
+    def traffic(self) -> Traffic:
+        """What this rank has put into and taken from shared memory so far."""
+        if self._group is None:
+            return Traffic(0, 0, 0)
+        facts = self._look()
+        return Traffic(int(facts.progress), int(facts.bytes_sent), int(facts.bytes_received))
+
+    def close(self) -> None:
+        """Say goodbye; memory goes when the last registered array does."""
+        self._mesh.close()
+        if self._group is not None:
+            self._functions["shm_free"](self._group)
+            self._group = None
+        self._segments.clear()
+
+
+def _patience(ranks: int) -> _Patience:
+    """How to wait when `ranks` share the cores that this process may use."""
+    crowded = ranks > len(os.sched_getaffinity(0))
+    spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
+    return _Patience(spins, yields, _SLICE_MS)

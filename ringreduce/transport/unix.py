@@ -1,0 +1,198 @@
+"""Unix sockets between the ranks of a host: they pass segments on and tell who has gone.
+
+Each rank listens on an abstract address (it is in no file system and goes with the process)
+and is connected with every other rank of its host for as long as the ring lives. The kernel
+says who is at the other end: another user is turned away. A connection that ends is how a
+rank learns that another one died, however it died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+from ringreduce.errors import RendezvousError
+
+__all__ = ["Mesh", "memory_domain"]
+
+# Magic, job, sender's rank.
+_HELLO = struct.Struct("<8sQQ")
+_MAGIC = b"RRR-UNIX"
+_GOODBYE = b"G"
+# Whoever connects has its hello ready.
+_HELLO_TIMEOUT_S = 2.0
+
+
+def memory_domain() -> str:
+    """Text that is equal for processes that can reach each other by `Mesh`."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    # Abstract addresses are one network namespace's own, as are those of containers.
+    return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}.{os.geteuid()}"
+
+
+class Mesh:
+    """This rank's connections to the other ranks of its host.
+
+    Raises:
+        OSError: no socket can be had here (too many open files, no such sockets).
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.name = f"ringreduce-{secrets.token_hex(16)}"
+        try:
+            self._listener.bind(f"\0{self.name}")
+            self._listener.listen(1024)
+        except OSError:
+            self._listener.close()
+            raise
+        self._connections: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        # What is known of those who have gone: whether they said goodbye.
+        self._gone: dict[int, bool] = {}
+
+    def connect(
+        self,
+        names: Sequence[str],
+        members: Sequence[int],
+        *,
+        index: int,
+        size: int,
+        job: int,
+        descriptor: int,
+        timeout_s: float,
+    ) -> list[int]:
+        """Connect with all others and swap segments; return theirs by index, own one included.
+
+        Ranks connect to those before them and are connected to by those after them.
+
+        Args:
+            names: the listening name of each.
+            members: the rank of each; `index` is this one's place among them.
+            size: number of ranks in the whole job, for messages.
+            job: what they must all know.
+            descriptor: this rank's own segment.
+            timeout_s: for all of it.
+
+        Raises:
+            RendezvousError: somebody did not come or cannot be reached.
+        """
+        deadline = time.monotonic() + timeout_s
+        rank = members[index]
+        descriptors = {index: os.dup(descriptor)}
+        try:
+            for other in range(index):
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._connections[other] = connection
+                connection.connect(f"\0{names[other]}")
+                self._send(connection, job, rank, descriptor)
+            while len(self._connections) < len(names) - 1:
+                self._accept(members, index, job, descriptor, descriptors, deadline)
+            for other in range(index):
+                connection = self._connections[other]
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                answer = self._receive(connection, job)
+                if answer is None:
+                    raise ConnectionError("it does not answer as one of this job")
+                descriptors[other] = answer[1]
+        except OSError as error:
+            missing = [members[i] for i in range(len(names)) if i not in descriptors]
+            for received in descriptors.values():
+                os.close(received)
+            raise RendezvousError(
+                f"could not share memory with rank {', '.join(map(str, missing))}: {error}",
+                rank=rank,
+                size=size,
+                peer=missing[0],
+                remedy="If these ranks do not share a host, give RINGREDUCE_HOST_ID different "
+                "values on each; or use RINGREDUCE_TRANSPORT=zmq.",
+            ) from error
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
+        return [descriptors[i] for i in range(len(names))]
+
+    def _accept(
+        self,
+        members: Sequence[int],
+        index: int,
+        job: int,
+        descriptor: int,
+        descriptors: dict[int, int],
+        deadline: float,
+    ) -> None:
+        """Take one connection, if it is the one of a rank after this."""
+        self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+        connection, _ = self._listener.accept()
+        connection.settimeout(_HELLO_TIMEOUT_S)
+        try:
+            answer = self._receive(connection, job) if _is_ours(connection) else None
+            if answer is not None:
+                rank, received = answer
+                other = members.index(rank) if rank in members else -1
+                if other > index and other not in self._connections:
+                    self._send(connection, job, members[index], descriptor)
+                    self._connections[other], descriptors[other] = connection, received
+                    return
+                os.close(received)
+        except OSError:
+            pass  # A stranger, or one who left: the right one may still come.
+        connection.close()
+
+    def _send(self, connection: socket.socket, job: int, rank: int, descriptor: int) -> None:
+        socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
+
+    def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
+        """Rank and segment of whoever is at the other end; None when it is not of this job."""
+        data, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        if len(data) == _HELLO.size and len(received) == 1 and _is_ours(connection):
+            magic, their_job, rank = _HELLO.unpack(data)
+            if (magic, their_job) == (_MAGIC, job):
+                return int(rank), received[0]
+        for descriptor in received:
+            os.close(descriptor)
+        return None
+
+    def gone(self) -> dict[int, bool]:
+        """Index of each rank whose connection has ended, and whether it said goodbye."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._connections else ()
+        for index, connection in list(self._connections.items()):
+            if connection.fileno() not in ready:
+                continue
+            try:
+                said = connection.recv(16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                said = b""
+            self._gone[index] = self._gone.get(index, False) or said == _GOODBYE
+            self._poll.unregister(connection)
+            connection.close()
+            del self._connections[index]
+        return self._gone
+
+    def close(self) -> None:
+        """Say goodbye and close all connections."""
+        self._listener.close()
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(_GOODBYE)
+            connection.close()
+        self._connections.clear()
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end; the kernel says so (SO_PEERCRED)."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.geteuid())
