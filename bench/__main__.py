@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 import typer
@@ -13,14 +12,9 @@ from bench import sweep
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
 from bench.systems import ENTRIES
+from ringreduce.cli import Transport
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-class Transport(str, enum.Enum):
-    """Ways to carry segments that the bench can ask for."""
-
-    zmq = "zmq"
 
 
 def size_in_bytes(text: str) -> int:
@@ -41,6 +35,7 @@ Warmup = Annotated[int, typer.Option("-w", "--warmup", min=1, help="Calls before
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write rows here.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype")]
 Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
+TransportOption = Annotated[Transport, typer.Option(help="How ranks reach each other.")]
 
 
 def _register(name: str, summary: str) -> None:
@@ -52,7 +47,10 @@ def _register(name: str, summary: str) -> None:
         dtype: Dtype = "float32",
         op: Op = "sum",
         warmup: Warmup = 5,
-        transport: Annotated[Transport, typer.Option(help="How segments travel.")] = Transport.zmq,
+        transport: TransportOption = Transport.auto,
+        registered: Annotated[
+            bool, typer.Option("--registered", help="Buffers of communicator.empty.")
+        ] = False,
         json_file: Json = None,
     ) -> None:
         size_range = sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor)
@@ -63,6 +61,8 @@ def _register(name: str, summary: str) -> None:
             dtype=dtype,
             op=op,
             warmup=warmup,
+            transport=transport.value,
+            registered=registered,
             json_file=json_file,
         )
         raise typer.Exit(code)

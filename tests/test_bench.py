@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from bench import __main__ as main
 from bench import collectives, link, namespaces, peers, sweep, systems
 from bench.turns import Process, System, SystemFailed, Turns
+from ringreduce import native
 
 ROW = {
     "system",
@@ -43,7 +44,7 @@ def bench(arguments, timeout=100):
 @pytest.mark.parametrize("collective", collectives.COLLECTIVES)
 def test_a_collective_is_measured_and_right(collective, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --json {file}")
+    result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --transport zmq --json {file}")
     assert result.returncode == 0, result.stderr
     out = json.loads(file.read_text())
     assert {"command", "cpu", "cores", "versions", "memcpy_gb_s"} <= set(out["header"])
@@ -56,6 +57,25 @@ def test_a_collective_is_measured_and_right(collective, tmp_path):
         assert 0 < row["time_us"] <= row["time_us_p99"]
         factor = {"all_reduce": 1, "broadcast": 1}.get(collective, 0.5)
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factor)
+
+
+@pytest.mark.parametrize(
+    ("options", "transport"),
+    [
+        ("--transport shm", "shm"),
+        ("--transport shm --registered", "shm-registered"),
+        ("--transport zmq --registered", "zmq"),
+    ],
+)
+def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
+    if transport != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    file = tmp_path / "out.json"
+    result = bench(f"all_reduce -n 2 -b 40K -e 40K {options} --json {file}")
+    assert result.returncode == 0, result.stderr
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["transport"] == transport
+    assert row["wrong"] == 0
 
 
 @pytest.mark.parametrize("options", ["-d bfloat16 -o mean", "-d int8 -o max", "-d float64"])
