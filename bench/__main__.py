@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -113,6 +115,16 @@ def rate_of(text: str) -> str:
     return text
 
 
+@contextlib.contextmanager
+def unavailable_is_an_answer() -> Iterator[None]:
+    """Within, what this machine cannot do ends the program with one sentence and code 2."""
+    try:
+        yield
+    except UnavailableError as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def link(
     workers: Annotated[
@@ -127,7 +139,7 @@ def link(
 ) -> None:
     """Share of a slow network's rate that an all-reduce reaches. Needs root."""
     rate = rate_of(rate)
-    try:
+    with unavailable_is_an_answer():
         code = linking.run(
             workers=workers,
             rate=rate,
@@ -136,9 +148,6 @@ def link(
             pace=Pace(rounds=rounds, calls_min=9, warmup=2),
             json_file=json_file,
         )
-    except UnavailableError as error:
-        typer.echo(f"bench: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(code)
 
 
@@ -151,6 +160,11 @@ def train(
     ceiling: Annotated[
         bool, typer.Option("--ceiling", help="Also workers that reduce nothing.")
     ] = False,
+    transport: TransportOption = Transport.auto,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="ringreduce on hosts with links of this rate: 1gbit."),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Samples per second of one process, MirroredStrategy and ringreduce, taking turns."""
@@ -158,7 +172,17 @@ def train(
 
     if model not in ("mlp", "cnn"):
         raise typer.BadParameter(f"{model!r} is no model; mlp and cnn are")
-    training.run(model, workers, rounds, steps, json_file, ceiling)
+    with unavailable_is_an_answer():
+        training.run(
+            model,
+            workers=workers,
+            rounds=rounds,
+            steps=steps,
+            transport=transport.value,
+            link=rate_of(link) if link else None,
+            ceiling=ceiling,
+            json_file=json_file,
+        )
 
 
 if __name__ == "__main__":

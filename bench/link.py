@@ -12,7 +12,7 @@ from typing import Any
 from bench import report
 from bench.facts import facts
 from bench.namespaces import require, shaped, stream_bits_per_second
-from bench.peers import ITEMSIZE, Comparison, Pace, describe, short_size
+from bench.peers import ITEMSIZE, Comparison, Pace, short_size
 from bench.systems import ENTRIES
 from bench.turns import Turns, ended_by_signals
 
@@ -38,7 +38,7 @@ def run(
     with ended_by_signals(), shaped(workers, rate) as hosts:
         raw = stream_bits_per_second(hosts[0], hosts[1]) / 1e9
         header = {**facts(), "rate": rate, "raw_gbit_s": raw}
-        describe(header, workers)
+        report.describe(header, f"{workers} ranks; float32 sum")
         print(f"# one host each, links of {rate}; iperf3 between two: {raw:.3f} Gbit/s of payload")
         for entry in entries:
             if (remedy := entry.missing()) is not None:

@@ -46,12 +46,7 @@ def run(
 ) -> int:
     """Measure; return the exit code, 1 if any element was wrong."""
     header = facts()
-    print(f"# {header['command']}  (commit {header['commit']})")
-    print(f"# {header['cpu']}, {header['cores']} cores; {workers} ranks")
-    print(
-        f"# ceilings in this run: memcpy {header['memcpy_gb_s']} GB/s, "
-        f"one loopback stream {header['loopback_stream_gb_s']} GB/s"
-    )
+    report.describe(header, f"{workers} ranks")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows")
         command = [

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import __main__ as main
-from bench import collectives, link, namespaces, peers, sweep, systems
+from bench import collectives, link, namespaces, peers, sweep, systems, train
 from bench.turns import Process, System, SystemFailed, Turns
 from ringreduce import native
 
@@ -317,6 +317,34 @@ def test_peers_are_measured_in_turns_and_right(tmp_path):
             assert set(row["ratio_to"]) == there - {"ringreduce"}
 
 
+@pytest.mark.parametrize(
+    ("waiting", "communication", "share"),
+    [(0, 4, 1), (1, 4, 0.75), (4, 4, 0), (5, 4, 0), (0, 0, None)],
+)
+def test_hidden_is_what_the_step_did_not_wait_for(waiting, communication, share):
+    assert train.hidden_share(waiting, communication) == share
+
+
+def test_the_training_table_keeps_its_columns():
+    measured = train.Measured()
+    for turn in (1, 3, 2):
+        answers = [
+            {"seconds": [0.1, 0.3], "loss": 1.0, "waiting_s": 0.01 * turn, "communication_s": 0.08},
+            {"seconds": [0.3, 0.1], "loss": 2.0, "waiting_s": 0.03 * turn, "communication_s": 0.08},
+        ]
+        measured.add(answers)
+    row = train.row("ringreduce", "mlp", 2, None, measured)
+    assert row["step_ms"] == pytest.approx(200)
+    assert row["waiting_ms"] == pytest.approx(40)  # mean over ranks, median over turns
+    assert row["compute_ms"] == pytest.approx(160)
+    assert row["hidden_share"] == pytest.approx(0.5)
+    alone = train.row("single", "mlp", 2, None, measured)
+    assert alone["workers"] == 1
+    assert alone["hidden_share"] is None
+    lines = [train.table_line(each, mirrored=640.0) for each in (row, alone)]
+    assert {len(line) for line in lines} == {len(train.COLUMNS)} == {87}
+
+
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
 def test_training_is_measured_for_all_three_systems(tmp_path):
@@ -330,6 +358,11 @@ def test_training_is_measured_for_all_three_systems(tmp_path):
         assert row["model"] == "cnn"
         assert row["global_batch"] == 128
         assert row["samples_per_s"] > 0
+        assert (row["hidden_share"] is None) == (row["system"] != "ringreduce")
+    assert rows["ringreduce"]["communication_ms"] > 0
+    assert rows["ringreduce"]["compute_ms"] + rows["ringreduce"]["waiting_ms"] == pytest.approx(
+        rows["ringreduce"]["step_ms"]
+    )
     assert {name: row["workers"] for name, row in rows.items()} == {
         "single": 1,
         "mirrored": 2,
