@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
+from bench import link as linking
+from bench import peers as peering
 from bench import sweep
+from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
+from bench.peers import Pace
+from bench.systems import ENTRIES
+from ringreduce.cli import Transport
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-class Transport(str, enum.Enum):
-    """Ways to carry segments that the bench can ask for."""
-
-    zmq = "zmq"
 
 
 def size_in_bytes(text: str) -> int:
@@ -36,6 +37,7 @@ Warmup = Annotated[int, typer.Option("-w", "--warmup", min=1, help="Calls before
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write rows here.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype")]
 Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
+TransportOption = Annotated[Transport, typer.Option(help="How ranks reach each other.")]
 
 
 def _register(name: str, summary: str) -> None:
@@ -47,7 +49,10 @@ def _register(name: str, summary: str) -> None:
         dtype: Dtype = "float32",
         op: Op = "sum",
         warmup: Warmup = 5,
-        transport: Annotated[Transport, typer.Option(help="How segments travel.")] = Transport.zmq,
+        transport: TransportOption = Transport.auto,
+        registered: Annotated[
+            bool, typer.Option("--registered", help="Buffers of communicator.empty.")
+        ] = False,
         json_file: Json = None,
     ) -> None:
         size_range = sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor)
@@ -58,6 +63,8 @@ def _register(name: str, summary: str) -> None:
             dtype=dtype,
             op=op,
             warmup=warmup,
+            transport=transport.value,
+            registered=registered,
             json_file=json_file,
         )
         raise typer.Exit(code)
@@ -86,19 +93,61 @@ def peers(
     json_file: Json = None,
 ) -> None:
     """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, taking turns."""
-    from bench import peers as comparison
-    from bench.systems import ENTRIES
-
     labels = [entry.label for entry in ENTRIES]
     if unknown := sorted(set(only or ()) - set(labels)):
         raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
-    code = comparison.run(
+    code = peering.run(
         workers=workers,
         size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
-        pace=comparison.Pace(rounds=rounds, warmup=warmup),
+        pace=Pace(rounds=rounds, warmup=warmup),
         labels=only,
         json_file=json_file,
     )
+    raise typer.Exit(code)
+
+
+def rate_of(text: str) -> str:
+    """`text`, which must be a rate such as 1gbit."""
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+@contextlib.contextmanager
+def unavailable_is_an_answer() -> Iterator[None]:
+    """Within, what this machine cannot do ends the program with one sentence and code 2."""
+    try:
+        yield
+    except UnavailableError as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def link(
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", min=2, max=HOSTS_MAX, help="Hosts, a rank on each.")
+    ] = 4,
+    rate: Annotated[str, typer.Option(help="Of each host's link, such as 1gbit.")] = "1gbit",
+    begin: Begin = "16M",
+    end: End = "64M",
+    factor: Factor = 4,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of each system at each size.")] = 3,
+    json_file: Json = None,
+) -> None:
+    """Share of a slow network's rate that an all-reduce reaches. Needs root."""
+    rate = rate_of(rate)
+    with unavailable_is_an_answer():
+        code = linking.run(
+            workers=workers,
+            rate=rate,
+            size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
+            # A call takes most of a second: fewer of them tell as much.
+            pace=Pace(rounds=rounds, calls_min=9, warmup=2),
+            json_file=json_file,
+        )
     raise typer.Exit(code)
 
 
@@ -111,6 +160,11 @@ def train(
     ceiling: Annotated[
         bool, typer.Option("--ceiling", help="Also workers that reduce nothing.")
     ] = False,
+    transport: TransportOption = Transport.auto,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="ringreduce on hosts with links of this rate: 1gbit."),
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Samples per second of one process, MirroredStrategy and ringreduce, taking turns."""
@@ -118,7 +172,17 @@ def train(
 
     if model not in ("mlp", "cnn"):
         raise typer.BadParameter(f"{model!r} is no model; mlp and cnn are")
-    training.run(model, workers, rounds, steps, json_file, ceiling)
+    with unavailable_is_an_answer():
+        training.run(
+            model,
+            workers=workers,
+            rounds=rounds,
+            steps=steps,
+            transport=transport.value,
+            link=rate_of(link) if link else None,
+            ceiling=ceiling,
+            json_file=json_file,
+        )
 
 
 if __name__ == "__main__":

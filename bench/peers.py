@@ -74,7 +74,7 @@ def run(
     header = facts()
     here = [entry for entry in entries if entry.missing() is None]
     header["systems"] = {entry.label: entry.version() or "" for entry in here}
-    describe(header, workers)
+    report.describe(header, f"{workers} ranks; float32 sum")
     for entry in entries:
         if entry not in here:
             print(f"# {entry.label}: not installed: {entry.missing()}")
@@ -88,16 +88,6 @@ def run(
             print(*map(table_line, measured), sep="\n", flush=True)
     report.write(json_file, rows, header)
     return int(comparison.failed or any(row["wrong"] for row in rows))
-
-
-def describe(header: dict[str, Any], workers: int) -> None:
-    """The lines above the table."""
-    print(f"# {header['command']}  (commit {header['commit']})")
-    print(f"# {header['cpu']}, {header['cores']} cores; {workers} ranks; float32 sum")
-    print(
-        f"# ceilings in this run: memcpy {header['memcpy_gb_s']} GB/s, "
-        f"one loopback stream {header['loopback_stream_gb_s']} GB/s"
-    )
 
 
 class Comparison:

@@ -1,4 +1,4 @@
-"""Results as files: rows under a header that says where they come from."""
+"""Results: rows under a header that says where they come from, as a file and for people."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import json
 from typing import Any
 
 from bench.facts import facts
+
+
+def describe(header: dict[str, Any], what: str) -> None:
+    """Print the lines above a table: command, machine, what is measured, and the ceilings."""
+    print(f"# {header['command']}  (commit {header['commit']})")
+    print(f"# {header['cpu']}, {header['cores']} cores; {what}")
+    print(
+        f"# ceilings in this run: memcpy {header['memcpy_gb_s']} GB/s, "
+        f"one loopback stream {header['loopback_stream_gb_s']} GB/s",
+        flush=True,
+    )
 
 
 def write(

@@ -40,26 +40,26 @@ def run(
     dtype: str,
     op: str,
     warmup: int,
+    transport: str,
+    registered: bool,
     json_file: str | None,
 ) -> int:
     """Measure; return the exit code, 1 if any element was wrong."""
     header = facts()
-    print(f"# {header['command']}  (commit {header['commit']})")
-    print(f"# {header['cpu']}, {header['cores']} cores; transport zmq, {workers} ranks")
-    print(
-        f"# ceilings in this run: memcpy {header['memcpy_gb_s']} GB/s, "
-        f"one loopback stream {header['loopback_stream_gb_s']} GB/s"
-    )
+    report.describe(header, f"{workers} ranks")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows")
         command = [
             *(sys.executable, "-m", "bench.worker", collective, "--dtype", dtype, "--op", op),
             *("--warmup", str(warmup), "--rows", str(file), "--sizes", *map(str, size_range)),
+            *(["--registered"] if registered else []),
         ]
-        code = supervisor.run(command, workers)
+        code = supervisor.run(command, workers, transport=transport)
         if code:
             return code
         rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if rows:
+        print(f"# transport {rows[0]['transport']}")
     print(COLUMNS, UNITS, sep="\n")
     for row in rows:
         count = row["size_bytes"] // _itemsize(row["dtype"])

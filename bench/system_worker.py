@@ -50,8 +50,7 @@ def join_ringreduce(arguments: argparse.Namespace) -> Member:
         buffer[:] = values
         return lambda: comm.all_reduce(buffer, "sum")
 
-    facts = {"transport": getattr(comm, "transport", "zmq")}
-    return Member(comm.rank, comm.size, load, facts)
+    return Member(comm.rank, comm.size, load, {"transport": comm.transport})
 
 
 def join_gloo(arguments: argparse.Namespace) -> Member:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.turns import TURN_TIMEOUT_S, Process
+from ringreduce import native
 from ringreduce.config import Config, worker_environment
 from ringreduce.launch.supervisor import default_threads
 
@@ -145,12 +146,14 @@ def _mpirun_version() -> str | None:
     return result.stdout.partition("\n")[0] or None
 
 
-_NOTHING = _needs("ringreduce", "")
+def _native_missing() -> str | None:
+    return native.why_missing() if native.library() is None else None
+
 
 ENTRIES = (
-    Entry("ringreduce", "zmq", _NOTHING, _ringreduce("zmq")),
-    Entry("ringreduce", "shm", _NOTHING, _ringreduce("shm")),
-    Entry("ringreduce", "shm-registered", _NOTHING, _ringreduce("shm", "--registered")),
+    Entry("ringreduce", "zmq", lambda: None, _ringreduce("zmq")),
+    Entry("ringreduce", "shm", _native_missing, _ringreduce("shm")),
+    Entry("ringreduce", "shm-registered", _native_missing, _ringreduce("shm", "--registered")),
     Entry("gloo", None, _needs("torch", "pip install torch (a CPU build is enough)"), _gloo),
     Entry(
         "openmpi",

@@ -1,159 +1,185 @@
 """Training speed of one process, MirroredStrategy and ringreduce, interleaved in one run.
 
-All systems are started first and then take turns, a few steps each, so that a slow minute
-of the machine hurts them alike. While one trains the others sleep.
+All systems are started first and then take turns (`turns`), a few steps each. For ringreduce
+a step is also taken apart: how long the ring was busy with gradients, and how long the step
+stood still for it. What is between the two was hidden behind the computation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import track
 
 from bench import report
+from bench.facts import facts
+from bench.namespaces import require, shaped
+from bench.systems import QUIET, Host, ring_processes
+from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 SYSTEMS = ("single", "mirrored", "ringreduce")
 CEILING = "unreduced"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
-START_TIMEOUT_S = 180
-TURN_TIMEOUT_S = 300
+COLUMNS = (
+    f"{'system':<11} {'samples/s':>9} {'x mirrored':>10} {'step':>7} {'p99':>7} "
+    f"{'compute':>7} {'waiting':>7} {'comm.':>7} {'hidden':>6} {'loss':>7}"
+)
+UNITS = f"{'':<32}" + f" {'(ms)':>7}" * 5 + f" {'(%)':>6}"
+
+
+@dataclass
+class Measured:
+    """What one system has shown; for each turn a mean over its ranks."""
+
+    seconds: list[float] = field(default_factory=list)
+    waiting_s: list[float] = field(default_factory=list)
+    communication_s: list[float] = field(default_factory=list)
+    loss: float = 0.0
+    transport: str | None = None
+
+    def add(self, answers: Sequence[dict[str, Any]]) -> None:
+        """A turn's answers, one of each rank."""
+        self.seconds += np.mean([answer["seconds"] for answer in answers], axis=0).tolist()
+        self.loss = float(np.mean([answer["loss"] for answer in answers]))
+        for times, name in (
+            (self.waiting_s, "waiting_s"),
+            (self.communication_s, "communication_s"),
+        ):
+            times.append(float(np.mean([answer[name] for answer in answers])))
 
 
 def run(
-    model: str, workers: int, rounds: int, steps: int, json_file: str | None, ceiling: bool
+    model: str,
+    *,
+    workers: int,
+    rounds: int,
+    steps: int,
+    transport: str,
+    link: str | None,
+    ceiling: bool,
+    json_file: str | None,
 ) -> None:
     """Measure, print a table, and write rows.
 
-    With `ceiling`, workers that reduce nothing take turns too: what this machine gives to so
-    many processes, and so the most that any reduction could leave.
+    Args:
+        model: one of `models.MODELS`.
+        workers: replicas and ranks.
+        rounds, steps: turns of each system, and steps in each.
+        transport: of ringreduce's ranks.
+        link: with a rate, ringreduce's ranks run on hosts of their own (`namespaces`).
+        ceiling: whether workers that reduce nothing take turns too: what this machine gives
+            to so many processes, and so the most that any reduction could leave.
+        json_file: where rows go.
+
+    Raises:
+        UnavailableError: the namespaces for `link` cannot be made here.
     """
     names = (*SYSTEMS, CEILING) if ceiling else SYSTEMS
-    console = Console()
-    rows = []
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
-    with (
-        systems(names, model, workers) as lines,
-        Progress(console=console, transient=True) as progress,
-    ):
-        for line in lines.values():
-            ask(line, WARMUP_STEPS)
-        for _ in progress.track(range(rounds), description=f"{model}, {workers} workers"):
-            for name, line in lines.items():
-                answer = ask(line, steps)
-                seconds[name] += answer["seconds"]
-                losses[name] = answer["loss"]
-    for name in names:
-        rows.append(
-            {
-                "system": name,
-                "model": model,
-                "workers": 1 if name == "single" else workers,
-                "global_batch": GLOBAL_BATCH,
-                "samples_per_s": GLOBAL_BATCH / float(np.median(seconds[name])),
-                "step_ms": float(np.median(seconds[name])) * 1e3,
-                "step_ms_p99": float(np.percentile(seconds[name], 99)) * 1e3,
-                "steps": len(seconds[name]),
-                "loss": losses[name],
-            }
-        )
-    console.print(table(rows))
-    report.write(json_file, rows)
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for people, with each system's speed as a multiple of MirroredStrategy's."""
+    if link is not None:
+        require()
+    header = facts()
+    report.describe(header, f"{workers} workers, global batch {GLOBAL_BATCH}, model {model}")
+    if link is not None:
+        print(f"# ringreduce's workers are on hosts of their own, links of {link}")
+    measured = {name: Measured() for name in names}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        hosts = stack.enter_context(shaped(workers, link)) if link else [Host()] * workers
+        turns = stack.enter_context(Turns())
+        try:
+            start(turns, [system(name, model, hosts, transport) for name in names], measured)
+            for name in names:
+                turns.ask(name, {"steps": WARMUP_STEPS})
+            for _ in track(range(rounds), "turns", console=Console(stderr=True), transient=True):
+                for name in names:
+                    measured[name].add(turns.ask(name, {"steps": steps}))
+        except SystemFailed as failure:
+            sys.exit(f"bench: {failure}; its output is above")
+    rows = [row(name, model, workers, link, measured[name]) for name in names]
     mirrored = next(row["samples_per_s"] for row in rows if row["system"] == "mirrored")
-    result = Table(title=f"{rows[0]['model']}, global batch {GLOBAL_BATCH}", title_justify="left")
-    result.add_column("system")
-    for column in ("workers", "samples/s", "step ms", "p99", "x mirrored", "loss"):
-        result.add_column(column, justify="right")
-    for row in rows:
-        result.add_row(
-            row["system"],
-            str(row["workers"]),
-            f"{row['samples_per_s']:,.0f}",
-            f"{row['step_ms']:.1f}",
-            f"{row['step_ms_p99']:.1f}",
-            f"{row['samples_per_s'] / mirrored:.2f}",
-            f"{row['loss']:.4f}",
-        )
+    print(COLUMNS, UNITS, *(table_line(row, mirrored) for row in rows), sep="\n")
+    report.write(json_file, rows, header)
+
+
+def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> System:
+    """How one is started: a process, or a rank on each host."""
+    workers = len(hosts)
+    command = [
+        *(sys.executable, "-m", "bench.train_worker", name, "--model", model),
+        *("--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)),
+    ]
+    if name in ("ringreduce", CEILING):
+        return System(name, ring_processes(command, hosts, transport), lines=workers)
+    return System(name, [Process(command, QUIET)], lines=1)
+
+
+def start(turns: Turns, systems: Sequence[System], measured: dict[str, Measured]) -> None:
+    """Have all ready. Raises SystemFailed if one is not: the comparison is of them all."""
+    for name, said in turns.start(systems).items():
+        if isinstance(said, SystemFailed):
+            raise said
+        measured[name].transport = said[0]["transport"]
+
+
+def row(
+    name: str, model: str, workers: int, link: str | None, measured: Measured
+) -> dict[str, Any]:
+    """One system's figures. Those about communication are None where there is none to see."""
+    step_ms = float(np.median(measured.seconds)) * 1e3
+    result = {
+        "system": name,
+        "model": model,
+        "workers": 1 if name == "single" else workers,
+        "global_batch": GLOBAL_BATCH,
+        "samples_per_s": GLOBAL_BATCH / step_ms * 1e3,
+        "step_ms": step_ms,
+        "step_ms_p99": float(np.percentile(measured.seconds, 99)) * 1e3,
+        "steps": len(measured.seconds),
+        "loss": measured.loss,
+        "transport": measured.transport if name == "ringreduce" else None,
+        "link": link if name == "ringreduce" else None,
+        "compute_ms": None,
+        "waiting_ms": None,
+        "communication_ms": None,
+        "hidden_share": None,
+    }
+    if name == "ringreduce":
+        waiting_ms = float(np.median(measured.waiting_s)) * 1e3
+        communication_ms = float(np.median(measured.communication_s)) * 1e3
+        result |= {
+            "compute_ms": step_ms - waiting_ms,
+            "waiting_ms": waiting_ms,
+            "communication_ms": communication_ms,
+            "hidden_share": hidden_share(waiting_ms, communication_ms),
+        }
     return result
 
 
-@contextlib.contextmanager
-def systems(names: Sequence[str], model: str, workers: int) -> Iterator[dict[str, TextIO]]:
-    """Start all systems; yield a line to each; end them, whatever happened."""
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    # Ranks wait for the driver's word longer than a collective should ever take.
-    environment = {**os.environ, **quiet, "RINGREDUCE_TIMEOUT_S": str(TURN_TIMEOUT_S)}
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        listener.settimeout(START_TIMEOUT_S)
-        options = [
-            *("--model", model, "--workers", str(workers)),
-            *("--global-batch", str(GLOBAL_BATCH), "--port", str(listener.getsockname()[1])),
-        ]
-        for name in names:
-            module = ["-m", "bench.train_worker", name, *options]
-            if name in ("ringreduce", CEILING):
-                module = ["-m", "ringreduce", "run", "-n", str(workers), *module]
-            # TensorFlow greets at length; what it says matters only when something fails.
-            log = stack.enter_context(tempfile.TemporaryFile("w+"))
-            stack.push(show_on_failure(name, log))
-            process = subprocess.Popen(
-                [sys.executable, *module], env=environment, stdout=log, stderr=log
-            )
-            stack.callback(end, process)
-        lines: dict[str, TextIO] = {}
-        while len(lines) < len(names):
-            connection, _ = listener.accept()
-            connection.settimeout(TURN_TIMEOUT_S)
-            line = stack.enter_context(connection.makefile("rw"))
-            connection.close()  # The file keeps it open.
-            lines[json.loads(line.readline())["system"]] = line
-        yield {name: lines[name] for name in names}
-        for line in lines.values():
-            line.write('{"steps": 0}\n')
-            line.flush()
+def hidden_share(waiting: float, communication: float) -> float | None:
+    """Part of the communication that the step did not wait for, 0 to 1; None without any."""
+    if communication <= 0:
+        return None
+    return min(1.0, max(0.0, 1 - waiting / communication))
 
 
-def show_on_failure(name: str, log: TextIO) -> Callable[..., None]:
-    """An exit callback that prints a system's output when the measurement failed."""
+def table_line(row: dict[str, Any], mirrored: float) -> str:
+    """A row for people, with its speed as a multiple of MirroredStrategy's."""
 
-    def show(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            log.seek(0)
-            sys.stderr.write(f"--- {name}:\n{log.read()}")
+    def cell(value: float | None, width: int, digits: int = 1) -> str:
+        return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
 
-    return show
-
-
-def ask(line: TextIO, steps: int) -> dict[str, Any]:
-    """Have one system train `steps` steps; its report."""
-    line.write(json.dumps({"steps": steps}) + "\n")
-    line.flush()
-    answer = line.readline()
-    if not answer:
-        sys.exit("a system ended before its time; its own messages are above")
-    return json.loads(answer)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a system that was told to end; stop it if it does not."""
-    try:
-        process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait()
+    hidden = row["hidden_share"]
+    return (
+        f"{row['system']:<11} {row['samples_per_s']:>9,.0f} "
+        f"{row['samples_per_s'] / mirrored:>10.2f} {row['step_ms']:>7.1f} "
+        f"{row['step_ms_p99']:>7.1f} {cell(row['compute_ms'], 7)} {cell(row['waiting_ms'], 7)} "
+        f"{cell(row['communication_ms'], 7)} "
+        f"{cell(None if hidden is None else hidden * 100, 6, 0)} {row['loss']:>7.4f}"
+    )

@@ -1,15 +1,12 @@
-"""One system of a training benchmark: waits for the driver's word, trains a few steps, reports.
+"""A process of a training benchmark: trains a few steps when the driver says so, and reports.
 
-``python -m bench.train_worker single ...``, or several under ``ringreduce run``. The lead
-process (rank 0) talks to the driver in lines of JSON; the other ranks follow it.
+``python -m bench.train_worker single ...``, or the same for each rank of a ring.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import socket
 import time
 from typing import Any
 
@@ -19,18 +16,45 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from bench import models
+from bench.turns import Line
+from ringreduce import Communicator
 
 BATCHES = 8  # distinct batches, used in turn
 
 
 class StepClock(keras.callbacks.Callback):
-    """Seconds of each training step, from batch end to batch end."""
+    """Seconds of each training step, from batch end to batch end, and what the ring did then."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._comm = comm
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.ends: list[float] = []
+        self.communicated: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends.append(time.perf_counter())
+        self.communicated.append(communicated(self._comm))
+
+    def report(self) -> dict[str, Any]:
+        """Of the steps after the first, which has no beginning to be measured from."""
+        steps = len(self.ends) - 1
+        (busy, waited), (busy_before, waited_before) = self.communicated[-1], self.communicated[0]
+        return {
+            "seconds": np.diff(self.ends).tolist(),
+            "communication_s": (busy - busy_before) / steps,
+            "waiting_s": (waited - waited_before) / steps,
+        }
+
+
+def communicated(comm: Communicator) -> tuple[float, float]:
+    """Seconds so far that the ring was busy with gradients, and that steps were blocked for it."""
+    statistics = comm.statistics()
+    # Where collectives run in the step's own thread, both are the time spent in them.
+    busy_s: float = getattr(statistics, "reducing_s", statistics.seconds)
+    waited_s: float = getattr(statistics, "waited_s", statistics.seconds)
+    return busy_s, waited_s
 
 
 def main() -> None:
@@ -39,7 +63,6 @@ def main() -> None:
     parser.add_argument("--model", choices=models.MODELS, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
-    parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
 
     comm = rr.init()
@@ -64,36 +87,13 @@ def main() -> None:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=optimizer, loss=loss)
 
-    lead = Lead(arguments.system, arguments.port) if comm.rank == 0 else None
-    clock = StepClock()
-    while steps := comm.broadcast_object(lead.wait_for_order() if lead else None):
-        # One more, since the first has no beginning to be measured from.
+    line = Line(comm.rank, transport=comm.transport)
+    clock = StepClock(comm)
+    for order in line.orders():
         fit = model.fit(
-            data, steps_per_epoch=steps + 1, verbose=0, shuffle=False, callbacks=[clock]
+            data, steps_per_epoch=order["steps"] + 1, verbose=0, shuffle=False, callbacks=[clock]
         )
-        loss_sum = comm.all_reduce(np.array([fit.history["loss"][-1]]), "mean")
-        if lead:
-            lead.report(np.diff(clock.ends).tolist(), float(loss_sum[0]))
-
-
-class Lead:
-    """The driver's end of the line, seen from the system's first process."""
-
-    def __init__(self, system: str, port: int) -> None:
-        self._line = socket.create_connection(("127.0.0.1", port)).makefile("rw")
-        self._say({"system": system})
-
-    def wait_for_order(self) -> int:
-        """How many steps to train next; 0 to end, also when the driver has gone."""
-        line = self._line.readline()
-        return int(json.loads(line)["steps"]) if line else 0
-
-    def report(self, seconds: list[float], loss: float) -> None:
-        self._say({"seconds": seconds, "loss": loss})
-
-    def _say(self, message: dict[str, Any]) -> None:
-        self._line.write(json.dumps(message) + "\n")
-        self._line.flush()
+        line.answer(**clock.report(), loss=fit.history["loss"][-1])
 
 
 if __name__ == "__main__":

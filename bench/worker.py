@@ -28,20 +28,22 @@ def main() -> None:
     parser.add_argument("--op", required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--rows", required=True)
+    parser.add_argument("--registered", action="store_true")
     arguments = parser.parse_args()
     dtype = _dtype(arguments.dtype)
     entry = COLLECTIVES[arguments.collective]
     with ringreduce.init() as comm:
         for size_bytes in arguments.sizes:
             count = max(1, size_bytes // dtype.itemsize)
-            wrong = count_wrong(comm, entry, count, dtype, arguments.op)
-            times = measure(comm, entry, count, dtype, arguments.op, arguments.warmup)
+            buffer = comm.empty(count, dtype) if arguments.registered else np.empty(count, dtype)
+            wrong = count_wrong(comm, entry, buffer, arguments.op)
+            times = measure(comm, entry, buffer, arguments.op, arguments.warmup)
             if comm.rank == 0:
                 nbytes, time_s = count * dtype.itemsize, float(np.median(times))
                 algbw = nbytes / time_s / 1e9
                 row = {
                     "system": "ringreduce",
-                    "transport": "zmq",
+                    "transport": transport(comm, arguments.registered),
                     "collective": arguments.collective,
                     "world_size": comm.size,
                     "dtype": dtype.name,
@@ -57,24 +59,31 @@ def main() -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def count_wrong(comm: Communicator, entry: Collective, count: int, dtype: np.dtype, op: str) -> int:
+def transport(comm: Communicator, registered: bool) -> str:
+    """The one really in use, and whether it reduces the buffers where they lie."""
+    return "shm-registered" if registered and comm.transport == "shm" else comm.transport
+
+
+def count_wrong(comm: Communicator, entry: Collective, buffer: np.ndarray, op: str) -> int:
     """Elements, over all ranks, that differ from what numpy makes of all ranks' inputs.
 
     Inputs are small whole numbers, so that sums are exact and equality is ==.
     """
+    count, dtype = buffer.size, buffer.dtype
     pattern = np.arange(count) % 5 + 1
     inputs = np.stack([(pattern + rank % 3).astype(dtype) for rank in range(comm.size)])
-    result = entry.run(comm, inputs[comm.rank].copy(), op)
+    buffer[:] = inputs[comm.rank]
+    result = entry.run(comm, buffer, op)
     expected = entry.expected(inputs, comm.rank, op)
     wrong = np.array([np.count_nonzero(result != expected)], np.int64)
     return int(comm.all_reduce(wrong)[0])
 
 
 def measure(
-    comm: Communicator, entry: Collective, count: int, dtype: np.dtype, op: str, warmup: int
+    comm: Communicator, entry: Collective, buffer: np.ndarray, op: str, warmup: int
 ) -> np.ndarray:
     """Seconds of each call, back to back, the mean over the ranks."""
-    buffer = np.zeros(count, dtype)
+    buffer[:] = 0
     for _ in range(max(1, warmup)):
         started = time.perf_counter()
         entry.run(comm, buffer, op)

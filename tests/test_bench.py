@@ -8,9 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from bench import collectives, peers, sweep, systems
+from bench import __main__ as main
+from bench import collectives, link, namespaces, peers, sweep, systems, train
 from bench.turns import Process, System, SystemFailed, Turns
+from ringreduce import native
 
 ROW = {
     "system",
@@ -41,7 +44,7 @@ def bench(arguments, timeout=100):
 @pytest.mark.parametrize("collective", collectives.COLLECTIVES)
 def test_a_collective_is_measured_and_right(collective, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --json {file}")
+    result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --transport zmq --json {file}")
     assert result.returncode == 0, result.stderr
     out = json.loads(file.read_text())
     assert {"command", "cpu", "cores", "versions", "memcpy_gb_s"} <= set(out["header"])
@@ -54,6 +57,25 @@ def test_a_collective_is_measured_and_right(collective, tmp_path):
         assert 0 < row["time_us"] <= row["time_us_p99"]
         factor = {"all_reduce": 1, "broadcast": 1}.get(collective, 0.5)
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factor)
+
+
+@pytest.mark.parametrize(
+    ("options", "transport"),
+    [
+        ("--transport shm", "shm"),
+        ("--transport shm --registered", "shm-registered"),
+        ("--transport zmq --registered", "zmq"),
+    ],
+)
+def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
+    if transport != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    file = tmp_path / "out.json"
+    result = bench(f"all_reduce -n 2 -b 40K -e 40K {options} --json {file}")
+    assert result.returncode == 0, result.stderr
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["transport"] == transport
+    assert row["wrong"] == 0
 
 
 @pytest.mark.parametrize("options", ["-d bfloat16 -o mean", "-d int8 -o max", "-d float64"])
@@ -184,6 +206,99 @@ def test_a_system_that_falls_silent_has_a_deadline(capsys):
     assert "mute" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("rate", "bits"), [("1gbit", 10**9), ("2.5mbit", 2500000)])
+def test_rates_are_those_of_tc(rate, bits):
+    assert namespaces.bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["1", "gbit", "1gbit;reboot", "0mbit", "-1gbit", "1GB"])
+def test_a_rate_that_is_none_is_refused(rate):
+    result = CliRunner().invoke(main.app, ["link", "--rate", rate])
+    assert result.exit_code == 2
+    assert "is no rate; 1gbit and 500mbit are" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("tool", ["ip", "tc", "iperf3"])
+def test_link_says_which_tool_is_missing(monkeypatch, tool):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == tool else name)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 0)
+    result = CliRunner().invoke(main.app, ["link"])
+    assert result.exit_code == 2
+    assert f"need the program {tool}, which is not installed" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_link_says_that_it_needs_root(monkeypatch):
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: name)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    result = CliRunner().invoke(main.app, ["link"])
+    assert result.exit_code == 2
+    assert result.output == "bench: shaped links need root, to make network namespaces\n"
+
+
+def test_the_share_of_a_link_is_busbw_in_bits_over_the_raw_stream():
+    row = a_row("ringreduce", "zmq", time_us=2**23, size_bytes=2**30)
+    shared = link.with_share(row, raw_gbit_s=1.28)
+    assert shared["busbw_gbit_s"] == pytest.approx(1.024)  # with two ranks, what algbw is
+    assert shared["share_of_raw"] == pytest.approx(0.8)
+    assert len(link.table_line(shared)) == len(link.COLUMNS) <= 80
+
+
+def shaped_links_are_possible():
+    try:
+        namespaces.require()
+        with namespaces.shaped(1, "1gbit"):
+            return True
+    except namespaces.UnavailableError:
+        return False
+
+
+@pytest.fixture
+def shaped_links():
+    if not shaped_links_are_possible():
+        pytest.skip("needs root, ip, tc and network namespaces")
+
+
+def namespaces_left():
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if line.startswith(f"rr{os.getpid()}")]
+
+
+@pytest.mark.usefixtures("shaped_links")
+def test_namespaces_have_their_addresses_and_go_when_something_fails():
+    def fail_inside():
+        with namespaces.shaped(2, "1gbit") as hosts:
+            assert len(namespaces_left()) == 3
+            listen = "import socket, sys; socket.create_server((sys.argv[1], 0)).close()"
+            for host in hosts:
+                command = [*host.prefix, sys.executable, "-c", listen, host.address]
+                subprocess.run(command, check=True, timeout=30)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert namespaces_left() == []
+
+
+@pytest.mark.usefixtures("shaped_links")
+def test_a_terminated_bench_removes_its_namespaces():
+    program = (
+        "import os, signal\n"
+        "from bench import namespaces, turns\n"
+        "with turns.ended_by_signals(), namespaces.shaped(2, '1gbit') as hosts:\n"
+        "    print(*(host.name for host in hosts), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 128 + 15
+    names = result.stdout.split()
+    assert len(names) == 2
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert not set(names) & set(listed.stdout.split())
+
+
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
 def test_peers_are_measured_in_turns_and_right(tmp_path):
@@ -202,6 +317,34 @@ def test_peers_are_measured_in_turns_and_right(tmp_path):
             assert set(row["ratio_to"]) == there - {"ringreduce"}
 
 
+@pytest.mark.parametrize(
+    ("waiting", "communication", "share"),
+    [(0, 4, 1), (1, 4, 0.75), (4, 4, 0), (5, 4, 0), (0, 0, None)],
+)
+def test_hidden_is_what_the_step_did_not_wait_for(waiting, communication, share):
+    assert train.hidden_share(waiting, communication) == share
+
+
+def test_the_training_table_keeps_its_columns():
+    measured = train.Measured()
+    for turn in (1, 3, 2):
+        answers = [
+            {"seconds": [0.1, 0.3], "loss": 1.0, "waiting_s": 0.01 * turn, "communication_s": 0.08},
+            {"seconds": [0.3, 0.1], "loss": 2.0, "waiting_s": 0.03 * turn, "communication_s": 0.08},
+        ]
+        measured.add(answers)
+    row = train.row("ringreduce", "mlp", 2, None, measured)
+    assert row["step_ms"] == pytest.approx(200)
+    assert row["waiting_ms"] == pytest.approx(40)  # mean over ranks, median over turns
+    assert row["compute_ms"] == pytest.approx(160)
+    assert row["hidden_share"] == pytest.approx(0.5)
+    alone = train.row("single", "mlp", 2, None, measured)
+    assert alone["workers"] == 1
+    assert alone["hidden_share"] is None
+    lines = [train.table_line(each, mirrored=640.0) for each in (row, alone)]
+    assert {len(line) for line in lines} == {len(train.COLUMNS)} == {87}
+
+
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
 def test_training_is_measured_for_all_three_systems(tmp_path):
@@ -215,6 +358,11 @@ def test_training_is_measured_for_all_three_systems(tmp_path):
         assert row["model"] == "cnn"
         assert row["global_batch"] == 128
         assert row["samples_per_s"] > 0
+        assert (row["hidden_share"] is None) == (row["system"] != "ringreduce")
+    assert rows["ringreduce"]["communication_ms"] > 0
+    assert rows["ringreduce"]["compute_ms"] + rows["ringreduce"]["waiting_ms"] == pytest.approx(
+        rows["ringreduce"]["step_ms"]
+    )
     assert {name: row["workers"] for name, row in rows.items()} == {
         "single": 1,
         "mirrored": 2,

@@ -1,0 +1,159 @@
+r"""Hosts for a bench: network namespaces whose links to a common switch have a limited rate.
+
+    rr<pid>h0: eth0 10.77.0.1 --- p0 \
+    rr<pid>h1: eth0 10.77.0.2 --- p1  +- bridge br0, in the namespace rr<pid>s
+    ...                               /
+    each --- a veth pair, with tbf on both ends: so fast towards the switch and from it
+
+The bridge is in a namespace too, so that nothing of the machine's own network changes, no
+rule of its firewall meets our frames, and with the namespaces everything is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+from bench.systems import Host
+
+# tbf lets this much pass at full speed: a millisecond's worth, which covers the timer's coarseness
+# at 1000 Hz, and at least two of the 64 KiB frames that TCP hands to a veth.
+BURST_S, BURST_BYTES_MIN = 1e-3, 128 << 10
+# What may queue in front of a link before frames are dropped, as in a switch with some buffer.
+QUEUE_MS = 20
+COMMAND_TIMEOUT_S = 20
+STREAM_S, STREAM_START_TIMEOUT_S = 3, 5
+HOSTS_MAX = 200
+_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class UnavailableError(Exception):
+    """This machine or this user cannot make the namespaces; the text says why."""
+
+
+def require(*tools: str) -> None:
+    """Raise `UnavailableError` unless this can work, with these programs too."""
+    for tool in ("ip", "tc", *tools):
+        if shutil.which(tool) is None:
+            package = "iperf3" if tool == "iperf3" else "iproute2"
+            raise UnavailableError(
+                f"shaped links need the program {tool}, which is not installed (package {package})"
+            )
+    if os.geteuid() != 0:
+        raise UnavailableError("shaped links need root, to make network namespaces")
+
+
+def bits_per_second(rate: str) -> int:
+    """Of a rate in the words of tc: 1gbit, 500mbit.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{rate!r} is no rate; 1gbit and 500mbit are")
+    return int(float(match[1]) * _BITS[match[2]])
+
+
+@contextlib.contextmanager
+def shaped(count: int, rate: str) -> Iterator[list[Host]]:
+    """`count` hosts joined by links of that rate; they are gone afterwards, whatever happens.
+
+    Raises:
+        UnavailableError: `ip` or `tc` refuses.
+    """
+    burst = max(BURST_BYTES_MIN, int(bits_per_second(rate) / 8 * BURST_S))
+    tbf = f"root tbf rate {rate} burst {burst} latency {QUEUE_MS}ms"
+    name = f"rr{os.getpid()}"
+    switch = f"{name}s"
+    hosts = [
+        Host(str(_NETWORK[i + 1]), "eth0", ("ip", "netns", "exec", f"{name}h{i}"), f"{name}h{i}")
+        for i in range(count)
+    ]
+    with contextlib.ExitStack() as stack:
+        for namespace in (switch, *(host.name for host in hosts)):
+            # First, so that a signal in between finds it; removing what is not there is harmless.
+            stack.callback(_remove, namespace)
+            _run(f"ip netns add {namespace}")
+        _run(f"ip -n {switch} link add br0 type bridge")
+        _run(f"ip -n {switch} link set br0 up")
+        for i, host in enumerate(hosts):
+            _run(
+                f"ip -n {switch} link add p{i} type veth peer name {host.interface} "
+                f"netns {host.name}"
+            )
+            _run(f"ip -n {switch} link set p{i} master br0 up")
+            _run(f"ip -n {host.name} address add {host.address}/{_NETWORK.prefixlen} dev eth0")
+            _run(f"ip -n {host.name} link set lo up")
+            _run(f"ip -n {host.name} link set {host.interface} up")
+            _run(f"tc -n {switch} qdisc add dev p{i} {tbf}")
+            _run(f"tc -n {host.name} qdisc add dev {host.interface} {tbf}")
+        yield hosts
+
+
+def stream_bits_per_second(source: Host, target: Host) -> float:
+    """Payload rate of one TCP stream between two hosts, as iperf3 sees it arrive.
+
+    Raises:
+        UnavailableError: iperf3 did not manage.
+    """
+    listen = ["iperf3", "--server", "--one-off", "--bind", target.address]
+    send = ["iperf3", "--client", target.address, "--time", str(STREAM_S), "--omit", "1", "--json"]
+    server = subprocess.Popen([*target.prefix, *listen], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + STREAM_START_TIMEOUT_S
+    try:
+        while True:
+            result = subprocess.run(
+                [*source.prefix, *send],
+                capture_output=True,
+                text=True,
+                timeout=STREAM_S + COMMAND_TIMEOUT_S,
+                check=False,
+            )
+            measured = json.loads(result.stdout or "{}")
+            # Refused, with exit code 0, until the server listens.
+            if "error" not in measured or time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+    except subprocess.TimeoutExpired:
+        raise UnavailableError("iperf3 between two namespaces did not end") from None
+    finally:
+        server.kill()
+        server.wait()
+    try:
+        return float(measured["end"]["sum_received"]["bits_per_second"])
+    except KeyError:
+        why = measured.get("error") or result.stderr.strip() or "it printed no result"
+        raise UnavailableError(f"iperf3 between two namespaces failed: {why}") from None
+
+
+def _run(command: str) -> None:
+    result = subprocess.run(
+        command.split(), capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+    )
+    if result.returncode:
+        raise UnavailableError(f"`{command}` failed: {result.stderr.strip()}")
+
+
+def _remove(namespace: str) -> None:
+    """Delete it if it is there; a second Ctrl-C waits until that is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        subprocess.run(
+            ["ip", "netns", "delete", namespace],
+            capture_output=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
