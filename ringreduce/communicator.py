@@ -104,16 +104,13 @@ class Communicator:
             bind=rendezvous.bind_address(config),
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
+            streams=config.streams,
         )
         try:
             table, close_rendezvous = rendezvous.meet(config, link.address)
             try:
                 rank, size = config.rank, config.size
-                link.connect(
-                    job=table.job,
-                    next_address=table.addresses[(rank + 1) % size],
-                    previous_address=table.addresses[(rank - 1) % size],
-                )
+                link.connect(job=table.job, addresses=table.addresses)
                 self._ring = Ring(link, rank=rank, size=size, job=table.job)
                 on_host = [r for r in range(size) if table.hosts[r] == table.hosts[rank]]
                 if config.local_rank is None:

@@ -71,7 +71,7 @@ class Table:
 
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
-        addresses: where each rank's socket listens.
+        addresses: where each rank's sockets listen.
         hosts: name of each rank's host; equal for ranks that share one.
     """
 
@@ -85,7 +85,7 @@ def meet(config: Config, address: str) -> tuple[Table, Callable[[], None]]:
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
-        address: where this rank's own socket listens.
+        address: where this rank's own sockets listen; the others get it as it is.
 
     Returns:
         The table, and a function that closes this rank's side of the rendezvous. Call it
@@ -106,6 +106,7 @@ def meet(config: Config, address: str) -> tuple[Table, Callable[[], None]]:
         host=config.host_id or host_identity(),
         settings={
             "segment_bytes": config.segment_bytes,
+            "streams": config.streams,
             "transport": TRANSPORTS.index(config.transport),
         },
     )

@@ -79,6 +79,7 @@ class Ring:
         *,
         rings: int = 1,
         timeout_s: float = TIMEOUT_S,
+        streams: int = 1,
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -101,6 +102,7 @@ class Ring:
                         rendezvous_fd=None if rank else listener.fileno(),
                         job_id=job,
                         timeout_s=timeout_s,
+                        streams=streams,
                         join_timeout_s=60.0,
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
@@ -193,6 +195,7 @@ hold()
         (2, 1, "broadcast"),
         (3, 0, "barrier"),
         (3, 1, "all_reduce"),
+        (4, 3, "all_reduce"),
         (5, 2, "barrier"),
         (5, 4, "broadcast"),
     ],
@@ -213,22 +216,33 @@ def test_a_killed_rank_is_named_by_all_that_wait_for_it(
             assert fact["seconds"] < 0.5
 
 
-def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path) -> None:
-    program = """
-    ring = join()
-    data = np.zeros(4 << 20)
-    def call():
-        ring.all_reduce(data)
-        say("round")
-    attempt("result", lambda: until_error(call))
-    hold()
-    """
-    with Ring(tmp_path, 3, program) as ring:
+# Elements of 8 bytes: a large message around the ring, and a small one that is exchanged.
+LARGE, SMALL = 4 << 20, 100
+
+ROUNDS_OF_SUMS = """
+ring = join()
+data = np.zeros({count})
+def call():
+    ring.all_reduce(data)
+    say("round")
+attempt("result", lambda: until_error(call))
+attempt("again", ring.barrier)
+hold()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "streams"), [(3, LARGE, 1), (3, LARGE, 3), (4, SMALL, 1), (5, SMALL, 2)]
+)
+def test_a_rank_killed_in_the_middle_of_its_data_is_named(
+    tmp_path: Path, size: int, count: int, streams: int
+) -> None:
+    with Ring(tmp_path, size, ROUNDS_OF_SUMS.format(count=count), streams=streams) as ring:
         ring.wait("round", times=2)
         ring.workers[1].signal(signal.SIGKILL)
-        results = ring.wait("result", [0, 2])
-        assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
-        assert [fact["peer"] for fact in results] == [1, 1], results
+        results = ring.wait("result", ring.others(1))
+        assert [fact["kind"] for fact in results] == ["PeerLostError"] * (size - 1), results
+        assert [fact["peer"] for fact in results] == [1] * (size - 1), results
 
 
 def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path) -> None:
@@ -236,7 +250,7 @@ def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path) -> Non
     program = """
     if RANK == 1:
         from ringreduce.transport.zeromq import ZmqLink
-        ZmqLink.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ZmqLink.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     attempt("result", join)
     hold()
     """
@@ -266,18 +280,9 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path, ending: str, code: in
 # --- A rank is silent -----------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path) -> None:
-    program = """
-    ring = join()
-    data = np.ones(100_000)
-    def call():
-        ring.all_reduce(data)
-        say("round")
-    attempt("result", lambda: until_error(call))
-    attempt("again", ring.barrier)
-    hold()
-    """
-    with Ring(tmp_path, 3, program, timeout_s=2.0) as ring:
+@pytest.mark.parametrize("count", [100_000, SMALL])
+def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path, count: int) -> None:
+    with Ring(tmp_path, 3, ROUNDS_OF_SUMS.format(count=count), timeout_s=2.0) as ring:
         ring.wait("round", times=3)
         ring.workers[1].signal(signal.SIGSTOP)
         results = ring.wait("result", [0, 2])
@@ -489,7 +494,7 @@ def rounds(ring):
             return
 for rings in range(len(CONFIGS)):
     ring = join(rings)
-    say("ready", address=ring._link.address)
+    say("ready", address=ring._ring._link.address)
     attempt("result", lambda: rounds(ring))
     attempt("again", ring.barrier)
     ring.close()

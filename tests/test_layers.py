@@ -146,6 +146,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.rendezvous",
+        "ringreduce.transport.channel",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.zeromq",
     }
