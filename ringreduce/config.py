@@ -23,6 +23,7 @@ _CHOICES = (
     "RINGREDUCE_TIMEOUT_S",
     "RINGREDUCE_JOIN_TIMEOUT_S",
     "RINGREDUCE_SEGMENT_BYTES",
+    "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
     "RINGREDUCE_HOST_ID",
 )
@@ -36,9 +37,13 @@ TRANSPORTS = ("auto", "shm", "zmq")
 TIMEOUT_S = 30.0
 # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
 JOIN_TIMEOUT_S = 120.0
-# Half a MiB keeps a segment in the second-level cache while it is reduced. From 256 KiB to
-# 2 MiB it makes no difference beyond noise (docs/performance.md).
-SEGMENT_BYTES = 512 * 1024
+# Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
+# than 512 KiB, and 2 MiB is slower again (docs/performance.md).
+SEGMENT_BYTES = 1 << 20
+# More make no difference beyond noise on the machine and the links that were measured
+# (docs/performance.md); a single connection that cannot fill a fast, long line is what they
+# are for.
+STREAMS = 1
 
 # Read by the numerical libraries when they load; set for each worker by the launcher.
 _THREAD_VARIABLES = (
@@ -67,6 +72,8 @@ class Config:
         timeout_s: seconds without progress after which a call gives up.
         join_timeout_s: seconds for all ranks to meet.
         segment_bytes: payload of a full frame; equal on all ranks.
+        streams: connections to the next rank that large messages are spread over, each with
+            an I/O thread of its own; equal on all ranks.
         transport: one of `TRANSPORTS`; equal on all ranks.
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
@@ -86,6 +93,7 @@ class Config:
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
     segment_bytes: int = SEGMENT_BYTES
+    streams: int = STREAMS
     transport: str = "auto"
     host_id: str = ""
 
@@ -103,6 +111,7 @@ class Config:
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
+        self._require("streams", 1 <= self.streams <= 16, "1 to 16")
         self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
         self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
         if self.size > 1:

@@ -60,6 +60,7 @@ def form(config: Config) -> Formed:
             bind=rendezvous.bind_address(config),
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
+            streams=config.streams,
         )
     except BaseException:
         if shared is not None:
@@ -166,10 +167,6 @@ def _connect(
 
 def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, in which this rank is one."""
+    link.connect(job=table.job, addresses=table.addresses, members=members)
     place, size = members.index(config.rank), len(members)
-    link.connect(
-        job=table.job,
-        next_address=table.addresses[members[(place + 1) % size]],
-        previous_address=table.addresses[members[(place - 1) % size]],
-    )
     return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)

@@ -142,23 +142,31 @@ _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, ty
 
 
 @numba.njit(nogil=True, cache=True)
-def reduce_rows(rows: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any) -> None:
-    """Fill `target` with the reduction of `rows` over the first axis, in the order of the rows.
+def reduce_rows(
+    rows: Any, start: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any
+) -> None:
+    """Fill `target` with the reduction of `rows` over the first axis, row `start` first.
+
+    The rows before it follow in falling order, then the last one and those down to `start`:
+    rank order, for a rank `start` that holds in row j the row of the rank j places before it.
 
     Args:
         rows: uint8 of shape (size, nbytes), contiguous.
-        target: uint8 of shape (nbytes,), contiguous; may be a row of `rows` only if the first.
+        start: index of the row to begin with.
+        target: uint8 of shape (nbytes,), contiguous; may be no row of `rows` but that.
         elements: how many elements nbytes hold.
         combine: from `reduction`.
         finish: from `divide`; 0 for none.
         by: uint8, the bytes of the one element that `finish` divides by.
     """
-    first = rows.ctypes.data
+    memory = rows.ctypes.data
     to = target.ctypes.data
-    if to != first:
-        _memcpy(to, first, np.uint64(target.size))
-    for row in range(1, rows.shape[0]):
-        call_kernel(combine, to, first + row * target.size, elements)
+    size = rows.shape[0]
+    if to != memory + start * target.size:
+        _memcpy(to, memory + start * target.size, np.uint64(target.size))
+    for rank in range(1, size):
+        row = start - rank if start >= rank else start - rank + size
+        call_kernel(combine, to, memory + row * target.size, elements)
     if finish != 0:
         call_kernel(finish, to, by.ctypes.data, elements)
 

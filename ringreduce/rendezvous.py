@@ -73,7 +73,7 @@ class Table:
 
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
-        addresses: where each rank's socket listens.
+        addresses: where each rank's sockets listen.
         hosts: name of each rank's host; equal for ranks that share one.
         memory: what each rank announced of memory that it can share; empty for none.
     """
@@ -89,7 +89,7 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
-        address: where this rank's own socket listens.
+        address: where this rank's own sockets listen; the others get it as it is.
         memory: how ranks of the same host reach its memory; empty: they cannot.
 
     Returns:
@@ -112,6 +112,7 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
         memory=memory,
         settings={
             "segment_bytes": config.segment_bytes,
+            "streams": config.streams,
             "transport": TRANSPORTS.index(config.transport),
         },
     )

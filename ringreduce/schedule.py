@@ -14,8 +14,17 @@ the chunk received in one step is the chunk sent in the next, so a segment can l
 soon as it has been dealt with; that is the whole pipeline, and it is why one compiled
 loop runs every schedule of this file.
 
+Where latency rules, the ring's many steps cost more than its few bytes save. There an
+`Exchange` gives every rank all ranks' rows in ceil(log2(size)) steps; row j of a rank is
+that of the rank j places before it, so that each step sends what is held so far:
+
+    5 ranks   step 0           step 1            step 2           afterwards
+    holds     0                0 1               0 1 2 3          0 1 2 3 4
+    sends     0 to rank + 1    0 1 to rank + 2   0 to rank + 4
+
 See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 2009.
+workstations", JPDC 2009; Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for
+all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
 """
 
 from __future__ import annotations
@@ -28,12 +37,14 @@ __all__ = [
     "FORWARD",
     "REDUCE",
     "Action",
+    "Exchange",
     "Schedule",
     "all_gather",
     "all_reduce",
     "broadcast",
     "chunk_bounds",
     "chunk_length",
+    "exchange",
     "reduce_scatter",
     "segment_count",
 ]
@@ -80,6 +91,30 @@ class Schedule:
         if step < reducing:
             return f"reduce-scatter step {step + 1} of {reducing}"
         return f"all-gather step {step - reducing + 1} of {len(self.actions) - reducing}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The part of every rank in an exchange of rows; the same for all, seen from each.
+
+    Attributes:
+        distances: how far forward each step's rows go, and from how far behind others come.
+            Those that come in a step are laid down as rows ``distance, distance + 1, ...``.
+        counts: how many rows, from row 0 on, each step sends; as many arrive.
+    """
+
+    distances: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def describe_step(self, step: int) -> str:
+        """Name of `step` for an error message: ``exchange step 2 of 3``, counted from 1."""
+        return f"exchange step {step + 1} of {len(self.distances)}"
+
+
+def exchange(size: int) -> Exchange:
+    """Give every rank the rows of all ranks, in ceil(log2(size)) steps."""
+    distances = tuple(1 << step for step in range((size - 1).bit_length()))
+    return Exchange(distances, tuple(min(distance, size - distance) for distance in distances))
 
 
 def chunk_bounds(count: int, size: int) -> tuple[int, ...]:

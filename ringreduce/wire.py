@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,15 +144,21 @@ def signature_of(*parts: object) -> int:
     return int.from_bytes(digest, "little")
 
 
-def disagreement(received: Header, expected: Header) -> str:
-    """What two ranks disagree on, both sides, as the one that expected `expected` says it."""
+def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
+    """What two ranks disagree on, both sides, as the one that expected `expected` says it.
+
+    Args:
+        received, expected: the headers.
+        name: what to call the rank that a header gives.
+    """
+    sender, due = name(received.rank), name(expected.rank)
     ours, theirs = expected.describe(), received.describe()
-    text = f"is in {ours} while rank {received.rank} is in {theirs}"
+    text = f"is in {ours} while {sender} is in {theirs}"
     if ours == theirs:
         if received.signature != expected.signature:
             text += " with other gradients, shapes or root"
         elif received.rank != expected.rank:
-            text = f"expected frames of rank {expected.rank}, not of rank {received.rank}"
+            text = f"expected frames of {due}, not of {sender}"
         else:
             text += (
                 f" at step {received.step}, segment {received.segment} "

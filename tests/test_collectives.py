@@ -22,9 +22,9 @@ from tests import naive
 
 pytestmark = pytest.mark.usefixtures("way")
 
-SIZES = (1, 2, 3, 5)
-# Payloads up to this ride inline, and all-reduces up to this take the short way.
-LIMIT_BYTES = 16384
+SIZES = (1, 2, 3, 4, 5)
+# Payloads up to this ride inline.
+INLINE_BYTES = 16384
 
 
 def lengths(size: int) -> list[int]:
@@ -57,7 +57,8 @@ def way(request, monkeypatch):
 @pytest.fixture
 def always_ring(monkeypatch):
     """Small all-reduces go around the ring in chunks too, like large ones."""
-    monkeypatch.setattr(ring, "_SMALL_BYTES_MAX", -1)
+    monkeypatch.setattr(ring, "SMALL_BYTES_MAX", -1)
+    monkeypatch.setattr(ring, "SMALL_BYTES_MAX_OF_TWO", -1)
 
 
 def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **settings: Any) -> None:
@@ -105,22 +106,69 @@ def test_short_all_reduce_around_the_ring_gives_the_same(size):
     )
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("name", ["float16", "float32", "int8"])
-def test_all_reduce_on_both_sides_of_the_small_limit(name):
+def test_all_reduce_on_both_sides_of_the_small_limit(name, size):
     dtype = naive.DTYPES[name]
-    edge = LIMIT_BYTES // dtype.itemsize
-    assert_all_reduced(3, [(ReduceOp.MEAN, dtype, edge + more) for more in (-1, 0, 1)])
+    limit = ring.SMALL_BYTES_MAX_OF_TWO if size == 2 else ring.SMALL_BYTES_MAX
+    edge = limit // dtype.itemsize
+    assert_all_reduced(size, [(ReduceOp.MEAN, dtype, edge + more) for more in (-1, 0, 1)])
+
+
+def test_all_reduce_whose_rows_would_not_fit_a_frame_goes_around_the_ring(monkeypatch):
+    """Two rows travel in the second step of three ranks or more."""
+    monkeypatch.setattr(ring, "EXCHANGE_BYTES_MAX", 1000)
+    dtype = np.dtype(np.int8)
+    assert_all_reduced(4, [(ReduceOp.SUM, dtype, count) for count in (499, 500, 501, 1001)])
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 9])
+def test_small_all_reduce_of_a_larger_ring(size):
+    """Rings whose last step sends all rows, some of them, or one."""
+    assert_all_reduced(
+        size,
+        [
+            (op, dtype, count)
+            for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)
+            for dtype in naive.DTYPES.values()
+            for count in (0, 1, size, 1009)
+        ],
+    )
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_collectives_over_several_streams(size, streams):
+    """Fewer segments than streams, as many, and more; lengths at a segment's end."""
+    dtype = np.dtype(np.float32)
+    segment = 4096 // dtype.itemsize
+    counts = [size * segment * number + more for number in (1, 2, 3, 7) for more in (-1, 0, 1)]
+    cases = [(ReduceOp.SUM, dtype, count) for count in [0, 1, 100_003, *counts]]
+    assert_all_reduced(size, cases, segment_bytes=4096, streams=streams)
+
+
+def test_borrowed_segments_on_several_streams_are_free_once_the_call_has_returned():
+    def work(comm: Communicator) -> None:
+        array = np.empty(300_007)
+        for turn in range(20):
+            array[:] = turn + comm.rank
+            comm.all_reduce(array)
+            assert (array == 3 * turn + 3).all()
+            comm.broadcast(array, root=turn % 3)
+            array[:] = -1e9
+
+    ring_of_threads(3, work, segment_bytes=1 << 16, streams=3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_reduce_with_chunks_on_both_sides_of_the_inline_limit(size):
     dtype = np.dtype(np.float32)
-    edge = size * LIMIT_BYTES // dtype.itemsize
+    edge = size * INLINE_BYTES // dtype.itemsize
     more = (-size, -1, 0, 1, size)
     assert_all_reduced(size, [(ReduceOp.SUM, dtype, edge + extra) for extra in more])
 
 
-@pytest.mark.parametrize("segment_bytes", [64, 4096, LIMIT_BYTES, LIMIT_BYTES + 64, 1 << 15])
+@pytest.mark.parametrize("segment_bytes", [64, 4096, INLINE_BYTES, INLINE_BYTES + 64, 1 << 15])
 def test_all_reduce_in_many_segments(segment_bytes):
     """Inline segments and borrowed ones, full ones and a shorter last."""
     assert_all_reduced(

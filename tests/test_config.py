@@ -34,6 +34,7 @@ def test_every_variable_is_read():
         "RINGREDUCE_TIMEOUT_S": "2.5",
         "RINGREDUCE_JOIN_TIMEOUT_S": "9",
         "RINGREDUCE_SEGMENT_BYTES": "4096",
+        "RINGREDUCE_STREAMS": "3",
         "RINGREDUCE_TRANSPORT": "zmq",
         "RINGREDUCE_HOST_ID": "rack-3",
     }
@@ -48,6 +49,7 @@ def test_every_variable_is_read():
         timeout_s=2.5,
         join_timeout_s=9.0,
         segment_bytes=4096,
+        streams=3,
         transport="zmq",
         host_id="rack-3",
     )
@@ -183,6 +185,7 @@ members = st.integers(1, 1000).flatmap(
         timeout_s=st.floats(1e-3, 1e6),
         join_timeout_s=st.floats(1e-3, 1e6),
         segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
+        streams=st.integers(1, 16),
         transport=st.sampled_from(config_module.TRANSPORTS),
         host_id=st.text("abc-_0", max_size=20),
     )

@@ -81,6 +81,7 @@ class Ring:
         timeout_s: float = TIMEOUT_S,
         transport: str = "zmq",
         hosts: Sequence[str] = (),
+        streams: int = 1,
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -103,6 +104,7 @@ class Ring:
                         rendezvous_fd=None if rank else listener.fileno(),
                         job_id=job,
                         timeout_s=timeout_s,
+                        streams=streams,
                         join_timeout_s=60.0,
                         transport=transport,
                         host_id=hosts[rank] if hosts else "",
@@ -205,6 +207,7 @@ hold()
         (2, 1, "broadcast"),
         (3, 0, "barrier"),
         (3, 1, "all_reduce"),
+        (4, 3, "all_reduce"),
         (5, 2, "barrier"),
         (5, 4, "broadcast"),
     ],
@@ -225,22 +228,34 @@ def test_a_killed_rank_is_named_by_all_that_wait_for_it(
             assert fact["seconds"] < 0.5
 
 
-def test_a_rank_killed_in_the_middle_of_its_data_is_named(tmp_path: Path, transport: str) -> None:
-    program = """
-    ring = join()
-    data = np.zeros(4 << 20)
-    def call():
-        ring.all_reduce(data)
-        say("round")
-    attempt("result", lambda: until_error(call))
-    hold()
-    """
-    with Ring(tmp_path, 3, program, transport=transport) as ring:
+# Elements of 8 bytes: a large message around the ring, and a small one that is exchanged.
+LARGE, SMALL = 4 << 20, 100
+
+ROUNDS_OF_SUMS = """
+ring = join()
+data = np.zeros({count})
+def call():
+    ring.all_reduce(data)
+    say("round")
+attempt("result", lambda: until_error(call))
+attempt("again", ring.barrier)
+hold()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "streams"), [(3, LARGE, 1), (3, LARGE, 3), (4, SMALL, 1), (5, SMALL, 2)]
+)
+def test_a_rank_killed_in_the_middle_of_its_data_is_named(
+    tmp_path: Path, size: int, count: int, streams: int, transport: str
+) -> None:
+    program = ROUNDS_OF_SUMS.format(count=count)
+    with Ring(tmp_path, size, program, streams=streams, transport=transport) as ring:
         ring.wait("round", times=2)
         ring.workers[1].signal(signal.SIGKILL)
-        results = ring.wait("result", [0, 2])
-        assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
-        assert [fact["peer"] for fact in results] == [1, 1], results
+        results = ring.wait("result", ring.others(1))
+        assert [fact["kind"] for fact in results] == ["PeerLostError"] * (size - 1), results
+        assert [fact["peer"] for fact in results] == [1] * (size - 1), results
 
 
 def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transport: str) -> None:
@@ -249,7 +264,7 @@ def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transp
     if RANK == 1:
         from ringreduce.transport.shm import HostLink
         from ringreduce.transport.zeromq import ZmqLink
-        HostLink.run = ZmqLink.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        HostLink.run = ZmqLink.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     attempt("result", join)
     hold()
     """
@@ -281,18 +296,12 @@ def test_a_rank_that_leaves_early_is_named(
 # --- A rank is silent -----------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_timed_out_and_learns_of_it(tmp_path: Path, transport: str) -> None:
-    program = """
-    ring = join()
-    data = np.ones(100_000)
-    def call():
-        ring.all_reduce(data)
-        say("round")
-    attempt("result", lambda: until_error(call))
-    attempt("again", ring.barrier)
-    hold()
-    """
-    with Ring(tmp_path, 3, program, transport=transport, timeout_s=2.0) as ring:
+@pytest.mark.parametrize("count", [100_000, SMALL])
+def test_a_stopped_rank_is_timed_out_and_learns_of_it(
+    tmp_path: Path, count: int, transport: str
+) -> None:
+    program = ROUNDS_OF_SUMS.format(count=count)
+    with Ring(tmp_path, 3, program, timeout_s=2.0, transport=transport) as ring:
         ring.wait("round", times=3)
         ring.workers[1].signal(signal.SIGSTOP)
         results = ring.wait("result", [0, 2])

@@ -149,27 +149,30 @@ def test_reduce_rows_equals_its_naive_twin(op, dtype):
         assert same(target, naive.all_reduce(op, list(rows)))
 
 
-def test_reduce_rows_may_leave_the_result_in_the_first_row():
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_reduce_rows_may_leave_the_result_in_the_row_it_begins_with(start):
     rows = np.arange(15, dtype=np.float64).reshape(3, 5)
     expected = naive.all_reduce(ReduceOp.MEAN, list(rows.copy()))
-    reduce_rows(ReduceOp.MEAN, rows, rows[0])
-    assert (rows[0] == expected).all()
+    reduce_rows(ReduceOp.MEAN, rows, rows[start], start)
+    assert (rows[start] == expected).all()
 
 
-def test_reduce_rows_adds_in_the_order_of_the_rows():
-    """So that every rank, which has the same rows, gets the same bits."""
+@pytest.mark.parametrize("start", range(7))
+def test_reduce_rows_adds_downwards_from_the_row_it_begins_with(start):
+    """So that every rank, which has the others' rows in another order, gets the same bits."""
     rows = np.random.default_rng(3).standard_normal((7, 1009)).astype(np.float32)
     target = np.empty(1009, np.float32)
-    reduce_rows(ReduceOp.SUM, rows, target)
-    assert target.tobytes() == naive.all_reduce(ReduceOp.SUM, list(rows)).tobytes()
+    reduce_rows(ReduceOp.SUM, rows, target, start)
+    ordered = [rows[(start - rank) % 7] for rank in range(7)]
+    assert target.tobytes() == naive.all_reduce(ReduceOp.SUM, ordered).tobytes()
 
 
-def reduce_rows(op: ReduceOp, rows: np.ndarray, target: np.ndarray) -> None:
+def reduce_rows(op: ReduceOp, rows: np.ndarray, target: np.ndarray, start: int = 0) -> None:
     finish = kernels.divide(rows.dtype) if op is ReduceOp.MEAN else 0
     divisor = np.array([len(rows)], rows.dtype).view(np.uint8)
     combine = kernels.reduction(op, rows.dtype)
     rows_bytes, target_bytes = rows.view(np.uint8), target.view(np.uint8)
-    kernels.reduce_rows(rows_bytes, target_bytes, target.size, combine, finish, divisor)
+    kernels.reduce_rows(rows_bytes, start, target_bytes, target.size, combine, finish, divisor)
 
 
 HALVES = [naive.DTYPES[name] for name in naive.HALVES]

@@ -27,8 +27,9 @@ SOURCES = {
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
     "pure": ("schedule", "wire", "kernels", "buckets", "placement"),
-    "effects": ("native", "transport", "rendezvous"),
+    "effects": ("native", "handover", "transport", "rendezvous"),
     "collectives": ("collectives",),
+    "engine": ("engine",),
     "communicator": ("formation", "communicator"),
     "process": ("process",),
     "bridge": ("tensorflow",),
@@ -146,6 +147,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.rendezvous",
+        "ringreduce.transport.channel",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.zeromq",
     }

@@ -104,7 +104,11 @@ def hello(**fields: Any) -> bytes:
         "address": "tcp://127.0.0.1:9",
         "host": "elsewhere",
         "memory": "",
-        "settings": {"segment_bytes": Config().segment_bytes, "transport": 0},
+        "settings": {
+            "segment_bytes": Config().segment_bytes,
+            "streams": Config().streams,
+            "transport": 0,
+        },
     }
     return msgspec.msgpack.encode({**usual, **fields})
 
@@ -178,13 +182,14 @@ def test_rank_beyond_our_size_tells_of_different_sizes(meeting):
             member.result()
 
 
-def test_different_segment_bytes_are_a_mismatch_on_both_sides(meeting):
-    members = [meeting.join(0, 2), meeting.join(1, 2, segment_bytes=4096)]
+@pytest.mark.parametrize(("setting", "other"), [("segment_bytes", 4096), ("streams", 7)])
+def test_different_settings_are_a_mismatch_on_both_sides(meeting, setting, other):
+    members = [meeting.join(0, 2), meeting.join(1, 2, **{setting: other})]
     for member in members:
-        with pytest.raises(MismatchError, match="segment_bytes") as caught:
+        with pytest.raises(MismatchError) as caught:
             member.result()
-        assert "4096" in str(caught.value)
-        assert str(Config().segment_bytes) in str(caught.value)
+        assert f"'{setting}': {other}" in str(caught.value)
+        assert f"'{setting}': {getattr(Config(), setting)}" in str(caught.value)
         assert caught.value.peer == 1
 
 

@@ -116,6 +116,34 @@ def test_number_of_steps_is_the_least_possible(size):
         assert len(schedule.all_reduce(rank, size).chunks) == 2 * (size - 1)
 
 
+def run_exchange(size: int) -> list[list[int | None]]:
+    """Whose rows each rank holds after an exchange; asserts that no row is sent before it came."""
+    plan = schedule.exchange(size)
+    rows: list[list[int | None]] = [[rank] + [None] * (size - 1) for rank in range(size)]
+    for distance, count in zip(plan.distances, plan.counts, strict=True):
+        sent = [own[:count] for own in rows]
+        assert all(None not in frame for frame in sent)
+        for rank, own in enumerate(rows):
+            assert own[distance : distance + count] == [None] * count
+            own[distance : distance + count] = sent[(rank - distance) % size]
+    return rows
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_puts_the_row_of_the_rank_j_places_before_in_row_j(size):
+    assert run_exchange(size) == [[(rank - j) % size for j in range(size)] for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_exchange_takes_as_many_steps_as_doublings_reach_the_size(size):
+    steps = len(schedule.exchange(size).distances)
+    assert 2**steps >= size > (2**steps) // 2
+
+
+def test_describe_step_of_an_exchange_counts_from_one():
+    assert schedule.exchange(5).describe_step(2) == "exchange step 3 of 3"
+
+
 @pytest.mark.parametrize("steps", [schedule.all_reduce, schedule.reduce_scatter])
 def test_chunks_and_actions_have_equal_lengths(steps):
     for size in SIZES:

@@ -1,8 +1,11 @@
 """The collectives as passes around a ring: a schedule, a link and kernels put together.
 
+Small messages do not go round: each rank gets all ranks' whole buffers in a few long strides
+(`schedule.exchange`) and reduces them itself, in rank order.
+
 Arguments are taken as checked (`ringreduce.communicator` does that): one-dimensional,
 contiguous, equal on all ranks where they must be. Every method is one or a few passes
-around the ring; each pass has the next sequence number.
+around the ring; each pass has the next sequence number, and so has each exchange.
 
 16-bit floats are summed in float32: the reduce-scatter runs on a float32 copy and only its
 finished chunk is rounded, once, before the all-gather. Rounding at every hop instead would
@@ -11,14 +14,15 @@ halve the bytes of the reduce-scatter and lose the small addends of a large ring
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
 from ringreduce import kernels, schedule
 from ringreduce.errors import RingReduceError
-from ringreduce.transport.base import Link, RingCall, Traffic
+from ringreduce.transport.base import ExchangeCall, Link, RingCall, Traffic
+from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Header, Kind, signature_of
 
@@ -27,27 +31,36 @@ __all__ = ["Ring"]
 # Elements of a half-precision buffer that are widened at a time: a 16 MiB copy stays a small
 # part of memory and is long enough to fill the pipeline.
 _HALF_BLOCK = 1 << 22
-# An all-reduce up to this size exchanges whole buffers: latency rules there, and that has half
-# the steps. The limit is that of payloads which travel in one message (transport/loop.py).
-_SMALL_BYTES_MAX = 16384
-# Distinct calls remembered; a model has as many as it has buckets.
-_CALLS_KEPT = 256
+# Rows up to this many bytes are exchanged, which takes log2(size) steps instead of the ring's
+# 2 (size - 1) and moves size / 2 times its bytes. With 3 and 4 ranks that pays up to 256 KiB
+# over loopback, and up to 16 KiB on a link of 1 Gbit/s. Between two ranks it moves the same
+# bytes, so it never loses on the link; beyond 256 KiB it gains little (docs/performance.md).
+SMALL_BYTES_MAX = 1 << 14
+SMALL_BYTES_MAX_OF_TWO = 1 << 18
+# Distinct calls remembered; a model has as many as it has buckets. Those that have rows of their
+# own are kept in smaller number.
+_CALLS_KEPT, _EXCHANGES_KEPT = 256, 64
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Memory and call of a small all-reduce of one kind; the ring's own, used again each time.
+    """Memory and call of an exchange of one kind; the ring's own, used again each time.
 
-    `rows` holds every rank's buffer, shape (size, n); `flat` and `bytes` are views of it;
-    `wide` is its float32 copy for 16-bit floats. In `call` only the reduction is not the
-    all-gather's: it is applied afterwards.
+    Attributes:
+        call: what travels.
+        rows: shape (size, n), the buffers of all ranks; row j is that of the rank j before us.
+        bytes: the same as uint8.
+        wide: float32 copy of `rows` for 16-bit floats that are to be reduced.
+        combine, finish, divisor: kernels, as in a `RingCall`.
     """
 
-    call: RingCall
+    call: ExchangeCall
     rows: np.ndarray
-    flat: np.ndarray
     bytes: np.ndarray
-    wide: np.ndarray | None
+    wide: np.ndarray | None = None
+    combine: int = 0
+    finish: int = 0
+    divisor: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
 
 
 class Ring:
@@ -76,8 +89,10 @@ class Ring:
         self._mean_over = size if mean_over is None else mean_over
         self._job, self._epoch = job, epoch
         self._sequence = 0
+        self._most_rows = max(schedule.exchange(size).counts, default=0)
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
-        self._exchanging = lru_cache(_CALLS_KEPT)(self._make_exchanging)
+        self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
+        self._gathering_small = lru_cache(_EXCHANGES_KEPT)(self._make_gathering_small)
         self._gathering = lru_cache(_CALLS_KEPT)(self._make_gathering)
         self._broadcasting = lru_cache(_CALLS_KEPT)(self._make_broadcasting)
 
@@ -88,7 +103,7 @@ class Ring:
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
-        if flat.nbytes <= _SMALL_BYTES_MAX:
+        if self._is_small(flat.nbytes):
             self._all_reduce_small(flat, op, signature)
             return
         if not is_half(dtype_code(flat.dtype)):
@@ -98,25 +113,23 @@ class Ring:
             self._all_reduce_half(flat[start : start + _HALF_BLOCK], op, signature)
 
     def _all_reduce_small(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
-        """Pass the whole buffers round and let every rank reduce them all, in rank order.
-
-        Half the steps of the ring at size / 2 times its bytes: what counts here is the steps.
-        """
+        """Give every rank all ranks' buffers and let it reduce them, in rank order."""
         if self._size == 1:
             self._sequence += 1
             return
-        exchange = self._exchanging(flat.dtype, flat.size, op, signature)
-        exchange.rows[self._rank] = flat
-        self._run(exchange.call, exchange.flat)
-        call = exchange.call
-        rows, target = exchange.bytes, flat.view(np.uint8)
-        if exchange.wide is not None:
-            kernels.widen(exchange.flat, exchange.wide.reshape(-1))
-            rows = exchange.wide.view(np.uint8)
-            target = rows[0]
-        kernels.reduce_rows(rows, target, flat.size, call.combine, call.finish, call.divisor)
-        if exchange.wide is not None:
-            kernels.narrow(exchange.wide[0], flat)
+        own = self._exchanging(flat.dtype, flat.size, op, signature)
+        own.rows[0] = flat
+        self._exchange(own)
+        rows, target = own.bytes, flat.view(np.uint8)
+        if own.wide is not None:
+            kernels.widen(own.rows.reshape(-1), own.wide.reshape(-1))
+            rows = own.wide.view(np.uint8)
+            target = rows[self._rank]
+        kernels.reduce_rows(
+            *(rows, self._rank, target, flat.size, own.combine, own.finish, own.divisor)
+        )
+        if own.wide is not None:
+            kernels.narrow(own.wide[self._rank], flat)
 
     def _all_reduce_half(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
         wide = np.empty(flat.size, np.float32)
@@ -144,8 +157,18 @@ class Ring:
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
     ) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
-        if self._size > 1:
-            self._run(self._gathering(kind, flat.dtype, bounds, signature), flat)
+        if self._size == 1:
+            return
+        count = bounds[1]
+        if self._is_small(count * flat.itemsize) and bounds == _even_bounds(count, self._size):
+            own = self._gathering_small(kind, flat.dtype, count, signature)
+            own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
+            self._exchange(own)
+            # Row j is that of the rank j places before us.
+            order = (self._rank - np.arange(self._size)) % self._size
+            flat.reshape(self._size, count)[order] = own.rows
+            return
+        self._run(self._gathering(kind, flat.dtype, bounds, signature), flat)
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
         """Fill `flat` on every rank with that of `root`."""
@@ -153,8 +176,9 @@ class Ring:
             self._run(self._broadcasting(kind, flat.dtype, flat.size, root), flat)
 
     def barrier(self) -> None:
-        """Return once every rank has called it: an all-gather of nothing."""
-        self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
+        """Return once every rank has called it: an exchange of nothing."""
+        if self._size > 1:
+            self._exchange(self._gathering_small(Kind.BARRIER, _NOTHING.dtype, 0, 0))
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """None: libzmq sends from any memory."""
@@ -193,7 +217,17 @@ class Ring:
         self._sequence += 1
         self._link.run(call, flat, self._sequence - 1)
 
-    # The four below are made once for each kind of call and kept: a training loop makes the
+    def _exchange(self, own: _Exchange) -> None:
+        assert self._link is not None
+        self._sequence += 1
+        self._link.exchange(own.call, own.bytes, self._sequence - 1)
+
+    def _is_small(self, nbytes: int) -> bool:
+        """Whether rows of this length are exchanged; all ranks come to the same answer."""
+        limit = SMALL_BYTES_MAX_OF_TWO if self._size == 2 else SMALL_BYTES_MAX
+        return nbytes <= limit and nbytes * self._most_rows <= EXCHANGE_BYTES_MAX
+
+    # Those below are made once for each kind of call and kept: a training loop makes the
     # same few for ever, and making one costs more than sending a kilobyte.
 
     def _make_reducing(
@@ -224,19 +258,28 @@ class Ring:
         half = is_half(dtype_code(dtype))
         computed = np.dtype(np.float32) if half else dtype
         mean = op is ReduceOp.MEAN
-        call = RingCall.make(
-            self._header(Kind.ALL_REDUCE, dtype, count, op=op, signature=signature),
-            schedule.all_gather(self._rank, self._size),
-            tuple(count * rank for rank in range(self._size + 1)),
-            size=self._size,
-            itemsize=dtype.itemsize,
+        header = self._header(Kind.ALL_REDUCE, dtype, count, op=op, signature=signature)
+        plain = self._rows(header, dtype, count)
+        return replace(
+            plain,
+            wide=np.empty(plain.rows.shape, np.float32) if half else None,
             combine=kernels.reduction(op, computed),
             finish=kernels.divide(computed) if mean else 0,
-            divisor=np.array([self._mean_over], computed) if mean else None,
+            divisor=np.array([self._mean_over if mean else 0], computed).view(np.uint8),
         )
+
+    def _make_gathering_small(
+        self, kind: Kind, dtype: np.dtype, count: int, signature: int
+    ) -> _Exchange:
+        header = self._header(kind, dtype, count * self._size, signature=signature)
+        return self._rows(header, dtype, count)
+
+    def _rows(self, header: Header, dtype: np.dtype, count: int) -> _Exchange:
+        """An exchange of rows of `count` elements."""
+        plan = schedule.exchange(self._size)
+        call = ExchangeCall.make(header, plan, count * dtype.itemsize, size=self._size)
         rows = np.empty((self._size, count), dtype)
-        wide = np.empty(rows.shape, np.float32) if half else None
-        return _Exchange(call, rows, rows.reshape(-1), rows.view(np.uint8), wide)
+        return _Exchange(call, rows, rows.view(np.uint8))
 
     def _make_gathering(
         self, kind: Kind, dtype: np.dtype, bounds: tuple[int, ...], signature: int
@@ -275,3 +318,8 @@ class Ring:
 
 
 _NOTHING = np.empty(0, np.uint8)
+
+
+def _even_bounds(count: int, size: int) -> tuple[int, ...]:
+    """Bounds of `size` chunks of `count` elements each."""
+    return tuple(range(0, count * size + 1, count)) if count else (0,) * (size + 1)

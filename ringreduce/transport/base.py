@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 
 from ringreduce.errors import RingReduceError
-from ringreduce.schedule import Schedule
+from ringreduce.schedule import FORWARD, Exchange, Schedule
 from ringreduce.wire import Header, Kind, encode
 
-__all__ = ["Link", "RingCall", "Traffic"]
+__all__ = ["ExchangeCall", "Link", "RingCall", "Traffic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +82,94 @@ class RingCall:
         """Name of the collective for an error message."""
         return Kind(self.header.kind).label
 
+    @property
+    def steps(self) -> int:
+        """How many chunks this rank receives."""
+        return len(self.schedule.chunks)
+
+    def number(self, sequence: int) -> None:
+        """Make this the call `sequence` of the ring, in all headers."""
+        self.outgoing[3] = self.incoming[3] = sequence
+
+    def expected(self, step: int) -> np.ndarray:
+        """The header due in `step`, with segment and length where the loop stands."""
+        return self.incoming
+
+    def describe_step(self, step: int) -> str:
+        """Name of `step` for an error message."""
+        return self.schedule.describe_step(step)
+
+    def sends_to(self, step: int, started: int) -> tuple[int, ...]:
+        """Distances to the ranks that still wait for a frame of ours, in or after `step`."""
+        return (1,) if any(action & FORWARD for action in self.schedule.actions[step:]) else ()
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeCall:
+    """One kind of exchange of rows, made once and run for every call like it.
+
+    Attributes:
+        header: what agrees on all ranks, but for the sequence number.
+        plan: the steps.
+        row_bytes: length of a row.
+        outgoing, incoming: uint64 of shape (steps, 8), the headers this rank sends and
+            expects, complete but for the sequence number.
+        distances_array, counts_array: int64, those of the plan.
+    """
+
+    header: Header
+    plan: Exchange
+    row_bytes: int
+    outgoing: np.ndarray
+    incoming: np.ndarray
+    distances_array: np.ndarray
+    counts_array: np.ndarray
+
+    @classmethod
+    def make(cls, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> ExchangeCall:
+        """A call of rank `header.rank` in a ring of `size`."""
+        steps = range(len(plan.distances))
+        frames = [
+            replace(header, step=step, nbytes=plan.counts[step] * row_bytes) for step in steps
+        ]
+        sources = [(header.rank - distance) % size for distance in plan.distances]
+        return cls(
+            header=header,
+            plan=plan,
+            row_bytes=row_bytes,
+            outgoing=np.array([encode(frames[step]) for step in steps]),
+            incoming=np.array([encode(replace(frames[s], rank=sources[s])) for s in steps]),
+            distances_array=np.array(plan.distances, np.int64),
+            counts_array=np.array(plan.counts, np.int64),
+        )
+
+    @property
+    def operation(self) -> str:
+        """Name of the collective for an error message."""
+        return Kind(self.header.kind).label
+
+    @property
+    def steps(self) -> int:
+        """How many frames this rank receives."""
+        return len(self.plan.distances)
+
+    def number(self, sequence: int) -> None:
+        """Make this the call `sequence` of the ring, in all headers."""
+        self.outgoing[:, 3] = self.incoming[:, 3] = sequence
+
+    def expected(self, step: int) -> np.ndarray:
+        """The header due in `step`."""
+        header: np.ndarray = self.incoming[step]
+        return header
+
+    def describe_step(self, step: int) -> str:
+        """Name of `step` for an error message."""
+        return self.plan.describe_step(step)
+
+    def sends_to(self, step: int, started: int) -> tuple[int, ...]:
+        """Distances to the ranks that still wait for a frame of ours, `started` being sent."""
+        return self.plan.distances[started:]
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -93,7 +181,7 @@ class Traffic:
 
 
 class Link(Protocol):
-    """Both one-way channels of a rank: to the next rank and from the previous one."""
+    """The one-way channels of a rank: to the next ranks and from the previous ones."""
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous, which is the caller's own again afterwards.
@@ -107,8 +195,20 @@ class Link(Protocol):
         After any exception the link is broken: `abort`, then `close`.
         """
 
+    def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
+        """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
+
+        Afterwards row j is what the rank j places before this one has put in its row 0.
+
+        Raises:
+            As `run`.
+        """
+
     def abort(self, cause: RingReduceError) -> None:
-        """Tell the next rank why this one gives up; at most about a second. Never raises."""
+        """Tell the next ranks why this one gives up; at most about a second. Never raises."""
+
+    def interrupt(self) -> None:
+        """Have a call that runs in another thread end soon, with PeerLostError about this rank."""
 
     def close(self) -> None:
         """Say goodbye and free sockets and threads; at most about a second. Never raises."""

@@ -1,4 +1,4 @@
-"""The ring itself: one compiled function that runs any schedule over two ZeroMQ sockets.
+"""The ring itself: one compiled function that runs any schedule over pairs of ZeroMQ sockets.
 
 For each segment that arrives: check its header, combine it with our own (or copy it), and
 send it on, all without Python and without the GIL:
@@ -6,12 +6,16 @@ send it on, all without Python and without the GIL:
       previous rank                      this rank                         next rank
       ------------->  header == expected?  combine/copy  finish?  forward  ------------->
 
+Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets,
+and is received from there in that order: several connections, and nothing to put in order.
+
 Sending borrows the caller's buffer (``zmq_msg_init_data``); nothing is copied on the way
 out. A ring confirms by its data flow that a segment of the reduce-scatter has left before
 its memory changes, since the sum that overwrites it depends on its arrival. Nothing
 confirms the all-gather's. So libzmq's free callback counts the borrowed segments that it
-has written out, and the function returns only when all have been: afterwards the caller
-may do with the buffer what it likes.
+has written out, for each socket by itself since their I/O threads may differ, and the
+function returns only when all have been: afterwards the caller may do with the buffer what
+it likes.
 
 Sending never blocks: the outgoing queue is unbounded, which costs little because it holds
 borrowed memory. How far a sender may run ahead is bounded at the receiver, whose queue
@@ -64,23 +68,31 @@ FAILED = 8  # libzmq reported the errno in state[ERRNO]
 # Where the loop stands: indices into `state`, int64.
 STEP = 0
 SEGMENT = 1
-STARTED = 2  # segments of the first chunk sent
-BORROWED = 3  # segments handed to libzmq without a copy, ever
+STARTED = 2  # segments of the first chunk sent; of an exchange, steps whose rows are sent
+CHANNEL = 3  # index of the socket used last
 FRAMES = 4  # frames received, ever: how progress is seen
 BYTES_SENT = 5
 BYTES_RECEIVED = 6
 CONTROL_BYTES = 7
 ERRNO = 8
-SOURCE = 9  # file descriptor the last frame came from
-STATE_WORDS = 10
+STATE_WORDS = 9
+
+# What is kept of each pair of sockets: columns of `channels`, int64, one row for each pair.
+SENDER = 0  # address of the socket to a next rank
+RECEIVER = 1  # address of the socket from a previous rank
+BORROWED = 2  # frames handed to the sender without a copy, ever
+SOURCE = 3  # file descriptor the last frame came from; NO_SOURCE before the first
+CHANNEL_WORDS = 4
+NO_SOURCE = -1
 
 # Payloads up to this ride behind the header in the same message, by a copy: below it, the
 # copy is cheaper than a second message and the wait for its release.
 INLINE_BYTES_MAX = 16384
 
+HEADER_BYTES = 64
+
 # libzmq's constants: flags, errno values and message properties of the C API.
 _DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
-_HEADER_BYTES = 64
 _FIRST_CONTROL_KIND = 128
 _EINTR, _EAGAIN = errno.EINTR, errno.EAGAIN
 # How long to wait for borrowed segments before the caller gets to look at the clock.
@@ -89,8 +101,8 @@ _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 
 @numba.njit(nogil=True, cache=True)
 def run(
-    sender: Any,
-    receiver: Any,
+    channels: Any,
+    streams: Any,
     memory: Any,
     bounds: Any,
     first: Any,
@@ -114,7 +126,8 @@ def run(
     """Run one rank's schedule from where `state` stands; return one of the codes above.
 
     Args:
-        sender, receiver: addresses of the sockets to the next and from the previous rank.
+        channels: int64 of shape (number, CHANNEL_WORDS), see above.
+        streams: how many of them, from the first on, lead to the next rank.
         memory: uint8, what all chunks lie in.
         bounds: int64, byte offset of each chunk and the end of the last.
         first, chunks, actions, offset: the `Schedule`; arrays are int64.
@@ -122,7 +135,8 @@ def run(
             segment and length words are filled in here.
         segment_bytes: payload bytes of a full frame, a multiple of `itemsize`.
         combine, finish: kernel addresses; `divisor`, uint8, is what finish takes as source.
-        release: address of the callback that counts released segments in `released[0]`.
+        release: address of the callback that counts channel c's released segments in
+            ``released[c]``, int64.
         state: int64 of shape (STATE_WORDS,), see above.
         message: uint8 of shape (128,), room for two zmq_msg_t.
         received: uint64 of shape (8,), the last header that arrived.
@@ -136,8 +150,8 @@ def run(
         segments = _segments(bounds, first, segment_bytes)
         while state[STARTED] < segments:
             status = _send(
-                sender, buffer, bounds, first, state[STARTED], offset, outgoing,
-                segment_bytes, release, released, state, first_msg,
+                channels, state[STARTED] % streams, buffer, bounds, first, state[STARTED], offset,
+                outgoing, segment_bytes, release, released, state, first_msg,
             )  # fmt: skip
             if status != DONE:
                 return status
@@ -150,25 +164,24 @@ def run(
         segments = _segments(bounds, chunk, segment_bytes)
         while state[SEGMENT] < segments:
             segment = state[SEGMENT]
+            stream = segment % streams
             start = bounds[chunk] + segment * segment_bytes
             nbytes = min(segment_bytes, bounds[chunk + 1] - start)
+            separate = nbytes > INLINE_BYTES_MAX
             incoming[5] = np.uint64(step + offset) | (np.uint64(segment) << np.uint64(32))
             incoming[6] = np.uint64(nbytes)
 
-            zmq_msg_init(first_msg)
-            if zmq_msg_recv(first_msg, receiver, 0) < 0:
-                return _receive_failed(state)
-            state[SOURCE] = zmq_msg_get(first_msg, _SRCFD)
-            status = _check(first_msg, incoming, received, nbytes, control, state)
+            status = receive_header(
+                channels, stream, first_msg, incoming, received, 0 if separate else nbytes,
+                separate, control, state,
+            )  # fmt: skip
             if status != DONE:
-                zmq_msg_close(first_msg)
                 return status
-            payload = zmq_msg_data(first_msg) + _HEADER_BYTES
-            separate = nbytes > INLINE_BYTES_MAX
+            payload = zmq_msg_data(first_msg) + HEADER_BYTES
             if separate:
                 # Parts of one message arrive together, so this does not wait.
                 zmq_msg_init(second_msg)
-                if zmq_msg_recv(second_msg, receiver, 0) < 0:
+                if zmq_msg_recv(second_msg, channels[stream, RECEIVER], 0) < 0:
                     zmq_msg_close(first_msg)
                     return _receive_failed(state)
                 if zmq_msg_size(second_msg) != nbytes or zmq_msg_more(second_msg) != 0:
@@ -194,7 +207,7 @@ def run(
             state[SEGMENT] += 1
             if action & 4:
                 status = _send(
-                    sender, buffer, bounds, chunk, segment, step + offset + 1, outgoing,
+                    channels, stream, buffer, bounds, chunk, segment, step + offset + 1, outgoing,
                     segment_bytes, release, released, state, first_msg,
                 )  # fmt: skip
                 if status != DONE:
@@ -203,29 +216,78 @@ def run(
         state[SEGMENT] = 0
 
     for _ in range(_DRAIN_YIELDS):
-        if released[0] >= state[BORROWED]:
+        if _is_released(channels, released, streams):
             return DONE
         sched_yield()
     for _ in range(_DRAIN_SLEEPS):
-        if released[0] >= state[BORROWED]:
+        if _is_released(channels, released, streams):
             return DONE
         usleep(np.uint32(_DRAIN_SLEEP_US))
     return DRAINING
 
 
 @numba.njit(nogil=True, cache=True)
-def post(sender: Any, frame: Any, release: Any, released: Any, state: Any, message: Any) -> Any:
-    """Queue `frame`, uint8, header included, for the next rank; return DONE or why not.
+def post(
+    channels: Any, channel: Any, frame: Any, release: Any, released: Any, state: Any, message: Any
+) -> Any:
+    """Queue `frame`, uint8, header included, on `channel`; return DONE or why not.
 
-    The frame is borrowed like a segment: it has left when ``released[0]`` has reached
-    ``state[BORROWED]``, and must live until then.
+    The frame is borrowed like a segment: it has left when ``released[channel]`` has reached
+    ``channels[channel, BORROWED]``, and must live until then.
     """
     msg = message.ctypes.data
-    zmq_msg_init_data(msg, frame.ctypes.data, np.uint64(frame.size), release, released.ctypes.data)
-    state[BORROWED] += 1
-    if zmq_msg_send(msg, sender, _DONTWAIT) < 0:
-        return _send_failed(state, msg)
+    counter = released.ctypes.data + 8 * channel
+    zmq_msg_init_data(msg, frame.ctypes.data, np.uint64(frame.size), release, counter)
+    channels[channel, BORROWED] += 1
+    return send_message(channels, channel, msg, 0, state)
+
+
+@numba.njit(nogil=True, cache=True)
+def send_message(channels: Any, channel: Any, msg: Any, flags: Any, state: Any) -> Any:
+    """Queue the message at address `msg` on `channel`, without waiting; return DONE or why not."""
+    state[CHANNEL] = channel
+    if zmq_msg_send(msg, channels[channel, SENDER], _DONTWAIT | flags) < 0:
+        state[ERRNO] = zmq_errno()
+        zmq_msg_close(msg)
+        # The queue is unbounded, so "try again" can only mean that there is no connection.
+        return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED
     return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def receive_header(
+    channels: Any,
+    channel: Any,
+    msg: Any,
+    expected: Any,
+    received: Any,
+    inline_bytes: Any,
+    is_more: Any,
+    control: Any,
+    state: Any,
+) -> Any:
+    """Receive the message that begins the frame due, at address `msg`; return DONE or why not.
+
+    It is the caller's to close after DONE, and closed after anything else.
+
+    Args:
+        channels, channel: where from.
+        msg: room for a zmq_msg_t.
+        expected: uint64 of shape (8,), the header due.
+        received: where the one that came is left.
+        inline_bytes: payload bytes due behind the header.
+        is_more: whether a second part is due.
+        control, state: as for `run`.
+    """
+    state[CHANNEL] = channel
+    zmq_msg_init(msg)
+    if zmq_msg_recv(msg, channels[channel, RECEIVER], 0) < 0:
+        return _receive_failed(state)
+    channels[channel, SOURCE] = zmq_msg_get(msg, _SRCFD)
+    status = _check(msg, expected, received, inline_bytes, is_more, control, state)
+    if status != DONE:
+        zmq_msg_close(msg)
+    return status
 
 
 @numba.njit(nogil=True, cache=True)
@@ -235,8 +297,18 @@ def _segments(bounds: Any, chunk: Any, segment_bytes: Any) -> Any:
 
 
 @numba.njit(nogil=True, cache=True)
+def _is_released(channels: Any, released: Any, streams: Any) -> Any:
+    """Whether libzmq has written out everything that the streams have borrowed."""
+    for stream in range(streams):  # noqa: SIM110  numba compiles no generators with all()
+        if released[stream] < channels[stream, BORROWED]:
+            return False
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
 def _send(
-    sender: Any,
+    channels: Any,
+    channel: Any,
     buffer: Any,
     bounds: Any,
     chunk: Any,
@@ -249,7 +321,7 @@ def _send(
     state: Any,
     msg: Any,
 ) -> Any:
-    """Queue one segment for the next rank; large ones are borrowed, not copied."""
+    """Queue one segment on `channel`; large ones are borrowed, not copied."""
     start = bounds[chunk] + segment * segment_bytes
     nbytes = min(segment_bytes, bounds[chunk + 1] - start)
     outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
@@ -257,44 +329,53 @@ def _send(
     separate = nbytes > INLINE_BYTES_MAX
     inline_bytes = 0 if separate else nbytes
 
-    zmq_msg_init_size(msg, np.uint64(_HEADER_BYTES + inline_bytes))
+    zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
     data = zmq_msg_data(msg)
-    memcpy(data, outgoing.ctypes.data, np.uint64(_HEADER_BYTES))
+    memcpy(data, outgoing.ctypes.data, np.uint64(HEADER_BYTES))
     if inline_bytes > 0:
-        memcpy(data + _HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
-    if zmq_msg_send(msg, sender, _DONTWAIT | (_SNDMORE if separate else 0)) < 0:
-        return _send_failed(state, msg)
+        memcpy(data + HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
+    status = send_message(channels, channel, msg, _SNDMORE if separate else 0, state)
+    if status != DONE:
+        return status
     if separate:
-        zmq_msg_init_data(msg, buffer + start, np.uint64(nbytes), release, released.ctypes.data)
-        state[BORROWED] += 1
-        if zmq_msg_send(msg, sender, _DONTWAIT) < 0:
-            return _send_failed(state, msg)
+        counter = released.ctypes.data + 8 * channel
+        zmq_msg_init_data(msg, buffer + start, np.uint64(nbytes), release, counter)
+        channels[channel, BORROWED] += 1
+        status = send_message(channels, channel, msg, 0, state)
+        if status != DONE:
+            return status
     state[BYTES_SENT] += nbytes
     return DONE
 
 
 @numba.njit(nogil=True, cache=True)
-def _check(msg: Any, incoming: Any, received: Any, nbytes: Any, control: Any, state: Any) -> Any:
+def _check(
+    msg: Any,
+    expected: Any,
+    received: Any,
+    inline_bytes: Any,
+    is_more: Any,
+    control: Any,
+    state: Any,
+) -> Any:
     """Compare the header in `msg` with the one due; copy it to `received`."""
     size = np.int64(zmq_msg_size(msg))
-    if size < _HEADER_BYTES:
+    if size < HEADER_BYTES:
         received[:] = 0
         return FOREIGN
     data = zmq_msg_data(msg)
-    memcpy(received.ctypes.data, data, np.uint64(_HEADER_BYTES))
+    memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
     low_40_bits = np.uint64(0xFFFFFFFFFF)
-    if (received[0] ^ incoming[0]) & low_40_bits != 0 or received[1] != incoming[1]:
+    if (received[0] ^ expected[0]) & low_40_bits != 0 or received[1] != expected[1]:
         return FOREIGN
     if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
-        state[CONTROL_BYTES] = min(size - _HEADER_BYTES, control.size)
-        memcpy(control.ctypes.data, data + _HEADER_BYTES, np.uint64(state[CONTROL_BYTES]))
+        state[CONTROL_BYTES] = min(size - HEADER_BYTES, control.size)
+        memcpy(control.ctypes.data, data + HEADER_BYTES, np.uint64(state[CONTROL_BYTES]))
         return CONTROL
     for word in range(8):
-        if received[word] != incoming[word]:
+        if received[word] != expected[word]:
             return MISMATCH
-    separate = nbytes > INLINE_BYTES_MAX
-    inline_bytes = 0 if separate else nbytes
-    if size != _HEADER_BYTES + inline_bytes or (zmq_msg_more(msg) != 0) != separate:
+    if size != HEADER_BYTES + inline_bytes or (zmq_msg_more(msg) != 0) != is_more:
         return MISSHAPEN
     return DONE
 
@@ -303,11 +384,3 @@ def _check(msg: Any, incoming: Any, received: Any, nbytes: Any, control: Any, st
 def _receive_failed(state: Any) -> Any:
     state[ERRNO] = zmq_errno()
     return WAITING if state[ERRNO] == _EAGAIN or state[ERRNO] == _EINTR else FAILED
-
-
-@numba.njit(nogil=True, cache=True)
-def _send_failed(state: Any, msg: Any) -> Any:
-    state[ERRNO] = zmq_errno()
-    zmq_msg_close(msg)
-    # The queue is unbounded, so "try again" can only mean that there is no connection.
-    return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED

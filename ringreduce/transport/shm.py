@@ -297,7 +297,10 @@ class HostLink:
         if status == _MISMATCH:
             theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
-            return MismatchError(wire.disagreement(theirs, ours), **self._where(call, index))
+            named = f"rank {self._members[index]}"
+            return MismatchError(
+                wire.disagreement(theirs, ours, lambda _: named), **self._where(call, index)
+            )
         return ProtocolError(
             f"found what cannot be in the memory of rank {self._members[index]}",
             **self._where(call, index),

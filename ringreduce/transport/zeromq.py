@@ -1,11 +1,13 @@
-"""The ring over ZeroMQ: two sockets, the clock, and what to do when the loop stops.
+"""The ring over ZeroMQ: sockets to and from neighbours, the clock, and what stops a loop.
 
-Each rank binds a PULL socket for the previous rank and connects a PUSH socket to the next
-one. The compiled loop (`ringreduce.transport.loop`) does the work; this file decides what
-the loop leaves open: whether the neighbour is merely slow, gone, or of another opinion.
+Each rank binds a PULL socket for every connection that another rank makes to it, and connects
+a PUSH socket to each of those it sends to (`ringreduce.transport.channel`): `streams` of them
+to the next rank, and one to the ranks 2, 4, 8, ... places ahead, for the exchanges. The
+compiled loops (`ringreduce.transport.loop`, `.exchange`) do the work; this file decides what
+they leave open: whether a neighbour is merely slow, gone, or of another opinion.
 
-Threads: one of libzmq's for I/O in each link's own context; it ends in `close`. A link is
-used by one thread at a time (the communicator holds a lock).
+Threads: libzmq's for I/O, `streams` of them in each link's own context; they end in `close`.
+A link is used by one thread at a time (the communicator holds a lock).
 
 Memory: a call's buffer is lent to libzmq until `run` returns. When `run` fails, libzmq may
 still hold pieces of it; the link keeps the array alive until its context is gone.
@@ -14,14 +16,13 @@ still hold pieces of it; the link keeps the array alive until its context is gon
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
-from ringreduce import errors, wire
+from ringreduce import schedule, wire
 from ringreduce.errors import (
     ClosedError,
     MismatchError,
@@ -31,45 +32,42 @@ from ringreduce.errors import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.schedule import FORWARD
-from ringreduce.transport import libzmq, loop
-from ringreduce.transport.base import RingCall, Traffic
+from ringreduce.transport import exchange, libzmq, loop
+from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
+from ringreduce.transport.channel import Incoming, Outgoing
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
 
-__all__ = ["RECEIVE_QUEUE_FRAMES", "ZmqLink"]
+__all__ = ["ZmqLink"]
 
-# Frames that may wait at a receiver. Two keep the wire busy while one is reduced; up to 16
-# make no difference beyond noise (docs/performance.md) and cost memory.
-RECEIVE_QUEUE_FRAMES = 4
 # How long the loop waits for a frame before it asks the clock, the monitors and Python's
 # signal handlers: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
 _SLICE_MS = 50
-_RECONNECT_MS = 24 * 3600 * 1000
-# While the ring forms, a connection that has not come yet cannot be told from one that never
-# will. Silence of this length then counts against a neighbour that has left a trace of leaving.
-_FORMING_QUIET_S = 3.0
+# Some neighbours may leave before we are done: in an exchange, those whose rows we have and who
+# have ours. While the ring forms, a connection that has not come yet cannot be told from one
+# that never will. Silence of this length then counts against one that has left.
+_QUIET_S = 3.0
 # A goodbye, an abort and the segments before it get this long to leave.
 _LINGER_S = 1.0
-# An abort carries one error's text; more than this is cut off.
-_CONTROL_BYTES_MAX = 16384
 
-
-class _Cause(msgspec.Struct):
-    """Payload of an ABORT frame: an error, and the rank that met it first."""
-
-    error: str
-    origin: int
-    text: str
-    peer: int | None
+_Call = RingCall | ExchangeCall
 
 
 class ZmqLink:
-    """A `Link` over two ZeroMQ sockets; see the module for who owns what.
+    """A `Link` over ZeroMQ sockets; see the module for who owns what.
+
+    It listens before the ranks have met, for a ring of all of them; `connect` then says which
+    of them its ring is made of, and closes what that does not need.
 
     Args:
-        rank, size: place in the ring.
+        rank, size: this rank, and the number of ranks of the job.
         bind: address to listen on, such as ``tcp://127.0.0.1:*``.
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
+        streams: connections to the next rank that segments take turns on, equal on all ranks.
+
+    Attributes:
+        address: where the sockets listen, for the other ranks' `connect`: an address with the
+            ports of the streams and then of the longer distances, separated by commas.
 
     Raises:
         NativeError: libzmq cannot be called from compiled code.
@@ -77,76 +75,106 @@ class ZmqLink:
     """
 
     def __init__(
-        self, *, rank: int, size: int, bind: str, segment_bytes: int, timeout_s: float
+        self,
+        *,
+        rank: int,
+        size: int,
+        bind: str,
+        segment_bytes: int,
+        timeout_s: float,
+        streams: int = 1,
     ) -> None:
         libzmq.load()
         libzmq.keep_large_blocks()
-        self._rank, self._size = rank, size
-        self._next, self._previous = (rank + 1) % size, (rank - 1) % size
+        self._rank, self._world_size = rank, size
+        # Errors speak of ranks of the job; frames and schedules, of places in the ring.
+        self._place, self._members = rank, tuple(range(size))
+        self._streams = streams
+        # Of each pair of sockets: how far ahead its sender goes.
+        self._distances = _distances(size, streams)
         self._segment_bytes = segment_bytes
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
+        self._has_failed = False
 
-        self._context = zmq.Context(io_threads=1)
-        self._receiver = self._context.socket(zmq.PULL)
-        # Watched from the start, so that no connection comes or goes unseen.
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        self._previous_events = self._receiver.get_monitor_socket(int(seen))
-        self._visitors: set[int] = set()  # connections to our port, by descriptor
-        self._has_visitor_left = False
-        self._receiver.set_hwm(RECEIVE_QUEUE_FRAMES)
-        self._receiver.setsockopt(zmq.RCVTIMEO, _SLICE_MS)
-        self._receiver.setsockopt(zmq.LINGER, 0)
-        frame_bytes_max = wire.HEADER_BYTES + max(
-            segment_bytes, loop.INLINE_BYTES_MAX, _CONTROL_BYTES_MAX
-        )
-        self._receiver.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
-        self._receiver.setsockopt(zmq.IPV6, int("[" in bind))
+        self._context = zmq.Context(io_threads=streams)
+        frame_bytes_max = wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
+        self._incoming: list[Incoming] = []
+        self._outgoing: list[Outgoing] = []
         try:
-            self._receiver.bind(bind)
+            for _ in self._distances:
+                pulling = Incoming(self._context, bind, frame_bytes_max, _SLICE_MS)
+                self._incoming.append(pulling)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise RendezvousError(
                 f"cannot listen on {bind}: {error.strerror}",
-                rank=rank,
-                size=size,
+                rank=self._rank,
+                size=self._world_size,
                 remedy="The rendezvous host must be one of rank 0's own addresses.",
             ) from error
-        self.address = self._receiver.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._sender: zmq.Socket[bytes] | None = None
-        self._next_address = self._previous_address = ""
+        self.address = _joined([pulling.address for pulling in self._incoming])
+        self._addresses: tuple[str, ...] = ()
 
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
-        self._released = np.zeros(1, np.int64)
+        self._channels = np.zeros((len(self._distances), loop.CHANNEL_WORDS), np.int64)
+        self._channels[:, loop.SOURCE] = loop.NO_SOURCE
+        self._released = np.zeros(len(self._distances), np.int64)
         self._message = np.zeros(128, np.uint8)
         self._received = np.zeros(wire.HEADER_WORDS, np.uint64)
-        self._control = np.zeros(_CONTROL_BYTES_MAX, np.uint8)
+        self._control = np.zeros(NEWS_BYTES_MAX, np.uint8)
         self._release = libzmq.count_release_address()
+        self._interrupted = False
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
 
-    def connect(self, *, job: int, next_address: str, previous_address: str) -> None:
-        """Open the way to the next rank, which has bound its socket already.
+    def connect(
+        self, *, job: int, addresses: Sequence[str], members: Sequence[int] | None = None
+    ) -> None:
+        """Open the ways to the ranks ahead, which have bound their sockets already.
 
         Args:
             job: 64 bits that only this ring's members know; frames without them are foreign.
-            next_address: where the next rank listens.
-            previous_address: where the previous rank listens; for error messages.
+            addresses: the `address` of each rank's link.
+            members: the ranks of this ring, in its order; all of them by default.
+
+        Raises:
+            RendezvousError: an address is not that of a link like this one.
         """
         self._job = job
-        self._next_address, self._previous_address = next_address, previous_address
-        sender = self._context.socket(zmq.PUSH)
-        sender.setsockopt(zmq.SNDHWM, 0)
-        # A silent reconnect would lose the frames that were under way, so it comes never, or as
-        # good as that. "Never" itself, -1, makes libzmq 4.3.5 wait for ever in zmq_ctx_term when
-        # the neighbour died before the handshake and a frame was queued.
-        sender.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        sender.setsockopt(zmq.IPV6, int("[" in next_address))
-        ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._next_events = sender.get_monitor_socket(int(ended))
-        sender.connect(next_address)
-        self._sender = sender
-        self._next_lost = False
+        if members is not None:
+            self._members, self._place = tuple(members), tuple(members).index(self._rank)
+        ports_per_rank = len(self._distances)
+        self._distances = _distances(self._size, self._streams)
+        for unneeded in self._incoming[len(self._distances) :]:
+            unneeded.close()
+        del self._incoming[len(self._distances) :]
+        for channel, distance in enumerate(self._distances):
+            peer = self._members[(self._place + distance) % self._size]
+            ports = _split(addresses[peer])
+            if len(ports) != ports_per_rank:
+                raise RendezvousError(
+                    f"got the address {addresses[peer][:200]!r} of rank {peer}, "
+                    f"which has not {ports_per_rank} ports",
+                    rank=self._rank,
+                    size=self._world_size,
+                    peer=peer,
+                    remedy="Start all ranks with the same ringreduce.",
+                )
+            pushing = Outgoing(self._context, ports[channel], peer)
+            self._outgoing.append(pushing)
+            self._channels[channel, loop.SENDER] = pushing.socket.underlying
+            self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying
+        self._addresses = tuple(addresses[member] for member in self._members)
+
+    @property
+    def _size(self) -> int:
+        """Number of places in this ring."""
+        return len(self._members)
+
+    def interrupt(self) -> None:
+        """Have a `run` or `exchange` in another thread raise at its next slice."""
+        self._interrupted = True
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
@@ -158,23 +186,9 @@ class ZmqLink:
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`; see `Link.run`."""
-        self._sequence = sequence
-        call.outgoing[3] = call.incoming[3] = sequence
-        try:
-            self._run(call, buffer)
-        except BaseException:
-            # libzmq may still read from it.
-            self._lent.append(buffer)
-            raise
-
-    def _run(self, call: RingCall, buffer: np.ndarray) -> None:
-        if self._sender is None:
-            raise ClosedError("has no connection to the next rank", rank=self._rank)
-        state = self._state
-        state[: loop.BORROWED] = 0  # where the loop stands: step, segment, started
         arguments = (
-            self._sender.underlying,
-            self._receiver.underlying,
+            self._channels,
+            self._streams,
             buffer.view(np.uint8),
             call.bounds_array,
             call.schedule.first,
@@ -190,27 +204,75 @@ class ZmqLink:
             call.divisor,
             self._release,
             self._released,
-            state,
+            self._state,
             self._message,
             self._received,
             self._control,
         )
-        if not call.schedule.chunks:
-            # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
-            self._read_events()
-            if self._next_lost:
-                raise self._lost(call)
-        status = loop.run(*arguments)
-        if status != loop.DONE:
-            self._finish(status, arguments, call)
+        self._drive(call, loop.run, arguments, buffer, sequence)
 
-    def _finish(self, status: int, arguments: tuple[Any, ...], call: RingCall) -> None:
+    def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
+        """Run `call` on `rows`; see `Link.exchange`."""
+        arguments = (
+            self._channels,
+            self._streams,
+            rows,
+            call.distances_array,
+            call.counts_array,
+            call.outgoing,
+            call.incoming,
+            self._state,
+            self._message,
+            self._received,
+            self._control,
+        )
+        self._drive(call, exchange.run, arguments, rows, sequence)
+
+    def _drive(
+        self,
+        call: _Call,
+        run: Callable[..., int],
+        arguments: tuple[Any, ...],
+        memory: np.ndarray,
+        sequence: int,
+    ) -> None:
+        """Run a compiled loop to its end, or raise what has stopped it."""
+        self._sequence = sequence
+        call.number(sequence)
+        self._state[: loop.FRAMES] = 0  # where the loop stands: step, segment, started, channel
+        try:
+            if not self._outgoing or self._has_failed:
+                raise ClosedError(
+                    "has no connection to the next rank", rank=self._rank, size=self._world_size
+                )
+            if not call.steps:
+                # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
+                self._read_events()
+                if self._lost_outgoing((1,)):
+                    raise self._lost(call)
+            status = run(*arguments)
+            if status != loop.DONE:
+                self._finish(status, run, arguments, call)
+        except BaseException:
+            self._has_failed = True
+            # libzmq may still read from it.
+            self._lent.append(memory)
+            raise
+
+    def _finish(
+        self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
+    ) -> None:
         """Go on with a call whose first turn did not reach the end."""
         progress, since, doomed = self._progress(), time.monotonic(), False
         while status != loop.DONE:
             if status not in (loop.WAITING, loop.DRAINING):
                 raise self._error(status, call)
             now = time.monotonic()
+            if self._interrupted:
+                raise PeerLostError(
+                    "closed its communicator in the middle of a collective",
+                    **self._where(call, self._rank),
+                )
             if self._progress() != progress:
                 progress, since, doomed = self._progress(), now, False
             elif doomed:
@@ -219,68 +281,85 @@ class ZmqLink:
                 raise self._timed_out(status, call, now - since)
             # One more turn after the news: what the peer sent before it left still counts.
             doomed = self._is_neighbour_lost(call, now - since)
-            status = loop.run(*arguments)
+            status = run(*arguments)
 
     def _progress(self) -> tuple[int, int]:
-        return int(self._state[loop.FRAMES]), int(self._released[0])
+        return int(self._state[loop.FRAMES]), int(self._released.sum())
 
-    def _is_neighbour_lost(self, call: RingCall, waited_s: float) -> bool:
+    def _is_neighbour_lost(self, call: _Call, waited_s: float) -> bool:
         """Whether a neighbour that this call still needs has gone."""
         self._read_events()
-        step = int(self._state[loop.STEP])
-        receives = step < len(call.schedule.chunks)
-        forwards = any(action & FORWARD for action in call.schedule.actions[step:])
-        # With nothing more to send, a next rank that is gone may just have finished before us;
-        # if it has not, the rank after it sees that and tells us. In the very first call that
-        # rank may know as little as we do.
-        forming = self._sequence == 0 and waited_s > _FORMING_QUIET_S
-        return (receives and self._is_previous_lost(waited_s)) or (
-            self._next_lost and (forwards or self._borrows() or forming)
-        )
+        step, started = int(self._state[loop.STEP]), int(self._state[loop.STARTED])
+        if step < call.steps and self._is_source_lost(waited_s):
+            return True
+        # With nothing more to send, a rank ahead that is gone may just have finished before us;
+        # if it has not, the rank that waits for it sees that and tells us. Unless that rank waits
+        # for us in its turn, or, in the very first call, knows as little as we do.
+        if waited_s > _QUIET_S and (self._sequence == 0 or isinstance(call, ExchangeCall)):
+            return bool(self._gone())
+        needed = call.sends_to(step, started) + ((1,) if self._borrows() else ())
+        return bool(self._lost_outgoing(needed))
 
     def _read_events(self) -> None:
         """Take note of what has happened to our connections."""
-        while self._previous_events.poll(0):
-            event = parse_monitor_message(self._previous_events.recv_multipart())
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._visitors.add(event["value"])
-            else:
-                self._visitors.discard(event["value"])
-                self._has_visitor_left = True
-        while self._next_events.poll(0):
-            self._next_events.recv_multipart()
-            self._next_lost = True
+        for pulling in self._incoming:
+            pulling.read_events()
+        for pushing in self._outgoing:
+            pushing.read_events()
 
-    def _is_previous_lost(self, waited_s: float) -> bool:
-        """Whether the connection that our frames come from has ended.
+    def _is_source_lost(self, waited_s: float) -> bool:
+        """Whether the connection that the frame due must come from has ended."""
+        channel = int(self._state[loop.CHANNEL])
+        source = int(self._channels[channel, loop.SOURCE])
+        return self._incoming[channel].is_lost(source, waited_s > _QUIET_S)
 
-        Strangers come and go on the listening port, so it is known by its descriptor, which
-        the first frame tells. Until then all there is to go by is an empty port.
-        """
-        if self._state[loop.FRAMES] > 0:
-            return int(self._state[loop.SOURCE]) not in self._visitors
-        return self._has_visitor_left and not self._visitors and waited_s > _FORMING_QUIET_S
+    def _lost_outgoing(self, distances: Sequence[int]) -> list[Outgoing]:
+        """Connections over one of `distances` that have ended, the nearest first."""
+        return [
+            pushing
+            for pushing, distance in zip(self._outgoing, self._distances, strict=True)
+            if pushing.is_lost and distance in distances
+        ]
 
-    def _where(self, call: RingCall, peer: int | None) -> dict[str, Any]:
+    def _gone(self) -> list[tuple[int, str]]:
+        """Neighbours whose connections have ended, those ahead first; quiet ones count."""
+        behind = [
+            self._behind(channel)
+            for channel, pulling in enumerate(self._incoming)
+            if pulling.is_lost(int(self._channels[channel, loop.SOURCE]), True)
+        ]
+        ahead = self._lost_outgoing(self._distances)
+        return [(pushing.peer, pushing.address) for pushing in ahead] + behind
+
+    def _behind(self, channel: int) -> tuple[int, str]:
+        """The rank that `channel` receives from, and where that rank listens itself."""
+        place = (self._place - self._distances[channel]) % self._size
+        return self._members[place], _split(self._addresses[place])[channel]
+
+    def _source(self) -> tuple[int, str]:
+        """The rank that the channel used last receives from, and where that rank listens."""
+        return self._behind(int(self._state[loop.CHANNEL]))
+
+    def _where(self, call: _Call, peer: int | None) -> dict[str, Any]:
         """The fields every error of this call carries."""
-        steps = len(call.schedule.chunks)
-        step = min(int(self._state[loop.STEP]), max(0, steps - 1))
+        step = min(int(self._state[loop.STEP]), max(0, call.steps - 1))
         return {
             "rank": self._rank,
-            "size": self._size,
+            "size": self._world_size,
             "peer": peer,
             "operation": call.operation,
             "sequence": self._sequence,
-            "step": call.schedule.describe_step(step),
+            "step": call.describe_step(step),
         }
 
-    def _timed_out(self, status: int, call: RingCall, waited_s: float) -> RingReduceError:
+    def _timed_out(self, status: int, call: _Call, waited_s: float) -> RingReduceError:
         if status == loop.DRAINING:
-            peer, doing = self._next, f"rank {self._next} ({self._next_address}) to take its data"
+            pushing = self._outgoing[0]
+            peer, doing = pushing.peer, f"rank {pushing.peer} ({pushing.address}) to take its data"
         else:
-            nbytes = format_bytes(int(call.incoming[6]))
-            peer = self._previous
-            doing = f"{nbytes} from rank {self._previous} ({self._previous_address})"
+            nbytes = format_bytes(int(call.expected(int(self._state[loop.STEP]))[6]))
+            peer, address = self._source()
+            doing = f"{nbytes} from rank {peer} ({address})"
         return PeerTimeoutError(
             f"waited {waited_s:.1f} s for {doing}",
             **self._where(call, peer),
@@ -288,14 +367,13 @@ class ZmqLink:
             f"(now {self._timeout_s:g}) only if it is merely slow.",
         )
 
-    def _lost(self, call: RingCall) -> RingReduceError:
+    def _lost(self, call: _Call) -> RingReduceError:
         if (news := self._queued_news(call)) is not None:
             return news
-        peer, address = (
-            (self._next, self._next_address)
-            if self._next_lost and not self._is_previous_lost(self._timeout_s)
-            else (self._previous, self._previous_address)
-        )
+        gone = self._gone()
+        peer, address = self._source()
+        if gone and not self._is_source_lost(self._timeout_s):
+            peer, address = gone[0]
         return PeerLostError(
             f"lost the connection with rank {peer} ({address}): "
             "it died, or closed its communicator early",
@@ -303,15 +381,17 @@ class ZmqLink:
             remedy=f"Read rank {peer}'s log first.",
         )
 
-    def _error(self, status: int, call: RingCall) -> RingReduceError:
+    def _error(self, status: int, call: _Call) -> RingReduceError:
         received = wire.decode(self._received)
-        where = self._where(call, self._previous)
+        peer, _ = self._source()
+        where = self._where(call, peer)
         if status == loop.CONTROL:
-            return self._told(received, call)
+            return self._told(received, call, peer)
         if status == loop.MISMATCH:
-            return MismatchError(wire.disagreement(received, wire.decode(call.incoming)), **where)
+            expected = wire.decode(call.expected(int(self._state[loop.STEP])))
+            return MismatchError(wire.disagreement(received, expected, self._name), **where)
         if status == loop.UNSENDABLE:
-            self._next_lost = True
+            self._outgoing[self._state[loop.CHANNEL]].is_lost = True
             return self._lost(call)
         if status == loop.FAILED:
             text = zmq.strerror(int(self._state[loop.ERRNO]))
@@ -325,117 +405,134 @@ class ZmqLink:
         else:
             what = "bytes that are no frame"
         return ProtocolError(
-            f"received {what} on {self.address}",
+            f"received {what} on {self._incoming[self._state[loop.CHANNEL]].address}",
             **where,
             remedy="Keep other programs and jobs away from this port.",
         )
 
-    def _queued_news(self, call: RingCall) -> RingReduceError | None:
-        """What another rank has said about the end of the ring, if that is still unread."""
-        while True:
-            try:
-                frame = self._receiver.recv_multipart(zmq.DONTWAIT)[0]
-            except zmq.ZMQError:
-                return None
-            if len(frame) < wire.HEADER_BYTES:
-                continue
-            header = wire.decode(np.frombuffer(frame, np.uint64, wire.HEADER_WORDS))
-            ours = (header.magic, header.version, header.job) == (
-                wire.MAGIC,
-                wire.WIRE_VERSION,
-                self._job,
-            )
-            if ours and header.kind >= wire.Kind.ABORT:
-                payload = np.frombuffer(frame[wire.HEADER_BYTES :][:_CONTROL_BYTES_MAX], np.uint8)
-                self._control[: payload.size] = payload
-                self._state[loop.CONTROL_BYTES] = payload.size
-                return self._told(header, call)
+    def _name(self, place: int) -> str:
+        """What errors call the rank at a place of this ring, as a header gives it."""
+        if place < self._size:
+            return f"rank {self._members[place]}"
+        return f"a rank at place {place}, which is beyond this ring,"
 
-    def _told(self, header: wire.Header, call: RingCall) -> RingReduceError:
-        """The error that a control frame stands for."""
-        where = self._where(call, self._previous)
+    def _queued_news(self, call: _Call) -> RingReduceError | None:
+        """What another rank has said about the end of the ring, if that is still unread."""
+        for channel, pulling in enumerate(self._incoming):
+            peer, _ = self._behind(channel)
+            while True:
+                try:
+                    frame = pulling.socket.recv_multipart(zmq.DONTWAIT)[0]
+                except zmq.ZMQError:
+                    break
+                if len(frame) < wire.HEADER_BYTES:
+                    continue
+                header = wire.decode(np.frombuffer(frame, np.uint64, wire.HEADER_WORDS))
+                ours = (header.magic, header.version, header.job) == (
+                    wire.MAGIC,
+                    wire.WIRE_VERSION,
+                    self._job,
+                )
+                if ours and header.kind >= wire.Kind.ABORT:
+                    text = np.frombuffer(frame[wire.HEADER_BYTES :][:NEWS_BYTES_MAX], np.uint8)
+                    self._control[: text.size] = text
+                    self._state[loop.CONTROL_BYTES] = text.size
+                    return self._told(header, call, peer)
+        return None
+
+    def _told(self, header: wire.Header, call: _Call, peer: int) -> RingReduceError:
+        """The error that a control frame from `peer` stands for."""
+        where = self._where(call, peer)
         if header.kind == wire.Kind.GOODBYE:
             return PeerLostError(
-                f"was left by rank {self._previous}, which closed its communicator",
+                f"was left by rank {peer}, which closed its communicator",
                 **where,
-                remedy=f"Ranks must make the same calls: read rank {self._previous}'s log first.",
+                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
             )
-        try:
-            payload = self._control[: self._state[loop.CONTROL_BYTES]].tobytes()
-            cause = msgspec.msgpack.decode(payload, type=_Cause)
-        except msgspec.MsgspecError as error:
-            broken = ProtocolError("received an abort that cannot be read", **where)
-            broken.__cause__ = error
-            return broken
-        kind = getattr(errors, cause.error, None) if cause.error in errors.__all__ else None
-        where["peer"] = cause.peer
-        report = f"was told by rank {cause.origin}: {cause.text.removesuffix('.')}"
-        return (kind or ProtocolError)(report, **where, origin=cause.origin)
+        payload = self._control[: self._state[loop.CONTROL_BYTES]].tobytes()
+        return read_news(payload, **where)
 
     def abort(self, cause: RingReduceError) -> None:
-        """Tell the next rank why this one gives up; it passes the news on.
+        """Tell the ranks ahead why this one gives up; they pass the news on.
 
         Segments of the failed call leave first, in order, while their memory is still whole.
         """
-        if self._sender is None:
-            return
-        origin = cause.origin
-        if origin == self._next:
-            return  # It came from there: the news has gone all the way round.
-        text = str(cause) if origin is None else cause.message.partition(": ")[2]
-        report = _Cause(
-            error=type(cause).__name__,
-            origin=self._rank if origin is None else origin,
-            text=text[: _CONTROL_BYTES_MAX // 8],
-            peer=cause.peer,
-        )
-        self._send_control(wire.Kind.ABORT, msgspec.msgpack.encode(report))
-        if self._borrows():
-            # The caller may now overwrite the buffer; the neighbour must not get to see that.
-            self._sender.close(linger=0)
-            self._sender = None
+        self._has_failed = True
+        # Where the news came from it need not go: it has gone all the way round.
+        told = [pushing.peer != cause.origin for pushing in self._outgoing]
+        self._send_control(wire.Kind.ABORT, write_news(cause, self._rank), told)
+        for channel, pushing in enumerate(self._outgoing):
+            if self._borrows_on(channel):
+                # The caller may now overwrite the buffer; the neighbour must not get to see that.
+                pushing.close()
 
-    def _send_control(self, kind: wire.Kind, payload: bytes) -> None:
-        """Send a frame that speaks of the ring itself, and see it out of this process.
+    def _send_control(self, kind: wire.Kind, payload: bytes, wanted: Sequence[bool]) -> None:
+        """Send a frame that speaks of the ring itself on `wanted` channels, and see it out.
 
-        Waits for that, not for an answer, since the socket may be closed next. A neighbour
+        On every stream, since a rank ahead may wait on any of them. Waits until it has left
+        this process, not for an answer, since the sockets may be closed next. A neighbour
         that is stopped or far away costs at most _LINGER_S; one that is gone, nothing.
         """
-        assert self._sender is not None
-        self._read_events()
-        if self._next_lost:
-            return
         header = wire.Header(
-            kind=kind, job=self._job, rank=self._rank, sequence=0, nbytes=len(payload)
+            kind=kind, job=self._job, rank=self._place, sequence=0, nbytes=len(payload)
         )
         frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
         self._lent.append(frame)
-        status = loop.post(
-            *(self._sender.underlying, frame, self._release, self._released),
-            *(self._state, self._message),
-        )
         deadline = time.monotonic() + _LINGER_S
-        while status == loop.DONE and self._borrows() and time.monotonic() < deadline:
-            if self._next_events.poll(1):
-                return  # Nobody is there any more.
+        posted = []
+        for channel, pushing in enumerate(self._outgoing):
+            pushing.read_events()
+            if not wanted[channel] or pushing.is_lost or not pushing.is_open:
+                continue
+            status = loop.post(
+                *(self._channels, channel, frame, self._release, self._released),
+                *(self._state, self._message),
+            )
+            if status == loop.DONE:
+                posted.append(channel)
+        for channel in posted:
+            pushing = self._outgoing[channel]
+            while self._borrows_on(channel) and time.monotonic() < deadline:
+                pushing.read_events(wait_ms=1)
+                if pushing.is_lost:
+                    break  # Nobody is there any more.
+
+    def _borrows_on(self, channel: int) -> bool:
+        """Whether libzmq still holds memory of ours that has to leave on `channel`."""
+        return bool(self._released[channel] < self._channels[channel, loop.BORROWED])
 
     def _borrows(self) -> bool:
-        """Whether libzmq still holds memory of ours that has to leave."""
-        return bool(self._released[0] < self._state[loop.BORROWED])
+        return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
 
     def close(self) -> None:
-        """Say goodbye to the next rank and free everything; at most about a second."""
+        """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
-        if self._sender is not None:
-            if not self._lent:  # otherwise an abort has said more
-                self._send_control(wire.Kind.GOODBYE, b"")
-            self._sender.disable_monitor()
-            self._sender.close(linger=0)
-        self._receiver.disable_monitor()
-        self._receiver.close(linger=0)
+        if not self._has_failed:  # otherwise an abort has said more
+            self._send_control(wire.Kind.GOODBYE, b"", [True] * len(self._outgoing))
+        for pushing in self._outgoing:
+            pushing.close()
+        for pulling in self._incoming:
+            pulling.close()
         self._context.destroy(linger=0)
         self._lent.clear()
+
+
+def _distances(size: int, streams: int) -> tuple[int, ...]:
+    """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
+    return (1,) * streams + schedule.exchange(size).distances[1:]
+
+
+def _joined(addresses: Sequence[str]) -> str:
+    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
+    ports = [address.rpartition(":")[2] for address in addresses]
+    return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
+
+
+def _split(address: str) -> list[str]:
+    """The addresses that `_joined` has made one of."""
+    host, _, ports = address.rpartition(":")
+    return [f"{host}:{port}" for port in ports.split(",")]
 
 
 def format_bytes(nbytes: int) -> str:

@@ -1,0 +1,123 @@
+"""A pair of sockets, one from a rank behind and one to a rank ahead, and news of their peers.
+
+Each one-way connection has its own pair: the sending side connects a PUSH socket to the
+receiving side's bound PULL socket. Frames pass through here only when a call ends badly;
+otherwise the compiled loops use the sockets by their addresses.
+"""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+__all__ = ["Incoming", "Outgoing"]
+
+# Frames that may wait at a receiver. Two keep the wire busy while one is reduced; up to 16
+# make no difference beyond noise (docs/performance.md) and cost memory.
+RECEIVE_QUEUE_FRAMES = 4
+_RECONNECT_MS = 24 * 3600 * 1000
+
+
+class Incoming:
+    """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
+
+    Attributes:
+        socket: PULL; waits `slice_ms` for a frame.
+        address: where it listens.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bind: str,
+        frame_bytes_max: int,
+        slice_ms: int,
+    ) -> None:
+        self.socket = context.socket(zmq.PULL)
+        # Watched from the start, so that no connection comes or goes unseen.
+        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._events = self.socket.get_monitor_socket(int(seen))
+        self._visitors: set[int] = set()  # connections to our port, by descriptor
+        self._has_visitor_left = False
+        # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
+        # and no faster above (docs/performance.md).
+        self.socket.set_hwm(RECEIVE_QUEUE_FRAMES)
+        self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
+        self.socket.setsockopt(zmq.IPV6, int("[" in bind))
+        self.socket.bind(bind)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def read_events(self) -> None:
+        """Take note of what has happened to our connections."""
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._visitors.add(event["value"])
+            else:
+                self._visitors.discard(event["value"])
+                self._has_visitor_left = True
+
+    def is_lost(self, source: int, quiet: bool) -> bool:
+        """Whether the connection that frames come from has ended.
+
+        Strangers come and go on the listening port, so it is known by its descriptor, which
+        the first frame tells. Until then all there is to go by is an empty port.
+
+        Args:
+            source: descriptor of that connection; negative before the first frame.
+            quiet: whether nothing has come for so long that an empty port counts.
+        """
+        if source >= 0:
+            return source not in self._visitors
+        return self._has_visitor_left and not self._visitors and quiet
+
+    def close(self) -> None:
+        """Close the socket; what is unread is gone."""
+        self.socket.disable_monitor()
+        self._events.close(linger=0)
+        self.socket.close(linger=0)
+
+
+class Outgoing:
+    """A socket connected to a rank that listens on `address`; `is_lost` once that is over.
+
+    Attributes:
+        socket: PUSH; never waits to send.
+        address: where that rank listens.
+        peer: its number among all ranks of the job.
+        is_lost: whether the connection is known to have ended.
+        is_open: whether the socket still is.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, peer: int) -> None:
+        self.address, self.peer = address, peer
+        self.is_lost, self.is_open = False, True
+        self.socket = context.socket(zmq.PUSH)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        # A silent reconnect would lose the frames that were under way, so it comes never, or as
+        # good as that. "Never" itself, -1, makes libzmq 4.3.5 wait for ever in zmq_ctx_term when
+        # the neighbour died before the handshake and a frame was queued.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self.socket.setsockopt(zmq.IPV6, int("[" in address))
+        ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        self._events = self.socket.get_monitor_socket(int(ended))
+        self.socket.connect(address)
+
+    def read_events(self, wait_ms: int = 0) -> None:
+        """Take note of what has happened to our connection, for at most `wait_ms`."""
+        while self.is_open and self._events.poll(wait_ms):
+            self._events.recv_multipart()
+            self.is_lost, wait_ms = True, 0
+
+    def close(self) -> None:
+        """Close the socket; what has not left is gone."""
+        if self.is_open:
+            self.is_open = False
+            self.socket.disable_monitor()
+            self._events.close(linger=0)
+            self.socket.close(linger=0)
