@@ -232,7 +232,7 @@ class ZmqLink:
         """Run a compiled loop to its end, or raise what has stopped it."""
         self._sequence = sequence
         call.number(sequence)
-        self._state[: loop.CHANNEL] = 0  # where the loop stands: step, segment, started
+        self._state[: loop.FRAMES] = 0  # where the loop stands: step, segment, started, channel
         try:
             if not self._outgoing or self._has_failed:
                 raise ClosedError(
