@@ -51,10 +51,7 @@ class StepClock(keras.callbacks.Callback):
 def communicated(comm: Communicator) -> tuple[float, float]:
     """Seconds so far that the ring was busy with gradients, and that steps were blocked for it."""
     statistics = comm.statistics()
-    # Where collectives run in the step's own thread, both are the time spent in them.
-    busy_s: float = getattr(statistics, "reducing_s", statistics.seconds)
-    waited_s: float = getattr(statistics, "waited_s", statistics.seconds)
-    return busy_s, waited_s
+    return statistics.reducing_s, statistics.waited_s
 
 
 def main() -> None:

@@ -118,6 +118,11 @@ class BucketPlan:
         return cls(tuple(gradients), tuple(done))
 
     @cached_property
+    def present(self) -> tuple[int, ...]:
+        """Places of the gradients that there are, in the order of the variables."""
+        return tuple(index for index, spec in enumerate(self.gradients) if spec.present)
+
+    @cached_property
     def signature(self) -> int:
         """64 bits that differ when plans differ; names do not count."""
         specs = tuple((g.shape, g.dtype, g.present) for g in self.gradients)

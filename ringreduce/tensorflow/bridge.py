@@ -1,18 +1,24 @@
 """Gradients in and out of TensorFlow: the bridge between a step's tensors and the ring.
 
-In a graph a single stateful `tf.numpy_function` takes all gradients of the step, and the
-step waits for it; eagerly the same Python function is called directly. One function and
-not one per bucket: stateful ops run in program order, so more would not overlap, and each
-that blocks holds a thread that another may need.
+There are three ways, with the same results to the last bit:
 
-The tensors that come back are views of the bucket's memory, which TensorFlow may keep as
-long as it likes. So a bucket's memory is used again only when nothing refers to it any
-more, which Python's reference count tells (`_Memory`).
+- In a graph, with the native library: one op per bucket packs its gradients as soon as they
+  are there and hands them to the engine, which reduces while backpropagation goes on
+  (`ringreduce.tensorflow.packed`).
+- In a graph without it: a single stateful `tf.numpy_function` takes all gradients of the
+  step, and the step waits for it. One function and not one per bucket: stateful ops run in
+  program order, so more would not overlap, and each that blocks holds a thread that another
+  may need.
+- Eagerly: the same Python function, called directly.
+
+The tensors that come back from Python are views of the bucket's memory, which TensorFlow may
+keep as long as it likes. So a bucket's memory is used again only when nothing refers to it
+any more, which Python's reference count tells (`ringreduce.tensorflow.memory`).
 """
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +31,12 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
     ControlFlowFuncGraph,
 )
 
-from ringreduce.buckets import ALIGNMENT, BucketPlan, GradientSpec, first_difference
+from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.tensorflow import failures, ops
+from ringreduce.tensorflow.memory import Memory
+from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.types import ReduceOp, dtype_code
 
 __all__ = ["GradientBridge", "broadcast_variables", "is_initialized"]
@@ -48,7 +57,8 @@ class GradientBridge:
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
-        self._memory = _Memory()
+        self._memory = Memory()
+        self._packed: dict[int, PackedPlan] = {}
 
     def mean(
         self,
@@ -65,34 +75,62 @@ class GradientBridge:
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
                 order, shape and dtype.
             paths: a name for each, for messages.
-            before: called each time before they travel, in the thread that reduces them.
+            before: called each time before they travel, in the thread that reduces them;
+                the same in every call.
 
         Raises:
             ConfigError: in a place where ranks could not all take part: under
                 ``jit_compile=True`` or inside a branch of `tf.cond`.
-            MismatchError: eagerly, when the ranks' gradients differ. From a graph it comes
-                out of TensorFlow as `tf.errors.UnknownError` with the same text.
+            RingReduceError: eagerly, what went wrong; out of a graph when that is run
+                (`ringreduce.tensorflow.failures`).
         """
         communicator = self._communicator()
         if communicator.size == 1:
             return list(gradients)
         _refuse_unreachable_places(communicator)
+        failures.watch(communicator)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         plan = self._plan(dense, paths)
         present = [g for g in dense if g is not None]
 
         def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
-            before()
-            return self._reduce(communicator, plan, arrays)
+            started = time.perf_counter()
+            try:
+                before()
+                self._agree_once(communicator, plan)
+                return self._reduce(communicator, plan, arrays)
+            finally:
+                communicator.blocked_for(time.perf_counter() - started)
 
         if tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
+        elif PackedPlan.can_take(present) and ops.are_available():
+            means = self._packed_plan(communicator, plan, present, before).means(dense)
         else:
             means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
         remaining = iter(means)
         return [None if g is None else next(remaining) for g in dense]
+
+    def _packed_plan(
+        self,
+        communicator: Communicator,
+        plan: BucketPlan,
+        present: Sequence[Any],
+        before: Callable[[], None],
+    ) -> PackedPlan:
+        """The plan as the engine of `communicator` knows it; made once for each."""
+        known = self._packed.get(plan.signature)
+        if known is None or known.communicator is not communicator:
+
+            def prepare() -> None:
+                before()
+                self._agree_once(communicator, plan)
+
+            known = PackedPlan(communicator, plan, present, prepare)
+            self._packed[plan.signature] = known
+        return known
 
     def _plan(self, gradients: Sequence[Any], paths: Sequence[str]) -> BucketPlan:
         specs = tuple(
@@ -113,9 +151,7 @@ class GradientBridge:
         self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Pack, reduce bucket by bucket, and hand out views; runs in a thread of TensorFlow's."""
-        if plan.signature not in self._agreed:
-            self._agree(communicator, plan)
-        by_gradient = dict(zip(_present(plan), arrays, strict=True))
+        by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}
         for bucket in plan.buckets:
             dtype = by_gradient[bucket.slots[0].gradient].dtype
@@ -130,7 +166,11 @@ class GradientBridge:
             for slot in bucket.slots:
                 view = memory[slot.start : slot.start + slot.count]
                 means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
-        return [means[index] for index in _present(plan)]
+        return [means[index] for index in plan.present]
+
+    def _agree_once(self, communicator: Communicator, plan: BucketPlan) -> None:
+        if plan.signature not in self._agreed:
+            self._agree(communicator, plan)
 
     def _agree(self, communicator: Communicator, plan: BucketPlan) -> None:
         """Compare a plan's gradients with those of every rank, before its first use."""
@@ -240,10 +280,6 @@ def _path(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
 
 
-def _present(plan: BucketPlan) -> list[int]:
-    return [index for index, spec in enumerate(plan.gradients) if spec.present]
-
-
 def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
     if not gradient.shape.is_fully_defined():
         raise ConfigError(
@@ -280,42 +316,3 @@ def _refuse_unreachable_places(communicator: Communicator) -> None:
                 "compile(..., auto_scale_loss=False).",
             )
         graph = graph.outer_graph
-
-
-class _Memory:
-    """Buffers that are handed out again once nobody refers to them."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, list[np.ndarray]] = {}
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """A buffer of `nbytes`, dtype uint8, aligned; contents undefined.
-
-        It belongs to the caller and to all views made of it: while any of them lives, the
-        memory is not handed out again.
-        """
-        buffers = self._buffers.setdefault(nbytes, [])
-        for whole in buffers:
-            # Views refer to the array that owns the memory. Nobody holds one when the list,
-            # the loop's name and the call's own argument are all that is counted.
-            if sys.getrefcount(whole) <= _UNUSED_REFERENCES:
-                return _aligned(whole, nbytes)
-        whole = np.empty(nbytes + ALIGNMENT, np.uint8)
-        buffers.append(whole)
-        return _aligned(whole, nbytes)
-
-
-def _aligned(whole: np.ndarray, nbytes: int) -> np.ndarray:
-    start = -whole.__array_interface__["data"][0] % ALIGNMENT
-    return whole[start : start + nbytes]
-
-
-def _count_references() -> int:
-    """What `sys.getrefcount` says in `_Memory.take` of a buffer that nobody else holds."""
-    buffers = [np.empty(0, np.uint8)]
-    for whole in buffers:
-        return sys.getrefcount(whole)
-    raise AssertionError
-
-
-_UNUSED_REFERENCES = _count_references()
