@@ -83,7 +83,11 @@ class BucketPlan:
 
     @classmethod
     def make(
-        cls, gradients: Sequence[GradientSpec], itemsizes: dict[str, int], bucket_bytes: int
+        cls,
+        gradients: Sequence[GradientSpec],
+        itemsizes: dict[str, int],
+        bucket_bytes: int,
+        first_bytes: int | None = None,
     ) -> BucketPlan:
         """Pack `gradients` into buckets of about `bucket_bytes`.
 
@@ -92,6 +96,8 @@ class BucketPlan:
             itemsizes: bytes of an element of each dtype that occurs.
             bucket_bytes: a bucket is closed when the next gradient would exceed this; a
                 larger gradient has a bucket to itself.
+            first_bytes: the same for the first bucket, which can be reduced first: a small one
+                begins early. By default `bucket_bytes`.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -108,7 +114,8 @@ class BucketPlan:
             per_line = ALIGNMENT // itemsizes[spec.dtype]
             room = -(-spec.count // per_line) * per_line
             start = ends.get(spec.dtype, 0)
-            if start and (start + room) * itemsizes[spec.dtype] > bucket_bytes:
+            limit = bucket_bytes if done or first_bytes is None else first_bytes
+            if start and (start + room) * itemsizes[spec.dtype] > limit:
                 close(spec.dtype)
                 start = 0
             open_slots.setdefault(spec.dtype, []).append(Slot(index, start, spec.count))

@@ -35,9 +35,11 @@ __all__ = ["DistributedOptimizer", "broadcast_variables"]
 
 _log = logging.getLogger(__name__)
 
-# Large enough that a bucket's bandwidth is the ring's best, small enough that memory for a
-# few of them is nothing beside the model.
-BUCKET_BYTES = 16 << 20
+# Large enough for the ring's full bandwidth, small enough that several are under way in turn.
+# Within a host sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
+BUCKET_BYTES = 4 << 20
+# The last layers' gradients come first; the sooner they leave, the more is hidden.
+FIRST_BUCKET_BYTES = 256 << 10
 
 
 class DistributedOptimizer(keras.optimizers.Optimizer):
@@ -86,7 +88,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._variables.clear()  # the counter and the rate that the base has made
         self.inner_optimizer = inner
         self._communicator = communicator
-        self._bridge = bridge.GradientBridge(self._ring, bucket_bytes)
+        first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
+        self._bridge = bridge.GradientBridge(self._ring, bucket_bytes, first_bytes)
         self._synchronized = False
 
     def _ring(self) -> Communicator:

@@ -49,11 +49,17 @@ class GradientBridge:
         communicator: asked for when gradients first arrive, so that an optimizer can be made
             before the ring is.
         bucket_bytes: about how much is reduced at a time.
+        first_bytes: the same for the first bucket.
     """
 
-    def __init__(self, communicator: Callable[[], Communicator], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        communicator: Callable[[], Communicator],
+        bucket_bytes: int,
+        first_bytes: int | None = None,
+    ) -> None:
         self._communicator = communicator
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
@@ -144,7 +150,9 @@ class GradientBridge:
             for dtype in dtypes.values():
                 dtype_code(np.dtype(dtype))
             sizes = {name: np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
-            self._plans[specs] = BucketPlan.make(specs, sizes, self._bucket_bytes)
+            self._plans[specs] = BucketPlan.make(
+                specs, sizes, self._bucket_bytes, self._first_bytes
+            )
         return self._plans[specs]
 
     def _reduce(
