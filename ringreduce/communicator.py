@@ -12,6 +12,7 @@ itself (`ringreduce.engine`). The engine's thread and the link's I/O threads end
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import math
@@ -19,6 +20,7 @@ import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,6 +108,7 @@ class Communicator:
         self._blocked_s = 0.0
         if config.size > 1:
             self._form(config)
+        _open.add(self)
 
     def _form(self, config: Config) -> None:
         formed = form(config)
@@ -636,3 +639,13 @@ def _again(error: RingReduceError) -> RingReduceError:
     anew = copy.copy(error)
     anew.__cause__ = error
     return anew
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ranks that wait for this one learn that it has left, and no thread of a framework's waits."""
+    for communicator in list(_open):
+        communicator.close()

@@ -4,17 +4,15 @@ It runs asynchronous collectives and reduces buckets of gradients while backprop
 on. There is one thread and one order because all ranks must make the same calls in the same
 order; so the order in which work is handed over must not differ between ranks.
 
-The thread is started by the first piece of work and ends in `close`, at the latest when
-Python exits. It waits in one place, the queue, without the GIL.
+The thread is started by the first piece of work and ends in `close`, which the communicator
+calls, at the latest when Python exits. It waits in one place, the queue, without the GIL.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -103,7 +101,6 @@ class Engine:
         self._closed = False
         self.reducing_s = 0.0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        _engines.add(self)
         self._thread.start()
 
     @property
@@ -204,13 +201,3 @@ def _out_of_step() -> MismatchError:
         operation="gradient reduction",
         remedy="After an error inside a training step, let it end the process.",
     )
-
-
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """No thread of a framework's may wait for an engine while the process ends."""
-    for engine in list(_engines):
-        engine.close("the communicator was closed, since the process is ending")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 
 from ringreduce.communicator import Communicator
@@ -89,16 +88,12 @@ def init(
 
 
 def shutdown() -> None:
-    """Close the default communicator, if there is one; runs by itself when Python exits."""
+    """Close the default communicator, if there is one; happens by itself when Python exits."""
     global _default
     with _lock:
         if _default is not None:
             _default.close()
             _default = None
-
-
-# Ranks that wait for this one learn that it has left, not only that it is silent.
-atexit.register(shutdown)
 
 
 def is_initialized() -> bool:

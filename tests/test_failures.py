@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class Ring:
         timeout_s: float = TIMEOUT_S,
         transport: str = "zmq",
         hosts: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         streams: int = 1,
     ) -> None:
         self.size = size
@@ -115,7 +116,7 @@ class Ring:
                     [sys.executable, str(path), json.dumps([asdict(c) for c in configs])],
                     directory,
                     name=f"rank{rank}",
-                    environment=clean_environment(OMP_NUM_THREADS="1"),
+                    environment=clean_environment(OMP_NUM_THREADS="1", **(environment or {})),
                     pass_fds=inherited,
                     stdin=subprocess.PIPE,
                 )

@@ -1,29 +1,25 @@
-"""Errors of the ring as they come out of a TensorFlow function: ours, not TensorFlow's.
+"""Errors of the ring as they come out of a TensorFlow function: ours, not TensorFlow's alone.
 
-An op can fail with a code and a text alone, and TensorFlow makes an exception of its own of
-them (`tf.errors.UnknownError`). It does so in one Python function, which is wrapped here: when
-the text holds that of an error which has broken one of this process's communicators, that
-error is raised, with TensorFlow's as `graph_error`. Everything else passes unchanged. A
-TensorFlow without that function leaves users with TensorFlow's exception, and our text in it.
+An op can fail with a code and a text, and TensorFlow makes an exception of its own of them:
+it calls the class `tf.errors.UnknownError`, from C++ or from Python. That class gets a
+``__new__`` here which looks at the text. When it holds that of an error that has broken one of
+this process's communicators, the instance it makes is of both classes: ``except
+ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``. Everything
+else is as before.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 import weakref
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from tensorflow.python.eager import core
+import tensorflow as tf
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ClosedError, RingReduceError
 
 __all__ = ["watch"]
-
-_log = logging.getLogger(__name__)
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # A text crosses into an op cut to RR_WHY_BYTES; so much of it tells errors apart.
@@ -34,36 +30,59 @@ _CLOSED = "the communicator was closed"
 def watch(communicator: Communicator) -> None:
     """From now on errors of `communicator` come out of functions as they are."""
     _communicators.add(communicator)
-    _wrap()
+    _teach_unknown_error()
 
 
 @cache
-def _wrap() -> None:
-    convert = getattr(core, "_status_to_exception", None)
-    if convert is None:
-        _log.warning("errors of the ring come out of functions as tf.errors.UnknownError")
-        return
-    core._status_to_exception = _converting(convert)
+def _teach_unknown_error() -> None:
+    unknown = tf.errors.UnknownError
 
+    def make(cls: type, *arguments: Any, **options: Any) -> Any:
+        text = options.get("message", arguments[2] if len(arguments) > 2 else None)
+        ours = _ours(str(text)) if cls is unknown else None
+        return Exception.__new__(cls, *arguments, **options) if ours is None else _both(ours)
 
-def _converting(convert: Callable[[Any], Exception]) -> Callable[[Any], Exception]:
-    def status_to_exception(status: Any) -> Exception:
-        raised = convert(status)
-        ours = _ours(str(getattr(status, "message", "")))
-        if ours is None:
-            return raised
-        ours.graph_error = raised  # type: ignore[attr-defined]
-        return ours
-
-    return status_to_exception
+    # The class has none of its own, and what is set on it is asked by C++ too.
+    unknown.__new__ = make
 
 
 def _ours(text: str) -> RingReduceError | None:
-    """A copy of the error that `text` is about, so that tracebacks do not pile up on one object."""
+    """The error that `text` is about."""
     for communicator in list(_communicators):
         failure = communicator.failure
         if failure is not None and str(failure)[:_TELLING] in text:
-            return copy.copy(failure)
+            return failure
     if _CLOSED in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")
     return None
+
+
+def _both(error: RingReduceError) -> Exception:
+    """A copy of `error` that is an `UnknownError` too."""
+    kind = _class_of_both(type(error))  # type: ignore[arg-type]
+    made: Exception = kind.__new__(kind)
+    made.args = error.args
+    # What the constructors of the two would have set; they do not run.
+    made.__dict__.update(error.__dict__)
+    made.__dict__.update(_node_def=None, _op=None, _error_code=tf.errors.UNKNOWN)
+    made.__dict__.update(_message=str(error), _experimental_payloads={})
+    return made
+
+
+@cache
+def _class_of_both(kind: type[RingReduceError]) -> type[Exception]:
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        # Python calls it with TensorFlow's arguments on what `make` has returned.
+        "__init__": lambda self, *arguments, **options: None,
+        # Ours is an attribute, TensorFlow's a property that cannot be set.
+        "message": "",
+        # Pickled and copied as the plain error, which every process knows.
+        "__reduce__": lambda self: (
+            *kind.__reduce__(self)[:1],
+            (kind, *kind.__reduce__(self)[1][1:]),  # type: ignore[index]
+        ),
+    }
+    return type(kind.__name__, (kind, tf.errors.UnknownError), members)
