@@ -5,22 +5,37 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test lint types native check check-without-native clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint types check
+test: lint types native check check-without-native
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror native/include/*.h native/src/*.[ch] native/tests/*.[ch]
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
+# The C library's own tests, plain and under two sanitizers.
+native: $(VENV)/.installed
+	@if ! command -v cc > /dev/null; then echo "no C compiler: the C tests are skipped"; exit 0; fi; \
+	for sanitizer in "" address thread; do \
+	    $(BIN)/cmake -S native -B build/native$$sanitizer -G Ninja -DRINGREDUCE_TESTS=ON \
+	        -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DRINGREDUCE_SANITIZE=$$sanitizer > /dev/null && \
+	    $(BIN)/cmake --build build/native$$sanitizer && \
+	    $(BIN)/ctest --test-dir build/native$$sanitizer --output-on-failure || exit 1; \
+	done
+
 check: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+
+# Everything works without the native library, over sockets and Python.
+check-without-native: $(VENV)/.installed
+	RINGREDUCE_NATIVE=0 $(BIN)/python -m pytest -n 2
 
 $(VENV)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 	$(PYTHON) -m venv $(VENV)
