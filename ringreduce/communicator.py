@@ -165,7 +165,9 @@ class Communicator:
             if self._closed:
                 self._refuse()
             if self._engine is None:
-                self._engine = Engine(f"ringreduce {self.rank}/{self.size}", self.fail)
+                self._engine = Engine(
+                    f"ringreduce {self.rank}/{self.size}", self.fail, self._ring.interrupt
+                )
             return self._engine
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
