@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -731,25 +732,30 @@ def test_closed_communicator_takes_no_work(ring):
 
 
 def test_no_engine_is_started_by_a_communicator_that_is_being_closed(monkeypatch):
-    """`close` has found that there is none; then work is handed over, while it goes on."""
+    """`close` has found that there is none; just then work is handed over."""
     comm = Communicator(Config())
-    closing, go = threading.Event(), threading.Event()
-    close = comm._ring.close
+    late: list[Future[Any]] = []
 
-    def slow_close() -> None:
-        closing.set()
-        assert go.wait(DEADLINE_S)
-        close()
+    class Lock:
+        """The communicator's; who takes it first is `close`, and work comes before it has it."""
 
-    monkeypatch.setattr(comm._ring, "close", slow_close)
-    closed = in_thread(comm.close)
-    assert closing.wait(DEADLINE_S)
-    late = in_thread(lambda: comm.all_reduce(np.ones(3), async_op=True))
-    until_it_waits(late)
-    go.set()
-    closed.result(DEADLINE_S)
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            if not late:
+                late.append(Future())
+                late[0] = in_thread(lambda: comm.all_reduce(np.ones(3), async_op=True))
+                wait_until(late[0].done, "work to be handed over", DEADLINE_S)
+            self._lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self._lock.release()
+
+    monkeypatch.setattr(comm, "_lock", Lock(comm._lock))
+    comm.close()
     with pytest.raises(ClosedError):
-        late.result(DEADLINE_S)
+        late[0].result(DEADLINE_S)
     assert engine_threads() == set()
 
 
