@@ -487,14 +487,21 @@ def test_a_rank_killed_in_shared_memory_is_named_soon(tmp_path: Path, registered
 
 
 def test_nothing_is_left_of_ranks_that_are_all_killed(tmp_path: Path) -> None:
-    def seen() -> set[str]:
-        names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-        with open("/proc/net/unix", encoding="utf-8") as sockets:
-            return names | {line.split()[-1] for line in sockets if "@ringreduce-" in line}
+    def sockets() -> set[str]:
+        with open("/proc/net/unix", encoding="utf-8") as lines:
+            return {line.split()[-1] for line in lines if "@ringreduce-" in line}
 
-    before = seen()
+    # Other rings of this machine come and go meanwhile: only those of these ranks count.
     program = """
+    import ringreduce.transport.unix as unix
+    names = []
+    make = unix.Mesh.__init__
+    def remember(self):
+        make(self)
+        names.append(self.name)
+    unix.Mesh.__init__ = remember
     ring = join()
+    say("name", name=names[0])
     data = ring.empty(1 << 20)
     def call():
         ring.all_reduce(data)
@@ -502,12 +509,14 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(tmp_path: Path) -> None:
     until_error(call)
     """
     with Ring(tmp_path, 3, program, transport="shm") as ring:
+        names = {f"@{fact['name']}" for fact in ring.wait("name")}
         ring.wait("round", times=2)
+        assert names & sockets()
         for worker in ring.workers:
             worker.signal(signal.SIGKILL)
         for worker in ring.workers:
             worker.wait()
-    assert seen() <= before
+    assert not names & sockets()
 
 
 HOSTS = ["a", "b", "a", "b", "a"]  # two lanes; rank 4 has none
