@@ -104,7 +104,11 @@ class Communicator:
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
+        # Made while this is held, never `_lock`: that is the engine's while it runs a collective,
+        # and handing more over must not wait for it.
+        self._engine_lock = threading.Lock()
         self._engine: Engine | None = None
+        self._is_closing = False
         self._blocked_s = 0.0
         if config.size > 1:
             self._form(config)
@@ -164,11 +168,12 @@ class Communicator:
         """
         if self._process != os.getpid():
             raise self._forked()
-        with self._lock:
-            if self._closed:
-                self._refuse()
+        with self._engine_lock:
+            if self._is_closing:
+                raise self._closed_error()
             if self._engine is None:
-                self._engine = Engine(f"ringreduce {self.rank}/{self.size}", self.fail)
+                name = f"ringreduce {self.rank}/{self.size}"
+                self._engine = Engine(name, self.fail, self._ring.interrupt)
             return self._engine
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
@@ -189,8 +194,8 @@ class Communicator:
         kind = np.dtype(dtype)
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(dimensions) * kind.itemsize
-        with self._lock:
-            found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
+        # Without the lock, which the engine holds while it runs a collective.
+        found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
         if found is None:
             if "shm" in self._transport and nbytes and not self._closed:
                 _log.warning(
@@ -451,7 +456,9 @@ class Communicator:
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         self._ring.interrupt()
-        engine = self._engine
+        with self._engine_lock:
+            self._is_closing = True
+            engine = self._engine
         if engine is not None:
             engine.close(f"rank {self.rank} of {self.size}: the communicator was closed")
         with self._lock:
@@ -520,8 +527,11 @@ class Communicator:
 
     def _refuse(self) -> None:
         if self._failure is None or self._closed:
-            raise ClosedError("called a collective after close()", rank=self.rank, size=self.size)
+            raise self._closed_error()
         raise _again(self._failure)
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError("called a collective after close()", rank=self.rank, size=self.size)
 
     def _cut(self, error: BaseException) -> PeerLostError:
         """Ctrl-C in the middle of a collective, say: the ring is out of step for good."""
@@ -535,9 +545,11 @@ class Communicator:
 
     def _break(self, error: RingReduceError) -> None:
         self._failure = error
-        self._ring.abort(error)
-        if self._engine is not None:
-            self._engine.fail(error)
+        try:
+            self._ring.abort(error)
+        finally:
+            if self._engine is not None:
+                self._engine.fail(error)
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order; checked not to be negative."""

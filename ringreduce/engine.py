@@ -11,9 +11,11 @@ calls, at the latest when Python exits. It waits in one place, the queue, withou
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ringreduce.errors import ClosedError, MismatchError, PeerTimeoutError, RingReduceError
@@ -40,6 +42,7 @@ class Work(Generic[_Result]):
         self._over = threading.Event()
         self._result: _Result | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -63,7 +66,8 @@ class Work(Generic[_Result]):
                 remedy="Wait again, or longer.",
             )
         if self._error is not None:
-            raise self._error
+            # Each wait begins with the same traceback, so that they do not pile up.
+            raise self._error.with_traceback(self._traceback)
         return self._result  # type: ignore[return-value]
 
     def _do(self) -> None:
@@ -71,7 +75,7 @@ class Work(Generic[_Result]):
             self._result = self._run()
         except BaseException as error:
             # It is raised where somebody waits for it.
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
         self._end()
 
     def _fail(self, error: BaseException) -> None:
@@ -89,11 +93,20 @@ class Engine:
     Args:
         name: of the thread, for debuggers and `py-spy`.
         break_ring: called with an error that the engine has found; must tell all ranks.
+        interrupt: called by `close`; must end the collective that the thread is in the midst
+            of, which else could wait for another rank for as long as the ring's time limit.
     """
 
-    def __init__(self, name: str, break_ring: Callable[[RingReduceError], object]) -> None:
+    def __init__(
+        self,
+        name: str,
+        break_ring: Callable[[RingReduceError], object],
+        interrupt: Callable[[], object],
+    ) -> None:
         self._queue: Queue = open_queue()
         self._break_ring = break_ring
+        self._interrupt = interrupt
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
         self._plans: dict[int, Callable[[int], None]] = {}
@@ -125,6 +138,8 @@ class Engine:
             self._posted += 1
             self._work[number] = work
         if not self._queue.post(number):
+            with self._lock:
+                self._work.pop(number, None)
             raise ClosedError("called a collective after close()")
         return work
 
@@ -149,10 +164,14 @@ class Engine:
         self._queue.fail(str(error))
 
     def close(self, why: str) -> None:
-        """End the thread; what it has not begun fails with ClosedError.
+        """End the thread; what it has not begun fails with ClosedError, what runs is interrupted.
 
-        What it has begun ends by itself: the caller has interrupted the collective.
+        In a forked child it does nothing: the thread is its parent's, and so are those that
+        wait in the queue, whose leaving nobody would see here.
         """
+        if self._process != os.getpid():
+            return
+        self._interrupt()
         self._queue.close(why)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -183,15 +202,20 @@ class Engine:
             self._plans[item.plan](item.bucket)
         except RingReduceError as error:
             self._give_up(error)
-        except Exception as error:  # a bug of ours or of a callback: nobody may wait for ever
+        except BaseException as error:  # a bug of ours: nobody may wait for ever
             _log.exception("the engine failed")
             self._give_up(MismatchError(f"failed in the engine: {type(error).__name__}: {error}"))
         finally:
             self.reducing_s += time.perf_counter() - started
 
     def _give_up(self, error: RingReduceError) -> None:
-        self._break_ring(error)
-        self.fail(error)
+        try:
+            self._break_ring(error)
+        except Exception:
+            _log.exception("the engine could not tell the other ranks")
+        finally:
+            # Whatever happens: else `finish` would give the bucket out as reduced.
+            self.fail(error)
 
 
 def _out_of_step() -> MismatchError:

@@ -26,6 +26,7 @@ __all__ = ["COMPLAINT", "BucketItem", "NativeQueue", "PlainQueue", "Queue", "ope
 # RR_HANDOVER_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
 _JOB, _BUCKET = 1, 2
+_WHY_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -236,12 +237,17 @@ class NativeQueue:
 
     def fail(self, why: str) -> None:
         """Answer everybody who waits for a bucket, now or later, with `why`."""
-        self._functions["fail"](self._handle, why.encode())
+        self._functions["fail"](self._handle, _text(why))
 
     def close(self, why: str) -> None:
         """End `take`, and answer everybody who waits with `why`."""
-        self._functions["close"](self._handle, why.encode())
+        self._functions["close"](self._handle, _text(why))
 
     def waited_s(self) -> float:
         """How long threads have been blocked until their buckets were done."""
         return float(self._functions["waited_ns"](self._handle)) * 1e-9
+
+
+def _text(why: str) -> bytes:
+    """`why` for C, as long as fits there; cut between characters, since people decode it."""
+    return why.encode(errors="replace")[: _WHY_BYTES - 1].decode(errors="ignore").encode()

@@ -240,6 +240,18 @@ def test_failure_found_by_a_layer_above_reaches_every_rank():
     assert ring_of_threads(3, work) == [1, None, 1]
 
 
+def test_failure_whose_text_is_none_reaches_every_rank():
+    """File names that are no UTF-8 come as lone surrogates."""
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.fail(MismatchError("cannot read \udcff"))
+        with pytest.raises(MismatchError, match="cannot read"):
+            comm.barrier()
+
+    ring_of_threads(2, work)
+
+
 def test_exception_in_the_middle_of_a_collective_breaks_the_ring(monkeypatch):
     """After Ctrl-C, say, the ranks are out of step for good."""
 

@@ -243,7 +243,8 @@ RR_EXPORT int rr_handover_open(rr_handover **opened);
 RR_EXPORT int rr_handover_register(
     rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count, int64_t *plan);
 
-/* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight, and it stays. */
+/* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight or a thread waits for one of
+ * its buckets, and it stays. */
 RR_EXPORT int rr_handover_unregister(int64_t plan);
 
 /* Put a job at the end of the queue; -ENOMEM, RR_HANDOVER_CLOSED. */

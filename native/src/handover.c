@@ -36,6 +36,7 @@ struct plan {
     uint32_t queued; /* buckets of this round that have been put in the queue */
     uint32_t spent;  /* buckets of this round that have been waited for */
     bool running;    /* a round is in flight */
+    uint32_t inside; /* threads in start or wait of one of these buckets */
     uint32_t bucket_count;
     struct bucket buckets[];
 };
@@ -161,11 +162,13 @@ int rr_handover_unregister(int64_t number) {
     int code = RR_HANDOVER_MISUSED;
     pthread_mutex_lock(&lock);
     if (number >= 0 && (uint64_t)number < place_count && places[number].plan != NULL) {
-        code = places[number].plan->running ? RR_HANDOVER_BUSY : RR_DONE;
-        if (code == RR_DONE) {
-            plan = places[number].plan;
+        plan = places[number].plan;
+        /* Also who waits in vain, for a bucket that another thread has taken, looks at the plan. */
+        code = plan->running || plan->inside > 0 ? RR_HANDOVER_BUSY : RR_DONE;
+        if (code == RR_DONE)
             places[number].plan = NULL;
-        }
+        else
+            plan = NULL;
     }
     pthread_mutex_unlock(&lock);
     if (plan != NULL)
@@ -353,6 +356,7 @@ static int enter(
         if (parts[i].nbytes != visit->bucket->slots[i].nbytes)
             return refuse(why, number, index, "got a gradient of another size than was planned");
     visit->owner->inside++;
+    visit->plan->inside++;
     return RR_DONE;
 }
 
@@ -362,6 +366,7 @@ static int leave(struct visit *visit, char *why) {
     int code = owner->over;
     if (code != 0)
         snprintf(why, RR_WHY_BYTES, "%s", owner->why);
+    visit->plan->inside--;
     if (--owner->inside == 0 && code == RR_HANDOVER_CLOSED)
         pthread_cond_broadcast(&owner->changed);
     return code;

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <string.h>
 
 enum { BUCKETS = 3, ROUNDS = 300 };
@@ -195,6 +196,38 @@ static void test_waits_end(void (*end)(rr_handover *, const char *), int expecte
     rr_handover_close(handover, "the end");
 }
 
+/* Two threads wait for the one bucket of a plan, which goes as soon as one of them has it. Under
+ * the address sanitizer: the other must not look at a plan that is gone. */
+static void test_plan_stays_while_somebody_is_inside(void) {
+    rr_handover *handover = opened();
+    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, 2};
+    for (int round = 0; round < ROUNDS; round++) {
+        int64_t plan = -1;
+        rr_item item;
+        CHECK(rr_handover_register(handover, &only, 1, &plan) == RR_DONE);
+        CHECK(start(plan, 0, 1) == RR_DONE);
+        CHECK(rr_handover_take(handover, &item) == RR_DONE);
+        struct waiter waiters[2];
+        for (uint32_t i = 0; i < 2; i++) {
+            waiters[i] = (struct waiter){.plan = plan, .bucket = 0};
+            CHECK(pthread_create(&waiters[i].thread, NULL, wait_in_thread, &waiters[i]) == 0);
+        }
+        for (int turn = 0; turn < 50; turn++)
+            sched_yield();
+        rr_handover_finish(handover);
+        while (rr_handover_unregister(plan) != RR_DONE)
+            ;
+        int done = 0;
+        for (uint32_t i = 0; i < 2; i++) {
+            pthread_join(waiters[i].thread, NULL);
+            CHECK(waiters[i].code == RR_DONE || waiters[i].code == RR_HANDOVER_MISUSED);
+            done += waiters[i].code == RR_DONE;
+        }
+        CHECK(done == 1);
+    }
+    rr_handover_close(handover, "closed");
+}
+
 static void test_long_text_is_cut(void) {
     static char text[2 * RR_WHY_BYTES];
     rr_handover *handover = opened();
@@ -214,6 +247,7 @@ int main(void) {
         test_waits_end(rr_handover_fail, RR_HANDOVER_FAILED);
         test_waits_end(rr_handover_close, RR_HANDOVER_CLOSED);
     }
+    test_plan_stays_while_somebody_is_inside();
     test_long_text_is_cut();
     return 0;
 }

@@ -25,6 +25,8 @@ class _Cause(msgspec.Struct):
 def write_news(cause: RingReduceError, rank: int) -> bytes:
     """`cause` as rank `rank` tells it; when it was told itself, it says by whom."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
+    # A file name in it may hold lone surrogates, which cannot be encoded.
+    text = text.encode(errors="replace").decode()
     report = _Cause(
         error=type(cause).__name__,
         origin=rank if cause.origin is None else cause.origin,

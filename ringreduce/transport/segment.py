@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 import weakref
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -137,11 +138,16 @@ class Heap:
         self._lock = threading.Lock()
         # Free parts as (offset, length), by offset; neighbours are joined.
         self._free: list[tuple[int, int]] = [(0, nbytes.value)]
+        # Given back, not yet joined to the free parts. An array can be found to be garbage at
+        # any line, also here in this thread while it holds the lock, so whoever gives back
+        # must not wait for that.
+        self._returned: deque[tuple[int, int]] = deque()
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes` zeros, dtype uint8, in the heap; None when there is no room."""
         length = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         with self._lock:
+            self._join_returned()
             place = next((i for i, (_, room) in enumerate(self._free) if room >= length), None)
             if place is None:
                 return None
@@ -151,7 +157,7 @@ class Heap:
         segment = self._segment
         status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
         if status < 0:
-            self._give_back(offset, length)
+            self._returned.append((offset, length))
             if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 return None
             _checked(status)
@@ -163,15 +169,16 @@ class Heap:
     def _release(self, offset: int, length: int) -> None:
         segment = self._segment
         functions()["segment_release"](segment.descriptor, segment.address, offset, length)
-        self._give_back(offset, length)
+        self._returned.append((offset, length))
 
-    def _give_back(self, offset: int, length: int) -> None:
-        with self._lock:
-            parts = sorted([*self._free, (offset, length)])
-            self._free = [parts[0]]
-            for start, size in parts[1:]:
-                last_start, last_size = self._free[-1]
-                if last_start + last_size == start:
-                    self._free[-1] = (last_start, last_size + size)
-                else:
-                    self._free.append((start, size))
+    def _join_returned(self) -> None:
+        """Make of neighbouring free parts one; under the lock."""
+        parts = list(self._free)
+        while self._returned:
+            parts.append(self._returned.popleft())
+        self._free = []
+        for start, size in sorted(parts):
+            if self._free and sum(self._free[-1]) == start:
+                self._free[-1] = (self._free[-1][0], self._free[-1][1] + size)
+            else:
+                self._free.append((start, size))

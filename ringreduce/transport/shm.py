@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -129,15 +130,18 @@ class HostLink:
         self._timeout_s = timeout_s
         self._functions = functions()
         size = heap_bytes()
-        self._own = Segment.create(STAGING_BYTES, size)
+        self._own: Segment | None = Segment.create(STAGING_BYTES, size)
         self._mesh = Mesh()
         # Ranks can share memory when all before the slash is equal.
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
-        self._heap = Heap(self._own)
+        self._heap: Heap | None = Heap(self._own)
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
         self._interrupted = False
+        # Any thread may ask for the traffic: held while it looks, and while the group goes.
+        self._traffic_lock = threading.Lock()
+        self._traffic = Traffic(0, 0, 0)
 
     def connect(
         self, names: Sequence[str], members: Sequence[int], *, rank: int, size: int, job: int
@@ -154,6 +158,7 @@ class HostLink:
             RendezvousError: one of them cannot be reached.
             ProtocolError: what one of them passed on is no segment of ours.
         """
+        assert self._own is not None
         self._members, self._rank, self._size = tuple(members), rank, size
         self._index = self._members.index(rank)
         self._patience = _patience(len(members))
@@ -197,7 +202,8 @@ class HostLink:
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
-        return self._heap.empty(nbytes)
+        heap = self._heap
+        return None if heap is None else heap.empty(nbytes)
 
     def run(self, call: HostCall, flat: np.ndarray) -> None:
         """Run `call` on `flat`, contiguous.
@@ -322,19 +328,28 @@ class HostLink:
         self._interrupted = True
 
     def traffic(self) -> Traffic:
-        """What this rank has put into and taken from shared memory so far."""
-        if self._group is None:
-            return Traffic(0, 0, 0)
-        facts = self._look()
-        return Traffic(int(facts.progress), int(facts.bytes_sent), int(facts.bytes_received))
+        """What this rank has put into and taken from shared memory so far; for any thread."""
+        with self._traffic_lock:
+            if self._group is not None:
+                # Not into `_facts`, which a `run` in another thread may be reading.
+                facts = _Facts()
+                self._functions["shm_look"](self._group, ctypes.addressof(facts))
+                self._traffic = Traffic(
+                    int(facts.progress), int(facts.bytes_sent), int(facts.bytes_received)
+                )
+            return self._traffic
 
     def close(self) -> None:
         """Say goodbye; memory goes when the last registered array does."""
         self._mesh.close()
-        if self._group is not None:
-            self._functions["shm_free"](self._group)
-            self._group = None
+        self.traffic()
+        with self._traffic_lock:
+            group, self._group = self._group, None
+            if group is not None:
+                self._functions["shm_free"](group)
         self._segments.clear()
+        # Whoever has made this link may keep it for long.
+        self._own = self._heap = None
 
 
 def _patience(ranks: int) -> _Patience:

@@ -23,6 +23,7 @@ __all__ = ["Mesh", "memory_domain"]
 
 # Magic, job, sender's rank.
 _HELLO = struct.Struct("<8sQQ")
+_DESCRIPTOR = struct.Struct("i")
 _MAGIC = b"RRR-UNIX"
 _GOODBYE = b"G"
 # Whoever connects has its hello ready.
@@ -152,7 +153,17 @@ class Mesh:
 
     def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
         """Rank and segment of whoever is at the other end; None when it is not of this job."""
-        data, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        # Not socket.recv_fds: that one forgets its flags, and every program that this process
+        # starts would keep the others' memory.
+        data, ancillary, _, _ = connection.recvmsg(
+            _HELLO.size, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+        )
+        received = [
+            descriptor
+            for level, kind, packed in ancillary
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
+        ]
         if len(data) == _HELLO.size and len(received) == 1 and _is_ours(connection):
             magic, their_job, rank = _HELLO.unpack(data)
             if (magic, their_job) == (_MAGIC, job):
