@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -49,15 +50,14 @@ def source(declarations: str, folder: Path) -> str:
     """The check, with our enumerations compared by value as well as our functions by type."""
     header = folder / "tf_api.h"
     header.write_text(declarations)
-    enumerations = [line for line in declarations.splitlines() if line.startswith("typedef enum")]
+    enumerations = re.findall(r"typedef enum \{[^}]*\} \w+;", declarations)
     assert len(enumerations) == 2
     names = folder / "values.h"
     names.write_text("\n".join(enumerations))
     checks = [
         f'static_assert((int)values::{name} == (int)::{name}, "{name}");'
-        for line in enumerations
-        for name in line.replace(",", " ").split()
-        if name.startswith("TF_") and not name.endswith(";")
+        for enumeration in enumerations
+        for name in re.findall(r"(TF_\w+) =", enumeration)
     ]
     assert len(checks) == 8
     return SOURCE.format(values=names, declarations=header) + "\n".join(checks)

@@ -68,15 +68,22 @@ RR_EXPORT uint32_t rr_abi(void);
  * ------------------------------------------------------------------------------------------ */
 
 enum {
-    RR_MAIL_BYTES = 16384,   /* largest message that goes through the mail */
-    RR_NEWS_BYTES = 16384,   /* longest news */
-    RR_SHM_SIZE_MAX = 1024,  /* ranks on one host */
+    RR_MAIL_BYTES = 16384,  /* largest message that goes through the mail */
+    RR_NEWS_BYTES = 16384,  /* longest news */
+    RR_SHM_SIZE_MAX = 1024, /* ranks on one host */
 };
 
 /* Element types: their codes in frame headers (ringreduce/types.py). */
 enum {
-    RR_FLOAT16 = 1, RR_BFLOAT16, RR_FLOAT32, RR_FLOAT64,
-    RR_INT8, RR_INT16, RR_INT32, RR_INT64, RR_UINT8,
+    RR_FLOAT16 = 1,
+    RR_BFLOAT16,
+    RR_FLOAT32,
+    RR_FLOAT64,
+    RR_INT8,
+    RR_INT16,
+    RR_INT32,
+    RR_INT64,
+    RR_UINT8,
 };
 
 /* Operators, likewise. RR_MEAN divides by the number of ranks. */
@@ -111,15 +118,15 @@ RR_EXPORT void rr_shm_free(rr_shm *group);
 
 /* What a rank does in a call. */
 enum {
-    RR_ALL_REDUCE = 1,  /* every chunk reduced, everywhere */
-    RR_REDUCE_SCATTER,  /* the own chunk reduced; the rest of the array unchanged */
-    RR_ALL_GATHER,      /* the others' chunks copied from them */
+    RR_ALL_REDUCE = 1, /* every chunk reduced, everywhere */
+    RR_REDUCE_SCATTER, /* the own chunk reduced; the rest of the array unchanged */
+    RR_ALL_GATHER,     /* the others' chunks copied from them */
 };
 
 typedef struct {
-    uint64_t header[8];     /* as in a frame (ringreduce/wire.py); equal on all ranks but for
-                               the rank in word 2; word 3, the sequence, is filled in */
-    uint32_t action;        /* RR_ALL_REDUCE, ... */
+    uint64_t header[8]; /* as in a frame (ringreduce/wire.py); equal on all ranks but for
+                           the rank in word 2; word 3, the sequence, is filled in */
+    uint32_t action;    /* RR_ALL_REDUCE, ... */
     uint32_t dtype;
     uint32_t op;
     uint32_t divisor;       /* of RR_MEAN */
@@ -143,11 +150,11 @@ RR_EXPORT void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes);
 
 /* What is known besides the code that rr_shm_run returned. */
 typedef struct {
-    uint64_t sequence;     /* number of the call */
-    uint32_t peer;         /* index of the rank that is late, disagrees or has given up */
-    uint32_t step, steps;  /* where in the call */
-    uint64_t theirs[8];    /* RR_MISMATCH: the peer's header */
-    uint64_t progress;     /* grows while anybody gets on */
+    uint64_t sequence;    /* number of the call */
+    uint32_t peer;        /* index of the rank that is late, disagrees or has given up */
+    uint32_t step, steps; /* where in the call */
+    uint64_t theirs[8];   /* RR_MISMATCH: the peer's header */
+    uint64_t progress;    /* grows while anybody gets on */
     uint64_t bytes_sent, bytes_received; /* what crossed between ranks so far */
 } rr_shm_facts;
 RR_EXPORT void rr_shm_look(const rr_shm *group, rr_shm_facts *facts);
@@ -240,8 +247,8 @@ RR_EXPORT int rr_handover_open(rr_handover **opened);
 
 /* A number for this plan, never used again in this process; -ENOMEM, -EINVAL (slots that do not
  * lie in their bucket one after the other), RR_HANDOVER_CLOSED. Copies the layout. */
-RR_EXPORT int rr_handover_register(
-    rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count, int64_t *plan);
+RR_EXPORT int rr_handover_register(rr_handover *handover, const rr_bucket *buckets,
+                                   uint32_t bucket_count, int64_t *plan);
 
 /* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight or a thread waits for one of
  * its buckets, and it stays. */
@@ -273,12 +280,12 @@ RR_EXPORT uint64_t rr_handover_waited_ns(rr_handover *handover);
  * used after the return. On an error `why`, of RR_WHY_BYTES, says more. A bucket that is
  * started a second time within a round means that this rank is out of step for good: the engine
  * gets a complaint, and the call waits for its verdict, which it returns. */
-RR_EXPORT int rr_handover_start(
-    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why);
+RR_EXPORT int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts,
+                                uint32_t part_count, char *why);
 
 /* Wait until a started bucket is reduced, and unpack it. As for start. */
-RR_EXPORT int rr_handover_wait(
-    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why);
+RR_EXPORT int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts,
+                               uint32_t part_count, char *why);
 
 /* ------------------------------------------------------------------------------------------
  * TensorFlow kernels on top of the hand-over (tf_ops.c)

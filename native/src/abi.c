@@ -2,4 +2,7 @@
 
 #include "ringreduce.h"
 
-uint32_t rr_abi(void) { return RR_ABI; }
+uint32_t rr_abi(void)
+{
+    return RR_ABI;
+}

@@ -42,14 +42,14 @@ struct plan {
 };
 
 struct rr_handover {
-    pthread_cond_t ready;   /* the engine waits for this */
-    pthread_cond_t changed; /* everybody else does */
+    pthread_cond_t ready;        /* the engine waits for this */
+    pthread_cond_t changed;      /* everybody else does */
     struct entry *first, **last; /* those of jobs are malloc's, those of buckets their own */
-    struct bucket *taken; /* of the item that the engine has; NULL for a job */
-    bool busy;            /* the engine has an item */
-    bool complaint;       /* the engine is to be told that a bucket was started out of turn */
-    int over;             /* 0, RR_HANDOVER_FAILED or RR_HANDOVER_CLOSED */
-    uint32_t inside;      /* threads in start or wait */
+    struct bucket *taken;        /* of the item that the engine has; NULL for a job */
+    bool busy;                   /* the engine has an item */
+    bool complaint;  /* the engine is to be told that a bucket was started out of turn */
+    int over;        /* 0, RR_HANDOVER_FAILED or RR_HANDOVER_CLOSED */
+    uint32_t inside; /* threads in start or wait */
     uint64_t waited_ns;
     char why[RR_WHY_BYTES];
 };
@@ -64,13 +64,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct place *places;
 static uint64_t place_count, place_room;
 
-static uint64_t now_ns(void) {
+static uint64_t now_ns(void)
+{
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-int rr_handover_open(rr_handover **opened) {
+int rr_handover_open(rr_handover **opened)
+{
     rr_handover *handover = calloc(1, sizeof *handover);
     if (handover == NULL)
         return -ENOMEM;
@@ -83,13 +85,15 @@ int rr_handover_open(rr_handover **opened) {
 
 /* ---- plans ---- */
 
-static void free_plan(struct plan *plan) {
+static void free_plan(struct plan *plan)
+{
     for (uint32_t i = 0; i < plan->bucket_count; i++)
         free(plan->buckets[i].slots);
     free(plan);
 }
 
-static bool lies_well(const rr_bucket *bucket) {
+static bool lies_well(const rr_bucket *bucket)
+{
     uint64_t end = 0;
     for (uint32_t i = 0; i < bucket->slot_count; i++) {
         const rr_slot *slot = &bucket->slots[i];
@@ -101,7 +105,8 @@ static bool lies_well(const rr_bucket *bucket) {
     return true;
 }
 
-static struct plan *copy_of(const rr_bucket *buckets, uint32_t count) {
+static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
+{
     struct plan *plan = calloc(1, sizeof *plan + count * sizeof plan->buckets[0]);
     if (plan == NULL)
         return NULL;
@@ -125,8 +130,9 @@ static struct plan *copy_of(const rr_bucket *buckets, uint32_t count) {
     return plan;
 }
 
-int rr_handover_register(
-    rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count, int64_t *plan) {
+int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count,
+                         int64_t *plan)
+{
     for (uint32_t i = 0; i < bucket_count; i++)
         if (!lies_well(&buckets[i]))
             return -EINVAL;
@@ -157,7 +163,8 @@ int rr_handover_register(
     return code;
 }
 
-int rr_handover_unregister(int64_t number) {
+int rr_handover_unregister(int64_t number)
+{
     struct plan *plan = NULL;
     int code = RR_HANDOVER_MISUSED;
     pthread_mutex_lock(&lock);
@@ -179,19 +186,22 @@ int rr_handover_unregister(int64_t number) {
 /* ---- the engine's side ---- */
 
 /* Both under the lock. `entry` is the queue's from now on. */
-static void put(rr_handover *handover, struct entry *entry) {
+static void put(rr_handover *handover, struct entry *entry)
+{
     entry->next = NULL;
     *handover->last = entry;
     handover->last = &entry->next;
     pthread_cond_signal(&handover->ready);
 }
 
-static void discard(struct entry *entry) {
+static void discard(struct entry *entry)
+{
     if (entry->item.kind == RR_ITEM_JOB)
         free(entry);
 }
 
-static void drop(rr_handover *handover, bool jobs_too) {
+static void drop(rr_handover *handover, bool jobs_too)
+{
     struct entry **at = &handover->first;
     while (*at != NULL) {
         struct entry *entry = *at;
@@ -205,7 +215,8 @@ static void drop(rr_handover *handover, bool jobs_too) {
     handover->last = at;
 }
 
-int rr_handover_post(rr_handover *handover, int64_t job) {
+int rr_handover_post(rr_handover *handover, int64_t job)
+{
     struct entry *entry = malloc(sizeof *entry);
     if (entry == NULL)
         return -ENOMEM;
@@ -220,7 +231,8 @@ int rr_handover_post(rr_handover *handover, int64_t job) {
     return closed ? RR_HANDOVER_CLOSED : RR_DONE;
 }
 
-int rr_handover_take(rr_handover *handover, rr_item *item) {
+int rr_handover_take(rr_handover *handover, rr_item *item)
+{
     int code = RR_DONE;
     pthread_mutex_lock(&lock);
     while (handover->over != RR_HANDOVER_CLOSED && !handover->complaint && handover->first == NULL)
@@ -249,7 +261,8 @@ int rr_handover_take(rr_handover *handover, rr_item *item) {
     return code;
 }
 
-void rr_handover_finish(rr_handover *handover) {
+void rr_handover_finish(rr_handover *handover)
+{
     pthread_mutex_lock(&lock);
     if (handover->taken != NULL)
         handover->taken->state = REDUCED;
@@ -259,7 +272,8 @@ void rr_handover_finish(rr_handover *handover) {
     pthread_mutex_unlock(&lock);
 }
 
-int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms) {
+int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms)
+{
     /* The wall clock, since macOS has no other here. When it is set back the wait is longer,
      * but what is waited for still ends it. */
     struct timespec until;
@@ -279,7 +293,8 @@ int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms) {
     return code == 0;
 }
 
-static void end(rr_handover *handover, int code, const char *why) {
+static void end(rr_handover *handover, int code, const char *why)
+{
     if (handover->over == 0)
         snprintf(handover->why, sizeof handover->why, "%s", why);
     handover->over = code;
@@ -287,7 +302,8 @@ static void end(rr_handover *handover, int code, const char *why) {
     pthread_cond_broadcast(&handover->changed);
 }
 
-void rr_handover_fail(rr_handover *handover, const char *why) {
+void rr_handover_fail(rr_handover *handover, const char *why)
+{
     pthread_mutex_lock(&lock);
     if (handover->over == 0) {
         drop(handover, false);
@@ -296,7 +312,8 @@ void rr_handover_fail(rr_handover *handover, const char *why) {
     pthread_mutex_unlock(&lock);
 }
 
-void rr_handover_close(rr_handover *handover, const char *why) {
+void rr_handover_close(rr_handover *handover, const char *why)
+{
     pthread_mutex_lock(&lock);
     drop(handover, true);
     /* After a failure its text stays: it says more. */
@@ -313,7 +330,8 @@ void rr_handover_close(rr_handover *handover, const char *why) {
     pthread_mutex_unlock(&lock);
 }
 
-uint64_t rr_handover_waited_ns(rr_handover *handover) {
+uint64_t rr_handover_waited_ns(rr_handover *handover)
+{
     pthread_mutex_lock(&lock);
     uint64_t waited = handover->waited_ns;
     pthread_mutex_unlock(&lock);
@@ -328,15 +346,16 @@ struct visit {
     struct bucket *bucket;
 };
 
-static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason) {
+static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason)
+{
     snprintf(why, RR_WHY_BYTES, "bucket %u of plan %lld: %s", bucket, (long long)plan, reason);
     return RR_HANDOVER_MISUSED;
 }
 
 /* Look a bucket up and enter its hand-over, under the lock; leave after RR_DONE only. */
-static int enter(
-    struct visit *visit, int64_t number, uint32_t index, const rr_part *parts, uint32_t part_count,
-    char *why) {
+static int enter(struct visit *visit, int64_t number, uint32_t index, const rr_part *parts,
+                 uint32_t part_count, char *why)
+{
     if (number < 0 || (uint64_t)number >= place_count)
         return refuse(why, number, index, "there is no such plan in this process");
     visit->owner = places[number].owner;
@@ -346,7 +365,8 @@ static int enter(
         return visit->owner->over;
     }
     if (visit->plan == NULL)
-        return refuse(why, number, index, "the plan was given up with the optimizer it was made for");
+        return refuse(why, number, index,
+                      "the plan was given up with the optimizer it was made for");
     if (index >= visit->plan->bucket_count)
         return refuse(why, number, index, "the plan has no such bucket");
     visit->bucket = &visit->plan->buckets[index];
@@ -361,7 +381,8 @@ static int enter(
 }
 
 /* Under the lock, after `enter`: the code to return, and its text. */
-static int leave(struct visit *visit, char *why) {
+static int leave(struct visit *visit, char *why)
+{
     rr_handover *owner = visit->owner;
     int code = owner->over;
     if (code != 0)
@@ -372,7 +393,8 @@ static int leave(struct visit *visit, char *why) {
     return code;
 }
 
-static void pack(const struct bucket *bucket, const rr_part *parts) {
+static void pack(const struct bucket *bucket, const rr_part *parts)
+{
     uint64_t filled = 0;
     for (uint32_t i = 0; i < bucket->slot_count; i++) {
         const rr_slot *slot = &bucket->slots[i];
@@ -384,22 +406,25 @@ static void pack(const struct bucket *bucket, const rr_part *parts) {
     memset(bucket->memory + filled, 0, bucket->nbytes - filled);
 }
 
-static void unpack(const struct bucket *bucket, const rr_part *parts) {
+static void unpack(const struct bucket *bucket, const rr_part *parts)
+{
     for (uint32_t i = 0; i < bucket->slot_count; i++)
         if (parts[i].nbytes > 0)
             memcpy(parts[i].data, bucket->memory + bucket->slots[i].start, parts[i].nbytes);
 }
 
 /* Tell the engine that this rank is out of step, and wait for what it makes of that. */
-static void complain(rr_handover *owner) {
+static void complain(rr_handover *owner)
+{
     owner->complaint = true;
     pthread_cond_signal(&owner->ready);
     while (owner->over == 0)
         pthread_cond_wait(&owner->changed, &lock);
 }
 
-int rr_handover_start(
-    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why) {
+int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                      char *why)
+{
     struct visit visit;
     pthread_mutex_lock(&lock);
     int code = enter(&visit, plan, bucket, parts, part_count, why);
@@ -434,12 +459,14 @@ int rr_handover_start(
     return code;
 }
 
-static bool is_awaited(const struct bucket *bucket) {
+static bool is_awaited(const struct bucket *bucket)
+{
     return bucket->state == PACKING || bucket->state == PACKED || bucket->state == REDUCING;
 }
 
-int rr_handover_wait(
-    int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count, char *why) {
+int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                     char *why)
+{
     struct visit visit;
     pthread_mutex_lock(&lock);
     int code = enter(&visit, plan, bucket, parts, part_count, why);

@@ -57,7 +57,8 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value)
 #include "reduce_kernels.h"
 #undef RR_TARGET
 #undef RR_NAMED
-#define RR_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,prefer-vector-width=512")))
+#define RR_TARGET \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,f16c,prefer-vector-width=512")))
 #define RR_NAMED(name) name##_avx512
 #include "reduce_kernels.h"
 #undef RR_TARGET

@@ -23,9 +23,15 @@
 
 static const int SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-static uint64_t page(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
+static uint64_t page(void)
+{
+    return (uint64_t)sysconf(_SC_PAGESIZE);
+}
 
-static uint64_t whole_pages(uint64_t bytes) { return (bytes + page() - 1) / page() * page(); }
+static uint64_t whole_pages(uint64_t bytes)
+{
+    return (bytes + page() - 1) / page() * page();
+}
 
 /* fallocate that is not given up for a signal. */
 static int allocate(int descriptor, int mode, uint64_t offset, uint64_t bytes)
@@ -92,8 +98,8 @@ int rr_segment_map(int descriptor, void **address, uint64_t *bytes)
     if (pread(descriptor, &head, sizeof head, 0) != (ssize_t)sizeof head ||
         about.st_size < RR_STAGING_OFFSET || !is_sound(&head, (uint64_t)about.st_size))
         return -EPROTO;
-    void *mapped = mmap(NULL, head.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                        descriptor, 0);
+    void *mapped =
+        mmap(NULL, head.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
     if (mapped == MAP_FAILED)
         return -errno;
 #ifdef MADV_POPULATE_WRITE

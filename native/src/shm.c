@@ -59,7 +59,10 @@ static uint64_t total_bytes(const struct rr_shm *group, const rr_call *call)
     return call->bounds[group->size] * group->itemsize;
 }
 
-static int is_reducing(const rr_call *call) { return call->action != RR_ALL_GATHER; }
+static int is_reducing(const rr_call *call)
+{
+    return call->action != RR_ALL_GATHER;
+}
 
 static struct rr_announcement *announced(const struct rr_shm *group, uint32_t rank)
 {
@@ -102,7 +105,10 @@ int rr_shm_new(rr_shm **made, uint32_t index, uint32_t size, void *const *segmen
     return RR_DONE;
 }
 
-void rr_shm_free(rr_shm *group) { free(group); }
+void rr_shm_free(rr_shm *group)
+{
+    free(group);
+}
 
 /* ---- One step's work ---- */
 
@@ -126,8 +132,7 @@ static uint8_t *staged(const struct rr_shm *group, const rr_call *call, uint32_t
 }
 
 /* Put segment `number` of what others need of this array into our staging. */
-static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *data,
-                    uint64_t number)
+static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *data, uint64_t number)
 {
     const uint32_t own = group->index;
     for (uint32_t rank = 0; rank < group->size; rank++) {
@@ -205,8 +210,8 @@ static void reduce_mail(struct rr_shm *group, const rr_call *call, uint8_t *data
     for (uint32_t rank = 0; rank < group->size; rank++)
         sources[rank] = mail_of(group, rank);
     void *target = data;
-    rr_reduce(call->dtype, call->op, call->divisor, call->bounds[group->size], group->size,
-              sources, 1, &target);
+    rr_reduce(call->dtype, call->op, call->divisor, call->bounds[group->size], group->size, sources,
+              1, &target);
     group->bytes_sent += total_bytes(group, call);
     group->bytes_received += (group->size - 1) * total_bytes(group, call);
 }
@@ -285,8 +290,8 @@ static int compare(struct rr_shm *group, const rr_call *call)
             }
         }
         const uint64_t bytes = total_bytes(group, call);
-        if (theirs->registered != 0 && (bytes > group->heap_bytes ||
-                                        theirs->registered - 1 > group->heap_bytes - bytes)) {
+        if (theirs->registered != 0 &&
+            (bytes > group->heap_bytes || theirs->registered - 1 > group->heap_bytes - bytes)) {
             group->culprit = rank;
             return RR_BROKEN;
         }
@@ -349,15 +354,10 @@ static int advance_from_meeting(struct rr_shm *group, const rr_call *call, uint8
 static int advance(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     switch (group->stage) {
-    case MEET:
-        return advance_from_meeting(group, call, data);
-    case LEND:
-        group->stage = STAGED;
-        return advance_staged(group, call, data);
-    case STAGED:
-        return advance_staged(group, call, data);
-    default:
-        return RR_DONE;
+    case MEET: return advance_from_meeting(group, call, data);
+    case LEND: group->stage = STAGED; return advance_staged(group, call, data);
+    case STAGED: return advance_staged(group, call, data);
+    default: return RR_DONE;
     }
 }
 

@@ -43,7 +43,10 @@ static uint64_t load(const struct rr_board *board)
     return __atomic_load_n(&board->step, __ATOMIC_ACQUIRE);
 }
 
-int rr_step_is_done(const struct rr_board *board, uint64_t step) { return load(board) >= step; }
+int rr_step_is_done(const struct rr_board *board, uint64_t step)
+{
+    return load(board) >= step;
+}
 
 void rr_step_wake(struct rr_board *board)
 {

@@ -23,43 +23,49 @@ typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
 
 typedef enum { TF_OK = 0, TF_UNKNOWN = 2, TF_INVALID_ARGUMENT = 3 } TF_Code;
-typedef enum { TF_FLOAT = 1, TF_DOUBLE = 2, TF_INT32 = 3, TF_BFLOAT16 = 14, TF_HALF = 19 } TF_DataType;
+typedef enum {
+    TF_FLOAT = 1,
+    TF_DOUBLE = 2,
+    TF_INT32 = 3,
+    TF_BFLOAT16 = 14,
+    TF_HALF = 19
+} TF_DataType;
 
 #endif
 
 /* X(result, name, parameters) */
-#define RR_TF_FUNCTIONS(X)                                                                       \
-    X(TF_Status *, TF_NewStatus, (void))                                                         \
-    X(void, TF_DeleteStatus, (TF_Status *))                                                      \
-    X(void, TF_SetStatus, (TF_Status *, TF_Code, const char *))                                  \
-    X(TF_Code, TF_GetCode, (const TF_Status *))                                                  \
-    X(const char *, TF_Message, (const TF_Status *))                                             \
-    X(void, TF_DeleteTensor, (TF_Tensor *))                                                      \
-    X(int, TF_NumDims, (const TF_Tensor *))                                                      \
-    X(int64_t, TF_Dim, (const TF_Tensor *, int))                                                 \
-    X(size_t, TF_TensorByteSize, (const TF_Tensor *))                                            \
-    X(void *, TF_TensorData, (const TF_Tensor *))                                                \
-    X(TF_OpDefinitionBuilder *, TF_NewOpDefinitionBuilder, (const char *))                       \
-    X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder *, const char *))             \
-    X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder *, const char *))            \
-    X(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder *, const char *))           \
-    X(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder *, bool))               \
-    X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                     \
-      (TF_OpDefinitionBuilder *, void (*)(TF_ShapeInferenceContext *, TF_Status *)))             \
-    X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext *, TF_Status *))  \
-    X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder *, TF_Status *))                    \
-    X(TF_KernelBuilder *, TF_NewKernelBuilder,                                                   \
-      (const char *, const char *, void *(*)(TF_OpKernelConstruction *),                         \
-       void (*)(void *, TF_OpKernelContext *), void (*)(void *)))                                \
-    X(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))           \
-    X(void, TF_OpKernelConstruction_GetAttrInt64,                                                \
-      (TF_OpKernelConstruction *, const char *, int64_t *, TF_Status *))                         \
-    X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))           \
-    X(void, TF_OpKernelContext_Failure, (TF_OpKernelContext *, TF_Status *))                     \
-    X(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                 \
-    X(TF_Tensor *, TF_AllocateOutput,                                                            \
-      (TF_OpKernelContext *, int, TF_DataType, const int64_t *, int, size_t, TF_Status *))       \
-    X(TF_Tensor *, TF_ForwardInputOrAllocateOutput,                                              \
+#define RR_TF_FUNCTIONS(X)                                                                      \
+    X(TF_Status *, TF_NewStatus, (void))                                                        \
+    X(void, TF_DeleteStatus, (TF_Status *))                                                     \
+    X(void, TF_SetStatus, (TF_Status *, TF_Code, const char *))                                 \
+    X(TF_Code, TF_GetCode, (const TF_Status *))                                                 \
+    X(const char *, TF_Message, (const TF_Status *))                                            \
+    X(void, TF_DeleteTensor, (TF_Tensor *))                                                     \
+    X(int, TF_NumDims, (const TF_Tensor *))                                                     \
+    X(int64_t, TF_Dim, (const TF_Tensor *, int))                                                \
+    X(size_t, TF_TensorByteSize, (const TF_Tensor *))                                           \
+    X(void *, TF_TensorData, (const TF_Tensor *))                                               \
+    X(TF_OpDefinitionBuilder *, TF_NewOpDefinitionBuilder, (const char *))                      \
+    X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder *, const char *))            \
+    X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder *, const char *))           \
+    X(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder *, const char *))          \
+    X(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder *, bool))              \
+    X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                    \
+      (TF_OpDefinitionBuilder *, void (*)(TF_ShapeInferenceContext *, TF_Status *)))            \
+    X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext *, TF_Status *)) \
+    X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder *, TF_Status *))                   \
+    X(TF_KernelBuilder *, TF_NewKernelBuilder,                                                  \
+      (const char *, const char *, void *(*)(TF_OpKernelConstruction *),                        \
+       void (*)(void *, TF_OpKernelContext *), void (*)(void *)))                               \
+    X(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))          \
+    X(void, TF_OpKernelConstruction_GetAttrInt64,                                               \
+      (TF_OpKernelConstruction *, const char *, int64_t *, TF_Status *))                        \
+    X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))          \
+    X(void, TF_OpKernelContext_Failure, (TF_OpKernelContext *, TF_Status *))                    \
+    X(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                \
+    X(TF_Tensor *, TF_AllocateOutput,                                                           \
+      (TF_OpKernelContext *, int, TF_DataType, const int64_t *, int, size_t, TF_Status *))      \
+    X(TF_Tensor *, TF_ForwardInputOrAllocateOutput,                                             \
       (TF_OpKernelContext *, const int *, int, int, const int64_t *, int, int *, TF_Status *))
 
 #endif

@@ -31,7 +31,9 @@
 #define DIMENSIONS_MAX 254
 
 #define DECLARE(result, name, parameters) result(*name) parameters;
-static struct { RR_TF_FUNCTIONS(DECLARE) } tf;
+static struct {
+    RR_TF_FUNCTIONS(DECLARE)
+} tf;
 #undef DECLARE
 
 struct kernel {
@@ -47,7 +49,8 @@ static void *create(TF_OpKernelConstruction *construction)
     } else {
         tf.TF_OpKernelConstruction_GetAttrInt64(construction, "plan", &kernel->plan, status);
         if (tf.TF_GetCode(status) == TF_OK)
-            tf.TF_OpKernelConstruction_GetAttrInt64(construction, "bucket", &kernel->bucket, status);
+            tf.TF_OpKernelConstruction_GetAttrInt64(construction, "bucket", &kernel->bucket,
+                                                    status);
         if (tf.TF_GetCode(status) == TF_OK)
             tf.TF_OpKernelConstruction_GetAttrInt64(construction, "N", &kernel->gradients, status);
     }
@@ -57,7 +60,10 @@ static void *create(TF_OpKernelConstruction *construction)
     return kernel;
 }
 
-static void destroy(void *kernel) { free(kernel); }
+static void destroy(void *kernel)
+{
+    free(kernel);
+}
 
 /* The gradients of one kernel's call, and the tensors that keep their memory. */
 struct parts {
@@ -69,7 +75,8 @@ struct parts {
 static int parts_new(struct parts *parts, int64_t count)
 {
     const size_t room = (size_t)count;
-    *parts = (struct parts){count, calloc(room, sizeof(rr_part)), calloc(room, sizeof(TF_Tensor *))};
+    *parts =
+        (struct parts){count, calloc(room, sizeof(rr_part)), calloc(room, sizeof(TF_Tensor *))};
     return parts->parts != NULL && parts->tensors != NULL;
 }
 
@@ -110,8 +117,8 @@ static TF_Tensor *output_like(TF_OpKernelContext *context, int64_t index, TF_Sta
     tf.TF_DeleteTensor(input);
     const int candidate = (int)index;
     int forwarded;
-    TF_Tensor *output = tf.TF_ForwardInputOrAllocateOutput(
-        context, &candidate, 1, candidate, dimensions, rank, &forwarded, status);
+    TF_Tensor *output = tf.TF_ForwardInputOrAllocateOutput(context, &candidate, 1, candidate,
+                                                           dimensions, rank, &forwarded, status);
     return tf.TF_GetCode(status) == TF_OK ? output : NULL;
 }
 
@@ -136,8 +143,7 @@ static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_S
     parts_free(&parts);
     if (tf.TF_GetCode(status) != TF_OK)
         return;
-    TF_Tensor *token =
-        tf.TF_AllocateOutput(context, 0, TF_INT32, NULL, 0, sizeof(int32_t), status);
+    TF_Tensor *token = tf.TF_AllocateOutput(context, 0, TF_INT32, NULL, 0, sizeof(int32_t), status);
     if (tf.TF_GetCode(status) == TF_OK) {
         *(int32_t *)tf.TF_TensorData(token) = (int32_t)kernel->bucket;
         tf.TF_DeleteTensor(token);
@@ -196,12 +202,12 @@ static int resolve(void *library, char *why)
 {
     const char *missing = NULL;
     /* A pointer to a function goes through memory: C has no cast for it. */
-#define RESOLVE(result, name, parameters)                   \
-    {                                                       \
-        void *symbol = dlsym(library, #name);               \
-        memcpy(&tf.name, &symbol, sizeof symbol);           \
-        if (symbol == NULL && missing == NULL)              \
-            missing = #name;                                \
+#define RESOLVE(result, name, parameters)         \
+    {                                             \
+        void *symbol = dlsym(library, #name);     \
+        memcpy(&tf.name, &symbol, sizeof symbol); \
+        if (symbol == NULL && missing == NULL)    \
+            missing = #name;                      \
     }
     RR_TF_FUNCTIONS(RESOLVE)
 #undef RESOLVE
@@ -227,12 +233,15 @@ static void define(const char *name, const char *const *attributes, const char *
 
 static void define_all(TF_Status *status)
 {
-    static const char *const start_attributes[] = {
-        "T: {half, bfloat16, float, double}", "N: int >= 1", "plan: int", "bucket: int", NULL};
+    static const char *const start_attributes[] = {"T: {half, bfloat16, float, double}",
+                                                   "N: int >= 1", "plan: int", "bucket: int", NULL};
     static const char *const start_inputs[] = {"gradients: N * T", NULL};
     static const char *const wait_attributes[] = {"T: {half, bfloat16, float, double}",
-                                                  "N: int >= 1", "M: int >= 1", "plan: int",
-                                                  "bucket: int", NULL};
+                                                  "N: int >= 1",
+                                                  "M: int >= 1",
+                                                  "plan: int",
+                                                  "bucket: int",
+                                                  NULL};
     static const char *const wait_inputs[] = {"gradients: N * T", "tokens: M * int32", NULL};
     define("RingreduceStart", start_attributes, start_inputs, "token: int32", status);
     if (tf.TF_GetCode(status) == TF_OK)
@@ -245,8 +254,7 @@ static void define_all(TF_Status *status)
     if (tf.TF_GetCode(status) == TF_OK)
         tf.TF_RegisterKernelBuilder(
             "RingreduceWait",
-            tf.TF_NewKernelBuilder("RingreduceWait", "CPU", create, compute_wait, destroy),
-            status);
+            tf.TF_NewKernelBuilder("RingreduceWait", "CPU", create, compute_wait, destroy), status);
 }
 
 static int register_all(const char *path, char *why)

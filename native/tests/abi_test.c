@@ -4,7 +4,8 @@
 
 #include "check.h"
 
-int main(void) {
+int main(void)
+{
     CHECK(rr_abi() == RR_ABI);
     return 0;
 }

@@ -5,12 +5,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define CHECK(holds)                                                          \
-    do {                                                                      \
-        if (!(holds)) {                                                       \
+#define CHECK(holds)                                                            \
+    do {                                                                        \
+        if (!(holds)) {                                                         \
             fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #holds); \
-            exit(1);                                                          \
-        }                                                                     \
+            exit(1);                                                            \
+        }                                                                       \
     } while (0)
 
 #endif

@@ -17,7 +17,8 @@ static char why[RR_WHY_BYTES];
 static const rr_slot SLOTS[] = {{0, 20}, {64, 12}};
 static float memory[BUCKETS][32];
 
-static int64_t registered(rr_handover *handover) {
+static int64_t registered(rr_handover *handover)
+{
     rr_bucket buckets[BUCKETS];
     int64_t plan = -1;
     for (int i = 0; i < BUCKETS; i++)
@@ -26,13 +27,15 @@ static int64_t registered(rr_handover *handover) {
     return plan;
 }
 
-static rr_handover *opened(void) {
+static rr_handover *opened(void)
+{
     rr_handover *handover = NULL;
     CHECK(rr_handover_open(&handover) == RR_DONE);
     return handover;
 }
 
-static int start(int64_t plan, uint32_t bucket, float value) {
+static int start(int64_t plan, uint32_t bucket, float value)
+{
     float first[5], second[3];
     for (int i = 0; i < 5; i++)
         first[i] = value;
@@ -42,7 +45,8 @@ static int start(int64_t plan, uint32_t bucket, float value) {
     return rr_handover_start(plan, bucket, parts, 2, why);
 }
 
-static int wait_for(int64_t plan, uint32_t bucket, float *value) {
+static int wait_for(int64_t plan, uint32_t bucket, float *value)
+{
     float first[5] = {0}, second[3] = {0};
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
     int code = rr_handover_wait(plan, bucket, parts, 2, why);
@@ -53,7 +57,8 @@ static int wait_for(int64_t plan, uint32_t bucket, float *value) {
 }
 
 /* The engine: doubles what it gets, and fails on a complaint. */
-static void *engine(void *argument) {
+static void *engine(void *argument)
+{
     rr_handover *handover = argument;
     rr_item item;
     uint32_t expected = 0;
@@ -71,7 +76,8 @@ static void *engine(void *argument) {
     return NULL;
 }
 
-static void test_rounds(void) {
+static void test_rounds(void)
+{
     rr_handover *handover = opened();
     int64_t plan = registered(handover);
     pthread_t thread;
@@ -95,7 +101,8 @@ static void test_rounds(void) {
     pthread_join(thread, NULL);
 }
 
-static void test_queue_is_first_in_first_out(void) {
+static void test_queue_is_first_in_first_out(void)
+{
     rr_handover *handover = opened();
     int64_t plan = registered(handover), other = registered(handover);
     rr_item item;
@@ -105,8 +112,12 @@ static void test_queue_is_first_in_first_out(void) {
     CHECK(start(other, 0, 1) == RR_DONE);
     CHECK(start(plan, 1, 1) == RR_DONE);
     CHECK(rr_handover_wait_idle(handover, 1) == 0);
-    const struct { int kind; int64_t number; uint32_t bucket; } expected[] = {
-        {RR_ITEM_BUCKET, plan, 0}, {RR_ITEM_JOB, 7, 0}, {RR_ITEM_BUCKET, other, 0},
+    const struct {
+        int kind;
+        int64_t number;
+        uint32_t bucket;
+    } expected[] = {
+        {RR_ITEM_BUCKET, plan, 0}, {RR_ITEM_JOB, 7, 0},       {RR_ITEM_BUCKET, other, 0},
         {RR_ITEM_BUCKET, plan, 1}, {RR_ITEM_BUCKET, plan, 2},
     };
     for (int i = 0; i < 5; i++) {
@@ -123,7 +134,8 @@ static void test_queue_is_first_in_first_out(void) {
     CHECK(rr_handover_post(handover, 8) == RR_HANDOVER_CLOSED);
 }
 
-static void test_what_does_not_fit_is_refused(void) {
+static void test_what_does_not_fit_is_refused(void)
+{
     rr_handover *handover = opened();
     float value;
     int64_t plan = registered(handover);
@@ -144,7 +156,8 @@ static void test_what_does_not_fit_is_refused(void) {
     rr_handover_close(handover, "closed");
 }
 
-static void test_second_start_breaks_everything(void) {
+static void test_second_start_breaks_everything(void)
+{
     rr_handover *handover = opened();
     int64_t plan = registered(handover), other = registered(handover);
     float value;
@@ -169,7 +182,8 @@ struct waiter {
     char why[RR_WHY_BYTES];
 };
 
-static void *wait_in_thread(void *argument) {
+static void *wait_in_thread(void *argument)
+{
     struct waiter *waiter = argument;
     float first[5], second[3];
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
@@ -178,7 +192,8 @@ static void *wait_in_thread(void *argument) {
 }
 
 /* All buckets started, nobody reduces, two threads wait; then `end` comes. */
-static void test_waits_end(void (*end)(rr_handover *, const char *), int expected) {
+static void test_waits_end(void (*end)(rr_handover *, const char *), int expected)
+{
     rr_handover *handover = opened();
     int64_t plan = registered(handover);
     struct waiter waiters[2];
@@ -198,7 +213,8 @@ static void test_waits_end(void (*end)(rr_handover *, const char *), int expecte
 
 /* Two threads wait for the one bucket of a plan, which goes as soon as one of them has it. Under
  * the address sanitizer: the other must not look at a plan that is gone. */
-static void test_plan_stays_while_somebody_is_inside(void) {
+static void test_plan_stays_while_somebody_is_inside(void)
+{
     rr_handover *handover = opened();
     const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, 2};
     for (int round = 0; round < ROUNDS; round++) {
@@ -228,7 +244,8 @@ static void test_plan_stays_while_somebody_is_inside(void) {
     rr_handover_close(handover, "closed");
 }
 
-static void test_long_text_is_cut(void) {
+static void test_long_text_is_cut(void)
+{
     static char text[2 * RR_WHY_BYTES];
     rr_handover *handover = opened();
     int64_t plan = registered(handover);
@@ -238,7 +255,8 @@ static void test_long_text_is_cut(void) {
     rr_handover_close(handover, "closed");
 }
 
-int main(void) {
+int main(void)
+{
     test_rounds();
     test_queue_is_first_in_first_out();
     test_what_does_not_fit_is_refused();

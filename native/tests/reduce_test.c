@@ -15,7 +15,10 @@ enum { LONGEST = 2100, SOURCES = 5 };
 static const uint64_t LENGTHS[] = {0, 1, 2, 3, 7, 31, 64, 1023, 1024, 1025, 2053};
 
 /* Small whole numbers, exact in every type, by position and source. */
-static double value(uint32_t source, uint64_t i) { return (double)((i * 7 + source * 3) % 5) + 1; }
+static double value(uint32_t source, uint64_t i)
+{
+    return (double)((i * 7 + source * 3) % 5) + 1;
+}
 
 static void put(uint32_t dtype, void *array, uint64_t i, double x)
 {

@@ -69,7 +69,10 @@ static void cut(uint64_t *bounds, uint64_t count)
         bounds[rank] = count * rank / host.size;
 }
 
-static int32_t number(uint32_t rank, uint64_t i) { return (int32_t)(i % 1000) * 3 + (int32_t)rank; }
+static int32_t number(uint32_t rank, uint64_t i)
+{
+    return (int32_t)(i % 1000) * 3 + (int32_t)rank;
+}
 
 static int32_t total(uint64_t i)
 {
@@ -85,7 +88,10 @@ static void one_of_each(rr_shm *group, uint32_t rank, int32_t *data, uint64_t co
     uint64_t bounds[SIZE_MAX_HERE + 1];
     cut(bounds, count);
     for (uint32_t action = RR_ALL_REDUCE; action <= RR_ALL_GATHER; action++) {
-        rr_call call = {.action = action, .dtype = RR_INT32, .op = RR_SUM, .divisor = host.size,
+        rr_call call = {.action = action,
+                        .dtype = RR_INT32,
+                        .op = RR_SUM,
+                        .divisor = host.size,
                         .bounds = bounds};
         call.header[0] = action;
         call.header[2] = (uint64_t)rank << 32;
