@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from ringreduce.buckets import ALIGNMENT
@@ -42,15 +41,13 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.formation import form
+from ringreduce.payload import bounds_of, checked_lengths, decode, encode, flat_view
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
 from ringreduce.wire import Kind, signature_of
 
 __all__ = ["Communicator", "Statistics"]
 
 _log = logging.getLogger(__name__)
-
-# An object is a setting, a file name, a metric: whoever sends more wants an array.
-OBJECT_BYTES_MAX = 64 << 20
 
 _Result = TypeVar("_Result")
 
@@ -246,7 +243,7 @@ class Communicator:
         workstations", JPDC 2009.
         """
         how = reduce_op(op)
-        flat = _flat(array, "all_reduce")
+        flat = flat_view(array, "all_reduce")
         self._check_mean(how, array.dtype)
         if not 0 <= signature < 1 << 64:
             raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
@@ -282,7 +279,7 @@ class Communicator:
             As `all_reduce`.
         """
         how = reduce_op(op)
-        flat = _flat(array, "reduce_scatter")
+        flat = flat_view(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
         arguments = ("reduce_scatter", array.nbytes, self._ring.reduce_scatter, flat, how)
         if async_op:
@@ -307,7 +304,7 @@ class Communicator:
         Raises:
             As `all_reduce`, and ArrayError when the result does not fit in memory.
         """
-        flat = _flat(array, "all_gather", writable=False)
+        flat = flat_view(array, "all_gather", writable=False)
         arguments = ("all_gather", array.nbytes, self._all_gather, array, flat)
         if async_op:
             return self.engine.submit(lambda: self._call(*arguments))
@@ -319,7 +316,7 @@ class Communicator:
         # The dtype and the other dimensions go round with the first dimensions, as signature.
         signature = signature_of("all_gather", dtype_code(array.dtype), rest)
         rows = self._gather_counts(Kind.ALL_GATHER, array.shape[0] if array.shape else 1, signature)
-        bounds = _bounds([row * width for row in rows])
+        bounds = bounds_of([row * width for row in rows])
         try:
             gathered = np.empty(bounds[-1], array.dtype)
         except (MemoryError, ValueError) as error:
@@ -349,7 +346,7 @@ class Communicator:
             As `all_reduce`; ArrayError also when `root` is no rank.
         """
         root = self._checked_root(root)
-        flat = _flat(array, "broadcast", writable=self.rank != root)
+        flat = flat_view(array, "broadcast", writable=self.rank != root)
 
         def run() -> np.ndarray:
             self._call("broadcast", array.nbytes, self._ring.broadcast, Kind.BROADCAST, flat, root)
@@ -381,17 +378,19 @@ class Communicator:
             over 64 MiB. The others wait for it all the same: let that error end the process.
         """
         root = self._checked_root(root)
-        payload = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+        payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
 
         def run() -> np.ndarray:
             length = np.array([payload.size], np.int64)
             self._ring.broadcast(Kind.BROADCAST_OBJECT, length, root)
-            received = payload if self.rank == root else np.empty(_checked(length)[0], np.uint8)
+            received = (
+                payload if self.rank == root else np.empty(checked_lengths(length)[0], np.uint8)
+            )
             self._ring.broadcast(Kind.BROADCAST_OBJECT, received, root)
             return received
 
         received = self._call("broadcast_object", payload.size, run)
-        return value if self.rank == root else _decode(received)
+        return value if self.rank == root else decode(received)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The objects that all ranks passed, in rank order.
@@ -405,18 +404,18 @@ class Communicator:
         Raises:
             As `broadcast_object`.
         """
-        payload = _encode(value)
+        payload = encode(value)
 
         def run() -> tuple[np.ndarray, tuple[int, ...]]:
             lengths = self._gather_counts(Kind.ALL_GATHER_OBJECT, payload.size, 0)
-            bounds = _bounds(_checked(lengths))
+            bounds = bounds_of(checked_lengths(lengths))
             gathered = np.empty(bounds[-1], np.uint8)
             gathered[bounds[self.rank] : bounds[self.rank + 1]] = payload
             self._ring.all_gather(Kind.ALL_GATHER_OBJECT, gathered, bounds)
             return gathered, bounds
 
         gathered, bounds = self._call("all_gather_object", payload.size, run)
-        return [_decode(gathered[bounds[r] : bounds[r + 1]]) for r in range(self.size)]
+        return [decode(gathered[bounds[r] : bounds[r + 1]]) for r in range(self.size)]
 
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring because of `error`, which a layer above has found; return it to raise.
@@ -586,64 +585,6 @@ class Communicator:
                 size=self.size,
                 remedy="Convert the array to a wider dtype.",
             )
-
-
-def _flat(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
-    """`array` as a one-dimensional view, or an ArrayError that says what is wrong with it."""
-    if not isinstance(array, np.ndarray):
-        raise ArrayError(
-            f"{operation} got {type(array).__name__}, not a numpy array",
-            remedy="Pass numpy.asarray(x); on tensors use ringreduce.keras.",
-        )
-    dtype_code(array.dtype)
-    shape = f"shape {array.shape}, strides {array.strides}"
-    if not array.flags.c_contiguous:
-        raise ArrayError(
-            f"{operation} got an array that is not C-contiguous ({shape})",
-            remedy="Pass numpy.ascontiguousarray(x), and mind that it is a copy.",
-        )
-    if writable and not array.flags.writeable:
-        raise ArrayError(
-            f"{operation} got a read-only array ({shape})",
-            remedy="The result is written in place: pass a copy.",
-        )
-    return array.reshape(-1)
-
-
-def _bounds(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return tuple(bounds)
-
-
-def _checked(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """Lengths of objects as other ranks gave them, within the limit."""
-    numbers = [int(length) for length in lengths]
-    if not all(0 <= number <= OBJECT_BYTES_MAX for number in numbers):
-        raise MismatchError(f"received objects of {numbers} bytes, over the limit")
-    return numbers
-
-
-def _encode(value: Any) -> np.ndarray:
-    try:
-        payload = msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArrayError(
-            f"cannot send a {type(value).__name__} to other ranks: {error}",
-            remedy="Objects travel as MessagePack: numbers, text, bytes, lists, dicts.",
-        ) from error
-    if len(payload) > OBJECT_BYTES_MAX:
-        raise ArrayError(
-            f"cannot send an object of {len(payload)} bytes; the limit is {OBJECT_BYTES_MAX}",
-            remedy="Send large data as an array.",
-        )
-    return np.frombuffer(payload, np.uint8)
-
-
-def _decode(payload: np.ndarray) -> Any:
-    return msgspec.msgpack.decode(payload.tobytes())
 
 
 def _again(error: RingReduceError) -> RingReduceError:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ringreduce
-from ringreduce import communicator as communicator_module
+from ringreduce import payload
 from ringreduce.communicator import Communicator
 from ringreduce.config import Config
 from ringreduce.errors import ArrayError, ClosedError, ConfigError, MismatchError, PeerLostError
@@ -143,7 +143,7 @@ def test_object_that_cannot_be_encoded_is_refused_and_leaves_the_ring_usable():
 
 
 def test_object_over_the_limit_is_refused_and_leaves_the_ring_usable(monkeypatch):
-    monkeypatch.setattr(communicator_module, "OBJECT_BYTES_MAX", 100)
+    monkeypatch.setattr(payload, "OBJECT_BYTES_MAX", 100)
 
     def work(comm: Communicator) -> None:
         assert comm.all_gather_object(b"x" * 98) == [b"x" * 98] * 2  # and 2 bytes of MessagePack

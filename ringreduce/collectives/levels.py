@@ -22,6 +22,7 @@ from ringreduce import kernels
 from ringreduce.collectives.host import Host
 from ringreduce.collectives.ring import Ring
 from ringreduce.errors import RingReduceError
+from ringreduce.payload import bounds_of
 from ringreduce.placement import Placement
 from ringreduce.schedule import chunk_bounds
 from ringreduce.transport.base import Traffic
@@ -105,15 +106,17 @@ class Levels:
         lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
         blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
         # 1. This host's block: its ranks' chunks, end to end.
-        within = _ends([lengths[rank] for rank in self._members])
+        within = bounds_of([lengths[rank] for rank in self._members])
         block = np.empty(blocks[self._here], flat.dtype)
         mine = slice(bounds[self._rank], bounds[self._rank + 1])
         block[within[self._place] : within[self._place + 1]] = flat[mine]
         self._host.all_gather(kind, block, within, signature)
         # 2. Lane l carries slice l of every host's block.
         cuts = [chunk_bounds(length, self._lanes) for length in blocks]
-        lanes = [_ends([cut[lane + 1] - cut[lane] for cut in cuts]) for lane in range(self._lanes)]
-        starts = _ends([lane[-1] for lane in lanes])
+        lanes = [
+            bounds_of([cut[lane + 1] - cut[lane] for cut in cuts]) for lane in range(self._lanes)
+        ]
+        starts = bounds_of([lane[-1] for lane in lanes])
         travelling = np.empty(starts[-1], flat.dtype)
         if self._ring is not None:
             lane = self._place
@@ -197,11 +200,3 @@ class Levels:
     def _padded(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
         """`bounds` of the first ranks here, with nothing for the others."""
         return bounds + (bounds[-1],) * (len(self._members) + 1 - len(bounds))
-
-
-def _ends(lengths: list[int]) -> tuple[int, ...]:
-    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
-    ends = [0]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return tuple(ends)
