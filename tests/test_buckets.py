@@ -182,3 +182,16 @@ def test_first_difference_counts_when_one_model_is_longer():
 def test_first_difference_prefers_the_first_to_the_count():
     ours, theirs = first_difference(BASE, (replace(BASE[0], dtype="float64"),))
     assert (ours, theirs) == ("a: float32 of shape (2, 3)", "a: float64 of shape (2, 3)")
+
+
+def test_first_bucket_has_a_limit_of_its_own():
+    spec = GradientSpec("v", (16,), "float32")  # 64 bytes
+    plan = BucketPlan.make([spec] * 9, ITEMSIZES, 256, 128)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [2, 4, 3]
+
+
+def test_first_bucket_has_no_limit_of_its_own_by_default():
+    spec = GradientSpec("v", (16,), "float32")
+    assert BucketPlan.make([spec] * 9, ITEMSIZES, 256) == BucketPlan.make(
+        [spec] * 9, ITEMSIZES, 256, 256
+    )
