@@ -59,6 +59,11 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return kept | variables
 
 
+def _hear_ctrl_c() -> None:
+    """In the child: what a shell starts in the background ignores SIGINT, and hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Process:
     """A child whose output is kept in files of `directory`; killed when the block ends."""
 
@@ -82,6 +87,7 @@ class Process:
                 cwd=directory,
                 env=dict(clean_environment() if environment is None else environment),
                 pass_fds=pass_fds,
+                preexec_fn=_hear_ctrl_c,
             )
         self.pid = self._popen.pid
 

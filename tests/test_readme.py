@@ -55,9 +55,11 @@ def test_make_targets_exist(target):
 
 @pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", README))))
 def test_variables_are_settings(variable):
-    from ringreduce import Config
+    from ringreduce import Config, config
 
-    assert hasattr(Config(), variable.removeprefix("RINGREDUCE_").lower())
+    # One that is no setting of a communicator is read by its full name.
+    by_name = f'"{variable}"' in Path(config.__file__).read_text(encoding="utf-8")
+    assert by_name or hasattr(Config(), variable.removeprefix("RINGREDUCE_").lower())
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|bench)/[\w.]+)`", README))))
