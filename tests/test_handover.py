@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 from ringreduce import handover, native
 from ringreduce.buckets import Bucket, Slot
 from ringreduce.handover import COMPLAINT, BucketItem, NativeQueue, PlainQueue, Queue
+from tests.processes import wait_until
 
 # Nothing here takes a hundredth of it; it only ends a test that would hang.
 DEADLINE_S = 20.0
@@ -24,16 +27,23 @@ needs_library = pytest.mark.skipif(native.library() is None, reason="needs the n
 
 
 def in_thread(call: Callable[[], Any]) -> Future[Any]:
-    """Run `call` in a thread of its own; its result, to wait for with a deadline."""
+    """Run `call` in a thread of its own; its result, to wait for with a deadline.
+
+    The kernel's number of the thread is `future.thread`.
+    """
     future: Future[Any] = Future()
+    begun = threading.Event()
 
     def run() -> None:
+        future.thread = threading.get_native_id()  # type: ignore[attr-defined]
+        begun.set()
         try:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    begun.wait()
     return future
 
 
@@ -265,15 +275,29 @@ def native_queue() -> Iterator[NativeQueue]:
 
 
 def until_it_waits(future: Future[Any]) -> None:
-    """Give a thread a thousand turns to get into the library, and to sleep there.
+    """Return once the thread sleeps in the library, or is done.
 
-    Nothing tells from outside that it does. If it comes later than that it must get the same
-    answer, so a test that uses this may at worst test less.
+    The kernel tells that it sleeps. What tells that it is not the GIL it sleeps for is that it
+    goes on sleeping while nobody here holds that: who waits for the GIL wakes every 5 ms.
     """
-    for _ in range(1000):
-        if future.done():
-            return
-        os.sched_yield()
+    seen, since = "", time.monotonic()
+
+    def sleeps_on() -> bool:
+        nonlocal seen, since
+        try:
+            status = Path(f"/proc/self/task/{future.thread}/status").read_text()
+        except OSError:  # It has ended.
+            return True
+        state = re.search(r"State:\s+(\w)", status)
+        switches = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)
+        assert state is not None
+        assert switches is not None
+        now = f"{state[1]} {switches[1]}"
+        if now != seen or state[1] != "S":
+            seen, since = now, time.monotonic()
+        return future.done() or time.monotonic() - since > 0.05
+
+    wait_until(sleeps_on, "a thread to wait in the library")
 
 
 @needs_library
@@ -368,8 +392,8 @@ class TestBuckets:
         if state == "waited for":
             wait(plan.number, 0)
         again = in_thread(lambda: start(plan.number, 0))
+        until_it_waits(again)
         if state == "taken":
-            until_it_waits(again)
             native_queue.finish()
         # It goes before what is queued: that must not be reduced any more.
         assert native_queue.take() == COMPLAINT
