@@ -19,7 +19,6 @@ import math
 import operator
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from ringreduce.errors import (
 )
 from ringreduce.formation import form
 from ringreduce.payload import bounds_of, checked_lengths, decode, encode, flat_view
+from ringreduce.recorder import Recorder
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
 from ringreduce.wire import Kind, signature_of
 
@@ -97,7 +97,7 @@ class Communicator:
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
         self._closed = False
-        self._collectives, self._seconds = 0, 0.0
+        self._recorder = Recorder(config.rank, config.size)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
@@ -434,8 +434,8 @@ class Communicator:
         return Statistics(
             reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
             waited_s=self._blocked_s + (engine.waited_s if engine else 0.0),
-            collectives=self._collectives,
-            seconds=self._seconds,
+            collectives=self._recorder.calls,
+            seconds=self._recorder.seconds,
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
@@ -500,19 +500,18 @@ class Communicator:
         with self._lock:
             if self._closed or self._failure is not None:
                 self._refuse()
-            started = time.perf_counter()
+            self._recorder.begin(name, nbytes)
             try:
                 result = run(*arguments)
             except BaseException as error:
                 self._break(error if isinstance(error, RingReduceError) else self._cut(error))
                 raise
-            elapsed = time.perf_counter() - started
-            self._collectives += 1
-            self._seconds += elapsed
+            self._recorder.end()
         if _log.isEnabledFor(logging.DEBUG):
+            number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
             _log.debug(
                 "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                *(self.rank, self.size, name, self._collectives - 1, nbytes, elapsed * 1e3),
+                *(self.rank, self.size, name, number, nbytes, elapsed_s * 1e3),
             )
         return result
 
@@ -544,6 +543,7 @@ class Communicator:
 
     def _break(self, error: RingReduceError) -> None:
         self._failure = error
+        self._recorder.fail(error)
         try:
             self._ring.abort(error)
         finally:

@@ -27,7 +27,7 @@ SOURCES = {
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
     "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload"),
-    "effects": ("native", "handover", "transport", "rendezvous"),
+    "effects": ("native", "handover", "transport", "rendezvous", "recorder"),
     "collectives": ("collectives",),
     "engine": ("engine",),
     "communicator": ("formation", "communicator"),
