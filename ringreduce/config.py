@@ -22,6 +22,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 _CHOICES = (
     "RINGREDUCE_TIMEOUT_S",
     "RINGREDUCE_JOIN_TIMEOUT_S",
+    "RINGREDUCE_LINK_TIMEOUT_S",
     "RINGREDUCE_SEGMENT_BYTES",
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
@@ -37,6 +38,9 @@ TRANSPORTS = ("auto", "shm", "zmq")
 TIMEOUT_S = 30.0
 # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
 JOIN_TIMEOUT_S = 120.0
+# Of a connection that carries nothing of what is due: TCP has sent a lost packet five times by
+# then. Long enough for a switch that loses a few, short enough to be told within three seconds.
+LINK_TIMEOUT_S = 2.0
 # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
 # than 512 KiB, and 2 MiB is slower again (docs/performance.md).
 SEGMENT_BYTES = 1 << 20
@@ -71,6 +75,8 @@ class Config:
         job_id: equal on all ranks of a job, different from any other job's.
         timeout_s: seconds without progress after which a call gives up.
         join_timeout_s: seconds for all ranks to meet.
+        link_timeout_s: seconds that a connection may carry nothing of what is due before it
+            counts as dead, while both its ends are alive.
         segment_bytes: payload of a full frame; equal on all ranks.
         streams: connections to the next rank that large messages are spread over, each with
             an I/O thread of its own; equal on all ranks.
@@ -92,6 +98,7 @@ class Config:
     job_id: str = ""
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
+    link_timeout_s: float = LINK_TIMEOUT_S
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
@@ -108,6 +115,7 @@ class Config:
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
         self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
+        self._require("link_timeout_s", self.link_timeout_s >= 0.5, "at least 0.5 seconds")
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")

@@ -87,16 +87,21 @@ class RingReduceError(Exception):
 
     def __str__(self) -> str:
         """Who, what, where, what to do: the same order for every error."""
+        where = ""
+        if self.operation is not None:
+            where = f", in {self.operation}"
+            if self.sequence is not None:
+                where += f" #{self.sequence}"
+            if self.step is not None:
+                where += f", {self.step}"
         text = self.message
         if self.rank is not None:
             who = f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
+            if self.origin is not None and where:
+                # What another rank has told has a place of its own.
+                who, where = f"{who}{where},", ""
             text = f"{who} {text}"
-        if self.operation is not None:
-            text += f", in {self.operation}"
-            if self.sequence is not None:
-                text += f" #{self.sequence}"
-            if self.step is not None:
-                text += f", {self.step}"
+        text += where
         if not text.endswith((".", "!", "?")):
             text += "."
         if self.remedy is not None:

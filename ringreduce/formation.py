@@ -7,6 +7,7 @@ from the same table, without another word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from ringreduce.collectives.levels import Levels
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, NativeError, RendezvousError
+from ringreduce.liveness import message_bytes_max
 from ringreduce.placement import Placement, place
+from ringreduce.transport.control import Control
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 
@@ -34,12 +37,14 @@ class Formed:
 
     Attributes:
         collectives: ready to be called.
+        control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         local_rank, local_size: this rank's place on its host, as the table has it.
         finish: call it after the first barrier; until then rank 0 may still be answering.
     """
 
     collectives: Collectives
+    control: Control
     transport: str
     local_rank: int
     local_size: int
@@ -52,41 +57,46 @@ def form(config: Config) -> Formed:
     Raises:
         As `ringreduce.communicator.Communicator`.
     """
-    shared = _shared_memory(config)
-    try:
+    with contextlib.ExitStack() as undo:
+        shared = _shared_memory(config)
+        if shared is not None:
+            undo.callback(shared.close)
+        bind = rendezvous.bind_address(config)
         link = ZmqLink(
             rank=config.rank,
             size=config.size,
-            bind=rendezvous.bind_address(config),
+            bind=bind,
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
             streams=config.streams,
         )
-    except BaseException:
-        if shared is not None:
-            shared.close()
-        raise
-    try:
-        table, finish = rendezvous.meet(config, link.address, shared.name if shared else "")
-        try:
-            domains = tuple(name.rpartition("/")[0] for name in table.memory)
-            placement = place(table.hosts, domains)
-            _refuse_impossible(config, placement)
-            collectives = _connect(config, table, placement, link, shared)
-        except BaseException:
-            finish()
-            raise
-    except BaseException:
-        link.close()
-        if shared is not None:
-            shared.close()
-        raise
+        undo.callback(link.close)
+        control = Control(
+            rank=config.rank,
+            size=config.size,
+            bind=bind,
+            word_bytes_max=message_bytes_max(config.size),
+            link_timeout_s=config.link_timeout_s,
+        )
+        undo.callback(control.close)
+        table, finish = rendezvous.meet(
+            config, link.address, control.address, shared.name if shared else ""
+        )
+        undo.callback(finish)
+        domains = tuple(name.rpartition("/")[0] for name in table.memory)
+        placement = place(table.hosts, domains)
+        _refuse_impossible(config, placement)
+        control.connect(table.controls)
+        collectives = _connect(config, table, placement, link, shared)
+        undo.pop_all()
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
         "[%d/%d] ring formed over %s: %s",
         *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
     )
-    return Formed(collectives, placement.transport, here.index(config.rank), len(here), finish)
+    return Formed(
+        collectives, control, placement.transport, here.index(config.rank), len(here), finish
+    )
 
 
 def _shared_memory(config: Config) -> HostLink | None:

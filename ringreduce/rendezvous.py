@@ -49,6 +49,7 @@ class _Hello(msgspec.Struct, tag=True):
     rank: int
     size: int
     address: str
+    control: str
     host: str
     memory: str
     settings: dict[str, int]
@@ -57,6 +58,7 @@ class _Hello(msgspec.Struct, tag=True):
 class _Welcome(msgspec.Struct, tag=True):
     job: int
     addresses: list[str]
+    controls: list[str]
     hosts: list[str]
     memory: list[str]
 
@@ -74,22 +76,27 @@ class Table:
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
         addresses: where each rank's sockets listen.
+        controls: where each rank's control channel listens.
         hosts: name of each rank's host; equal for ranks that share one.
         memory: what each rank announced of memory that it can share; empty for none.
     """
 
     job: int
     addresses: tuple[str, ...]
+    controls: tuple[str, ...]
     hosts: tuple[str, ...]
     memory: tuple[str, ...]
 
 
-def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callable[[], None]]:
+def meet(
+    config: Config, address: str, control: str, memory: str = ""
+) -> tuple[Table, Callable[[], None]]:
     """Exchange addresses with all ranks.
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
         address: where this rank's own sockets listen; the others get it as it is.
+        control: the same of its control channel.
         memory: how ranks of the same host reach its memory; empty: they cannot.
 
     Returns:
@@ -108,6 +115,7 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
         rank=config.rank,
         size=config.size,
         address=address,
+        control=control,
         host=config.host_id or host_identity(),
         memory=memory,
         settings={
@@ -214,6 +222,7 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
     welcome = _Welcome(
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
+        controls=[hello.control for _, hello in ordered],
         hosts=[hello.host for _, hello in ordered],
         memory=[hello.memory for _, hello in ordered],
     )
@@ -346,10 +355,10 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
             )
     try:
         answer = msgspec.msgpack.decode(socket.recv(), type=_Welcome | _Refusal)
-        if isinstance(answer, _Welcome) and all(
-            len(column) == config.size for column in (answer.addresses, answer.hosts, answer.memory)
-        ):
-            return _table(answer)
+        if isinstance(answer, _Welcome):
+            columns = (answer.addresses, answer.controls, answer.hosts, answer.memory)
+            if all(len(column) == config.size for column in columns):
+                return _table(answer)
     except msgspec.MsgspecError:
         answer = None
     if isinstance(answer, _Refusal):
@@ -371,4 +380,10 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
 
 
 def _table(welcome: _Welcome) -> Table:
-    return Table(welcome.job, tuple(welcome.addresses), tuple(welcome.hosts), tuple(welcome.memory))
+    return Table(
+        job=welcome.job,
+        addresses=tuple(welcome.addresses),
+        controls=tuple(welcome.controls),
+        hosts=tuple(welcome.hosts),
+        memory=tuple(welcome.memory),
+    )

@@ -7,10 +7,16 @@ otherwise the compiled loops use the sockets by their addresses.
 
 from __future__ import annotations
 
+import os
+import socket as sockets
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["Incoming", "Outgoing"]
+__all__ = ["Incoming", "Outgoing", "join_ports", "split_ports"]
 
 # Frames that may wait at a receiver. Two keep the wire busy while one is reduced; up to 16
 # make no difference beyond noise (docs/performance.md) and cost memory.
@@ -20,6 +26,8 @@ _RECONNECT_MS = 24 * 3600 * 1000
 
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
+
+    At most `queue` of them wait to be read; TCP holds the others back.
 
     Attributes:
         socket: PULL; waits `slice_ms` for a frame.
@@ -35,6 +43,7 @@ class Incoming:
         bind: str,
         frame_bytes_max: int,
         slice_ms: int,
+        queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.socket = context.socket(zmq.PULL)
         # Watched from the start, so that no connection comes or goes unseen.
@@ -44,7 +53,7 @@ class Incoming:
         self._has_visitor_left = False
         # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
         # and no faster above (docs/performance.md).
-        self.socket.set_hwm(RECEIVE_QUEUE_FRAMES)
+        self.socket.set_hwm(queue)
         self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
@@ -76,6 +85,20 @@ class Incoming:
             return source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
+    def arrived_bytes(self, source: int) -> int | None:
+        """How many bytes have come on the connection with descriptor `source`, ever.
+
+        None where the system does not tell, or nobody has connected yet. The only visitor counts
+        as the source before the first frame.
+        """
+        if source < 0 and len(self._visitors) == 1:
+            source = next(iter(self._visitors))
+        return None if source < 0 else _arrived_bytes(source)
+
+    def sockets_to_poll(self) -> tuple[Any, ...]:
+        """What becomes readable when a frame or an event has come."""
+        return self.socket, self._events
+
     def close(self) -> None:
         """Close the socket; what is unread is gone."""
         self.socket.disable_monitor()
@@ -92,13 +115,29 @@ class Outgoing:
         peer: its number among all ranks of the job.
         is_lost: whether the connection is known to have ended.
         is_open: whether the socket still is.
+
+    Args:
+        context, address, peer: see above.
+        queue: frames that may wait to be sent; 0: any number.
+        unconfirmed_ms_max: the connection ends when the other end's system has not confirmed
+            what was sent for so long; 0: as the system has it, which is many minutes.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, peer: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        peer: int,
+        *,
+        queue: int = 0,
+        unconfirmed_ms_max: int = 0,
+    ) -> None:
         self.address, self.peer = address, peer
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, queue)
+        if unconfirmed_ms_max:
+            self.socket.setsockopt(zmq.TCP_MAXRT, unconfirmed_ms_max)
         # A silent reconnect would lose the frames that were under way, so it comes never, or as
         # good as that. "Never" itself, -1, makes libzmq 4.3.5 wait for ever in zmq_ctx_term when
         # the neighbour died before the handshake and a frame was queued.
@@ -114,10 +153,45 @@ class Outgoing:
             self._events.recv_multipart()
             self.is_lost, wait_ms = True, 0
 
-    def close(self) -> None:
-        """Close the socket; what has not left is gone."""
+    def sockets_to_poll(self) -> tuple[Any, ...]:
+        """What becomes readable when an event has come."""
+        return (self._events,)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; what has not left in `linger_ms` is gone."""
         if self.is_open:
             self.is_open = False
             self.socket.disable_monitor()
             self._events.close(linger=0)
-            self.socket.close(linger=0)
+            self.socket.close(linger=0 if self.is_lost else linger_ms)
+
+
+def join_ports(addresses: Sequence[str]) -> str:
+    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
+    ports = [address.rpartition(":")[2] for address in addresses]
+    return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
+
+
+def split_ports(address: str) -> list[str]:
+    """The addresses that `join_ports` has made one of."""
+    host, _, ports = address.rpartition(":")
+    return [f"{host}:{port}" for port in ports.split(",")]
+
+
+# <linux/tcp.h>: the option, and where struct tcp_info has tcpi_bytes_received.
+_TCP_INFO, _TCP_INFO_BYTES, _BYTES_RECEIVED_AT = 11, 192, 128
+
+
+def _arrived_bytes(descriptor: int) -> int | None:
+    """Bytes that have come on a connection, as Linux counts them; None elsewhere."""
+    if sys.platform != "linux":
+        return None
+    try:
+        # Of libzmq's descriptor only a copy is ours to close.
+        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+            facts = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return None
+    if len(facts) < _BYTES_RECEIVED_AT + 8:
+        return None  # Before Linux 4.1.
+    return int.from_bytes(facts[_BYTES_RECEIVED_AT : _BYTES_RECEIVED_AT + 8], sys.byteorder)

@@ -82,7 +82,9 @@ SENDER = 0  # address of the socket to a next rank
 RECEIVER = 1  # address of the socket from a previous rank
 BORROWED = 2  # frames handed to the sender without a copy, ever
 SOURCE = 3  # file descriptor the last frame came from; NO_SOURCE before the first
-CHANNEL_WORDS = 4
+SENT = 4  # frames sent, ever
+TAKEN = 5  # frames received, ever
+CHANNEL_WORDS = 6
 NO_SOURCE = -1
 
 # Payloads up to this ride behind the header in the same message, by a copy: below it, the
@@ -251,6 +253,8 @@ def send_message(channels: Any, channel: Any, msg: Any, flags: Any, state: Any) 
         zmq_msg_close(msg)
         # The queue is unbounded, so "try again" can only mean that there is no connection.
         return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED
+    if flags & _SNDMORE == 0:
+        channels[channel, SENT] += 1
     return DONE
 
 
@@ -287,7 +291,9 @@ def receive_header(
     status = _check(msg, expected, received, inline_bytes, is_more, control, state)
     if status != DONE:
         zmq_msg_close(msg)
-    return status
+        return status
+    channels[channel, TAKEN] += 1
+    return DONE
 
 
 @numba.njit(nogil=True, cache=True)

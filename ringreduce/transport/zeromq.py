@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zmq
@@ -33,9 +33,9 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.transport import exchange, libzmq, loop
-from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
-from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
+from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 
 __all__ = ["ZmqLink"]
 
@@ -113,7 +113,7 @@ class ZmqLink:
                 size=self._world_size,
                 remedy="The rendezvous host must be one of rank 0's own addresses.",
             ) from error
-        self.address = _joined([pulling.address for pulling in self._incoming])
+        self.address = join_ports([pulling.address for pulling in self._incoming])
         self._addresses: tuple[str, ...] = ()
 
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
@@ -124,7 +124,11 @@ class ZmqLink:
         self._received = np.zeros(wire.HEADER_WORDS, np.uint64)
         self._control = np.zeros(NEWS_BYTES_MAX, np.uint8)
         self._release = libzmq.count_release_address()
-        self._interrupted = False
+        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
+        # The channel that has been waited on for a while, and since when it has been dry.
+        self._dry: tuple[int, float] | None = None
+        # Of the call under way, for `flow`.
+        self._steps = 0
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
 
@@ -151,7 +155,7 @@ class ZmqLink:
         del self._incoming[len(self._distances) :]
         for channel, distance in enumerate(self._distances):
             peer = self._members[(self._place + distance) % self._size]
-            ports = _split(addresses[peer])
+            ports = split_ports(addresses[peer])
             if len(ports) != ports_per_rank:
                 raise RendezvousError(
                     f"got the address {addresses[peer][:200]!r} of rank {peer}, "
@@ -172,8 +176,9 @@ class ZmqLink:
         """Number of places in this ring."""
         return len(self._members)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` or `exchange` in another thread raise at its next slice."""
+        self._cause = cause
         self._interrupted = True
 
     def traffic(self) -> Traffic:
@@ -263,16 +268,36 @@ class ZmqLink:
         self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
     ) -> None:
         """Go on with a call whose first turn did not reach the end."""
+        self._steps = call.steps
+        try:
+            self._go_on(status, run, arguments, call)
+        finally:
+            self._dry = None
+
+    def _go_on(
+        self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
+    ) -> None:
         progress, since, doomed = self._progress(), time.monotonic(), False
+        arrived: tuple[int, int | None] | None = None
         while status != loop.DONE:
             if status not in (loop.WAITING, loop.DRAINING):
                 raise self._error(status, call)
             now = time.monotonic()
             if self._interrupted:
+                if self._cause is not None:
+                    raise self._cause
                 raise PeerLostError(
                     "closed its communicator in the middle of a collective",
                     **self._where(call, self._rank),
                 )
+            if status == loop.WAITING:
+                channel = int(self._state[loop.CHANNEL])
+                before, arrived = arrived, (channel, self._arrived_bytes(channel))
+                if arrived != before or self._dry is None:
+                    # Unknown counts as wet: a link that is merely slow must not look dead.
+                    self._dry = None if arrived[1] is None else (channel, now)
+            else:
+                self._dry = None
             if self._progress() != progress:
                 progress, since, doomed = self._progress(), now, False
             elif doomed:
@@ -282,6 +307,29 @@ class ZmqLink:
             # One more turn after the news: what the peer sent before it left still counts.
             doomed = self._is_neighbour_lost(call, now - since)
             status = run(*arguments)
+
+    def _arrived_bytes(self, channel: int) -> int | None:
+        self._incoming[channel].read_events()
+        return self._incoming[channel].arrived_bytes(int(self._channels[channel, loop.SOURCE]))
+
+    def flow(self) -> Flow:
+        """Where the link stands; numbers that the loop is changing may be a little old."""
+        dry, now = self._dry, time.monotonic()
+        return Flow(
+            done=min(1.0, int(self._state[loop.STEP]) / max(1, self._steps)),
+            sent=tuple(
+                (pushing.peer, channel, int(self._channels[channel, loop.SENT]))
+                for channel, pushing in enumerate(self._outgoing)
+            ),
+            waits=None
+            if dry is None
+            else (
+                self._behind(dry[0])[0],
+                dry[0],
+                int(self._channels[dry[0], loop.TAKEN]),
+                now - dry[1],
+            ),
+        )
 
     def _progress(self) -> tuple[int, int]:
         return int(self._state[loop.FRAMES]), int(self._released.sum())
@@ -334,7 +382,7 @@ class ZmqLink:
     def _behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and where that rank listens itself."""
         place = (self._place - self._distances[channel]) % self._size
-        return self._members[place], _split(self._addresses[place])[channel]
+        return self._members[place], split_ports(self._addresses[place])[channel]
 
     def _source(self) -> tuple[int, str]:
         """The rank that the channel used last receives from, and where that rank listens."""
@@ -443,13 +491,9 @@ class ZmqLink:
     def _told(self, header: wire.Header, call: _Call, peer: int) -> RingReduceError:
         """The error that a control frame from `peer` stands for."""
         where = self._where(call, peer)
-        if header.kind == wire.Kind.GOODBYE:
-            return PeerLostError(
-                f"was left by rank {peer}, which closed its communicator",
-                **where,
-                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
-            )
         payload = self._control[: self._state[loop.CONTROL_BYTES]].tobytes()
+        if header.kind == wire.Kind.GOODBYE:
+            return read_goodbye(payload, **where)
         return read_news(payload, **where)
 
     def abort(self, cause: RingReduceError) -> None:
@@ -504,12 +548,12 @@ class ZmqLink:
     def _borrows(self) -> bool:
         return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
         if not self._has_failed:  # otherwise an abort has said more
-            self._send_control(wire.Kind.GOODBYE, b"", [True] * len(self._outgoing))
+            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
         for pushing in self._outgoing:
             pushing.close()
         for pulling in self._incoming:
@@ -521,18 +565,6 @@ class ZmqLink:
 def _distances(size: int, streams: int) -> tuple[int, ...]:
     """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
     return (1,) * streams + schedule.exchange(size).distances[1:]
-
-
-def _joined(addresses: Sequence[str]) -> str:
-    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
-    ports = [address.rpartition(":")[2] for address in addresses]
-    return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
-
-
-def _split(address: str) -> list[str]:
-    """The addresses that `_joined` has made one of."""
-    host, _, ports = address.rpartition(":")
-    return [f"{host}:{port}" for port in ports.split(",")]
 
 
 def format_bytes(nbytes: int) -> str:
