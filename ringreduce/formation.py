@@ -20,6 +20,7 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.placement import Placement, place
+from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 
@@ -36,7 +37,8 @@ class Formed:
         collectives: ready to be called.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         local_rank, local_size: this rank's place on its host, as the table has it.
-        finish: call it after the first barrier; until then rank 0 may still be answering.
+        finish: call it after the first barrier; until then rank 0 may still be answering, and
+            ranks may still be connecting. Nobody can afterwards.
     """
 
     collectives: Collectives
@@ -52,6 +54,7 @@ def form(config: Config) -> Formed:
     Raises:
         As `ringreduce.communicator.Communicator`.
     """
+    security = Security.of(config)
     shared = _shared_memory(config)
     try:
         link = ZmqLink(
@@ -61,26 +64,34 @@ def form(config: Config) -> Formed:
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
             streams=config.streams,
+            security=security,
         )
     except BaseException:
         if shared is not None:
             shared.close()
         raise
     try:
-        table, finish = rendezvous.meet(config, link.address, shared.name if shared else "")
+        memory = shared.name if shared else ""
+        table, leave = rendezvous.meet(config, link.address, memory, security)
         try:
+            security.learn(table.keys)
             domains = tuple(name.rpartition("/")[0] for name in table.memory)
             placement = place(table.hosts, domains)
             _refuse_impossible(config, placement)
             collectives = _connect(config, table, placement, link, shared)
         except BaseException:
-            finish()
+            leave()
             raise
     except BaseException:
         link.close()
         if shared is not None:
             shared.close()
         raise
+
+    def finish() -> None:
+        leave()
+        link.lock()
+
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
         "[%d/%d] ring formed over %s: %s",

@@ -7,8 +7,14 @@ otherwise the compiled loops use the sockets by their addresses.
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+from ringreduce.transport import door
+from ringreduce.transport.security import OVERHEAD_BYTES, Security
 
 __all__ = ["Incoming", "Outgoing"]
 
@@ -20,6 +26,8 @@ _RECONNECT_MS = 24 * 3600 * 1000
 
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
+
+    Who may connect is for the doorkeeper of `context` to say, under the name `domain`.
 
     Attributes:
         socket: PULL; waits `slice_ms` for a frame.
@@ -35,19 +43,30 @@ class Incoming:
         bind: str,
         frame_bytes_max: int,
         slice_ms: int,
+        security: Security,
+        domain: str,
     ) -> None:
         self.socket = context.socket(zmq.PULL)
+        security.serve(self.socket, domain)
         # Watched from the start, so that no connection comes or goes unseen.
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        seen = (
+            zmq.EVENT_LISTENING
+            | zmq.EVENT_ACCEPTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+        )
         self._events = self.socket.get_monitor_socket(int(seen))
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
+        self._listener = -1  # descriptor of the listening socket
+        self._is_proven = False  # whether somebody has shown that the key is theirs
+        self._asks = security.mechanism != "NULL"
         # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
         # and no faster above (docs/performance.md).
         self.socket.set_hwm(RECEIVE_QUEUE_FRAMES)
         self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int("[" in bind))
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -55,12 +74,41 @@ class Incoming:
     def read_events(self) -> None:
         """Take note of what has happened to our connections."""
         while self._events.poll(0):
-            event = parse_monitor_message(self._events.recv_multipart())
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._visitors.add(event["value"])
-            else:
-                self._visitors.discard(event["value"])
-                self._has_visitor_left = True
+            self._note(parse_monitor_message(self._events.recv_multipart()))
+
+    def _note(self, event: Any) -> None:
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.EVENT_LISTENING:
+            self._listener = descriptor
+        elif kind == zmq.EVENT_ACCEPTED:
+            self._visitors.add(descriptor)
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_proven = self._asks
+        else:
+            self._visitors.discard(descriptor)
+            self._has_visitor_left = True
+
+    def lock(self, source: int, deadline: float) -> bool:
+        """Have the kernel drop all further attempts to connect, where it can.
+
+        Not before the one rank that is due here has connected: it has when a frame has come, or
+        when somebody has shown its key, for which this waits.
+
+        Returns:
+            Whether that rank is there.
+
+        Args:
+            source: as for `is_lost`.
+            deadline: by ``time.monotonic()``, until when to wait.
+        """
+        while source < 0 and not self._is_proven:
+            wait_ms = int((deadline - time.monotonic()) * 1000)
+            if not self._asks or wait_ms <= 0 or not self._events.poll(wait_ms):
+                return False
+            self.read_events()
+        self.read_events()
+        door.shut(self._listener)
+        return True
 
     def is_lost(self, source: int, quiet: bool) -> bool:
         """Whether the connection that frames come from has ended.
@@ -94,10 +142,17 @@ class Outgoing:
         is_open: whether the socket still is.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, peer: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        peer: int,
+        security: Security,
+    ) -> None:
         self.address, self.peer = address, peer
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
+        security.join(self.socket, peer)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         # A silent reconnect would lose the frames that were under way, so it comes never, or as
         # good as that. "Never" itself, -1, makes libzmq 4.3.5 wait for ever in zmq_ctx_term when
@@ -114,10 +169,10 @@ class Outgoing:
             self._events.recv_multipart()
             self.is_lost, wait_ms = True, 0
 
-    def close(self) -> None:
-        """Close the socket; what has not left is gone."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; what has not left `linger_ms` after that is gone."""
         if self.is_open:
             self.is_open = False
             self.socket.disable_monitor()
             self._events.close(linger=0)
-            self.socket.close(linger=0)
+            self.socket.close(linger=linger_ms)
