@@ -20,9 +20,10 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.placement import Placement, place
+from ringreduce.transport import descriptors
 from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
-from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zeromq import ZmqLink, distances
 
 __all__ = ["Formed", "form"]
 
@@ -55,6 +56,9 @@ def form(config: Config) -> Formed:
         As `ringreduce.communicator.Communicator`.
     """
     security = Security.of(config)
+    channels = len(distances(config.size, config.streams))
+    count = descriptors.needed(config.size, channels, config.streams)
+    descriptors.reserve(count, rank=config.rank, size=config.size)
     shared = _shared_memory(config)
     try:
         link = ZmqLink(
@@ -72,7 +76,7 @@ def form(config: Config) -> Formed:
         raise
     try:
         memory = shared.name if shared else ""
-        table, leave = rendezvous.meet(config, link.address, memory, security)
+        table, leave = rendezvous.meet(config, link.address, memory, security, link.read_events)
         try:
             security.learn(table.keys)
             domains = tuple(name.rpartition("/")[0] for name in table.memory)

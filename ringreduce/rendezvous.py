@@ -35,6 +35,7 @@ from ringreduce._version import __version__
 from ringreduce.config import ENCRYPTIONS, TRANSPORTS, Config
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
+from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import MECHANISMS, Doorkeeper, Security
 from ringreduce.wire import WIRE_VERSION
 
@@ -109,7 +110,11 @@ class Table:
 
 
 def meet(
-    config: Config, address: str, memory: str = "", security: Security | None = None
+    config: Config,
+    address: str,
+    memory: str = "",
+    security: Security | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Table, Callable[[], None]]:
     """Exchange addresses with all ranks.
 
@@ -118,6 +123,7 @@ def meet(
         address: where this rank's own sockets listen; the others get it as it is.
         memory: how ranks of the same host reach its memory; empty: they cannot.
         security: this rank's keys; by default what `config` asks for.
+        meanwhile: called again and again while this waits.
 
     Returns:
         The table, and a function that closes this rank's side of the rendezvous. Call it
@@ -169,10 +175,10 @@ def meet(
     try:
         if config.rank == 0:
             doorkeeper = security.serve_meeting(socket, context)
-            table = _receive_members(socket, config, hello, failures)
+            table = _receive_members(socket, config, hello, failures, meanwhile)
         else:
             security.join_meeting(socket)
-            table = _ask_to_join(socket, config, hello, failures)
+            table = _ask_to_join(socket, config, hello, failures, meanwhile)
         if security.mechanism == "NULL" and not all(map(listens_on_loopback, table.addresses)):
             raise RendezvousError(
                 "was told of a rank that listens on the network, and the job has no secret",
@@ -213,7 +219,7 @@ class _Failures:
         self._socket, self._count = socket, 0
         # Whether one was in another language: libzmq does not try to connect again then.
         self.is_final = False
-        self._events = socket.get_monitor_socket(int(_HANDSHAKE_FAILED))
+        self._events = watch(socket, int(_HANDSHAKE_FAILED))
 
     def count(self) -> int:
         """Their number until now."""
@@ -224,8 +230,7 @@ class _Failures:
         return self._count
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._events.close(linger=0)
+        unwatch(self._socket, self._events)
 
 
 def host_identity() -> str:
@@ -234,7 +239,11 @@ def host_identity() -> str:
 
 
 def _receive_members(
-    socket: zmq.Socket[bytes], config: Config, own: _Hello, failures: _Failures
+    socket: zmq.Socket[bytes],
+    config: Config,
+    own: _Hello,
+    failures: _Failures,
+    meanwhile: Callable[[], None],
 ) -> Table:
     """Rank 0's side: wait until every rank has said a valid Hello, then welcome them all."""
     _listen(socket, config)
@@ -246,6 +255,7 @@ def _receive_members(
             if time.monotonic() >= deadline:
                 raise _incomplete(config, members, refused, failures.count())
             failures.count()  # They must not pile up.
+            meanwhile()
             if not socket.poll(_POLL_MS):
                 continue
             parts = socket.recv_multipart()
@@ -390,7 +400,11 @@ def _incomplete(
 
 
 def _ask_to_join(
-    socket: zmq.Socket[bytes], config: Config, hello: _Hello, failures: _Failures
+    socket: zmq.Socket[bytes],
+    config: Config,
+    hello: _Hello,
+    failures: _Failures,
+    meanwhile: Callable[[], None],
 ) -> Table:
     """The other ranks' side: say Hello and wait for the table."""
     _, (host, port) = resolve(config)
@@ -402,6 +416,7 @@ def _ask_to_join(
     # A little longer than rank 0 waits: its answer names who is missing, ours could not.
     deadline = time.monotonic() + config.join_timeout_s + 0.5
     while not socket.poll(_POLL_MS):
+        meanwhile()
         if failures.count() >= _FAILED_HANDSHAKES or failures.is_final:
             socket.setsockopt(zmq.LINGER, 0)
             raise RendezvousError(

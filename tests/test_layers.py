@@ -149,6 +149,7 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.rendezvous",
         "ringreduce.transport.channel",
         "ringreduce.transport.libzmq",
+        "ringreduce.transport.monitor",
         "ringreduce.transport.security",
         "ringreduce.transport.zeromq",
     }

@@ -14,6 +14,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.transport import door
+from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import OVERHEAD_BYTES, Security
 
 __all__ = ["Incoming", "Outgoing"]
@@ -55,7 +56,7 @@ class Incoming:
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_DISCONNECTED
         )
-        self._events = self.socket.get_monitor_socket(int(seen))
+        self._events = watch(self.socket, int(seen))
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
         self._listener = -1  # descriptor of the listening socket
@@ -126,8 +127,7 @@ class Incoming:
 
     def close(self) -> None:
         """Close the socket; what is unread is gone."""
-        self.socket.disable_monitor()
-        self._events.close(linger=0)
+        unwatch(self.socket, self._events)
         self.socket.close(linger=0)
 
 
@@ -160,7 +160,7 @@ class Outgoing:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._events = self.socket.get_monitor_socket(int(ended))
+        self._events = watch(self.socket, int(ended))
         self.socket.connect(address)
 
     def read_events(self, wait_ms: int = 0) -> None:
@@ -173,6 +173,5 @@ class Outgoing:
         """Close the socket; what has not left `linger_ms` after that is gone."""
         if self.is_open:
             self.is_open = False
-            self.socket.disable_monitor()
-            self._events.close(linger=0)
+            unwatch(self.socket, self._events)
             self.socket.close(linger=linger_ms)

@@ -38,7 +38,7 @@ from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
 from ringreduce.transport.security import Security
 
-__all__ = ["ZmqLink"]
+__all__ = ["ZmqLink", "distances"]
 
 # How long the loop waits for a frame before it asks the clock, the monitors and Python's
 # signal handlers: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
@@ -96,7 +96,7 @@ class ZmqLink:
         self._place, self._members = rank, tuple(range(size))
         self._streams = streams
         # Of each pair of sockets: how far ahead its sender goes.
-        self._distances = _distances(size, streams)
+        self._distances = distances(size, streams)
         self._segment_bytes = segment_bytes
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
@@ -155,7 +155,7 @@ class ZmqLink:
         if members is not None:
             self._members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
-        self._distances = _distances(self._size, self._streams)
+        self._distances = distances(self._size, self._streams)
         for unneeded in self._incoming[len(self._distances) :]:
             unneeded.close()
         del self._incoming[len(self._distances) :]
@@ -274,7 +274,7 @@ class ZmqLink:
                 )
             if not call.steps:
                 # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
-                self._read_events()
+                self.read_events()
                 if self._lost_outgoing((1,)):
                     raise self._lost(call)
             status = run(*arguments)
@@ -315,7 +315,7 @@ class ZmqLink:
 
     def _is_neighbour_lost(self, call: _Call, waited_s: float) -> bool:
         """Whether a neighbour that this call still needs has gone."""
-        self._read_events()
+        self.read_events()
         step, started = int(self._state[loop.STEP]), int(self._state[loop.STARTED])
         if step < call.steps and self._is_source_lost(waited_s):
             return True
@@ -327,7 +327,7 @@ class ZmqLink:
         needed = call.sends_to(step, started) + ((1,) if self._borrows() else ())
         return bool(self._lost_outgoing(needed))
 
-    def _read_events(self) -> None:
+    def read_events(self) -> None:
         """Take note of what has happened to our connections."""
         for pulling in self._incoming:
             pulling.read_events()
@@ -548,7 +548,7 @@ class ZmqLink:
         self._lent.clear()
 
 
-def _distances(size: int, streams: int) -> tuple[int, ...]:
+def distances(size: int, streams: int) -> tuple[int, ...]:
     """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
     return (1,) * streams + schedule.exchange(size).distances[1:]
 
