@@ -30,6 +30,14 @@ class Transport(str, enum.Enum):
     zmq = "zmq"
 
 
+class Encryption(str, enum.Enum):
+    """`config.ENCRYPTIONS`, as typer wants choices."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ringreduce {__version__}")
@@ -73,6 +81,10 @@ def run(
         Transport | None,
         typer.Option(help="How ranks reach each other [default: auto]."),
     ] = None,
+    encryption: Annotated[
+        Encryption | None,
+        typer.Option(help="Whether data between ranks is encrypted [default: auto]."),
+    ] = None,
 ) -> None:
     """Run a script as N workers on this host that form a ring.
 
@@ -87,6 +99,7 @@ def run(
             threads=threads_per_worker,
             timeout_s=timeout,
             transport=None if transport is None else transport.value,
+            encryption=None if encryption is None else encryption.value,
         )
     except RingReduceError as error:
         typer.echo(f"ringreduce: {error}", err=True)

@@ -22,9 +22,11 @@ from ringreduce.config import Config
 from ringreduce.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.liveness import message_bytes_max
 from ringreduce.placement import Placement, place
-from ringreduce.transport.control import Control
+from ringreduce.transport import descriptors
+from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
-from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zeromq import ZmqLink, distances
 
 __all__ = ["Formed", "form"]
 
@@ -40,7 +42,8 @@ class Formed:
         control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         local_rank, local_size: this rank's place on its host, as the table has it.
-        finish: call it after the first barrier; until then rank 0 may still be answering.
+        finish: call it after the first barrier; until then rank 0 may still be answering, and
+            ranks may still be connecting. Nobody can afterwards.
     """
 
     collectives: Collectives
@@ -57,6 +60,10 @@ def form(config: Config) -> Formed:
     Raises:
         As `ringreduce.communicator.Communicator`.
     """
+    security = Security.of(config)
+    channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(config.size, channels, config.streams)
+    descriptors.reserve(count, rank=config.rank, size=config.size)
     with contextlib.ExitStack() as undo:
         shared = _shared_memory(config)
         if shared is not None:
@@ -69,6 +76,7 @@ def form(config: Config) -> Formed:
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
             streams=config.streams,
+            security=security,
         )
         undo.callback(link.close)
         control = Control(
@@ -77,18 +85,31 @@ def form(config: Config) -> Formed:
             bind=bind,
             word_bytes_max=message_bytes_max(config.size),
             link_timeout_s=config.link_timeout_s,
+            security=security,
         )
         undo.callback(control.close)
-        table, finish = rendezvous.meet(
-            config, link.address, control.address, shared.name if shared else ""
+
+        def meanwhile() -> None:
+            link.read_events()
+            control.read_events()
+
+        memory = shared.name if shared else ""
+        table, leave = rendezvous.meet(
+            config, link.address, control.address, memory, security, meanwhile
         )
-        undo.callback(finish)
+        undo.callback(leave)
+        security.learn(table.keys)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         placement = place(table.hosts, domains)
         _refuse_impossible(config, placement)
         control.connect(table.controls)
         collectives = _connect(config, table, placement, link, shared)
         undo.pop_all()
+
+    def finish() -> None:
+        leave()
+        link.lock()
+
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
         "[%d/%d] ring formed over %s: %s",

@@ -109,6 +109,7 @@ class Watcher:
         self._ticked_s, self._paused = now, (now, 0.0)
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         self._lost: dict[int, float] = {}
+        self._is_locked = False
         self._absence: tuple[Standing, float] | None = None
         self._seen_progress: object = None
         self._progressed_s = now
@@ -212,6 +213,9 @@ class Watcher:
             self._take(neighbour, word, now)
         self._send_words()
         self._look_for_losses(now)
+        if not self._is_locked:
+            # From the first beat of both neighbours on nobody has any business at our ports.
+            self._is_locked = self._control.lock()
         if now >= self._beat_s:
             self._beat_s = now + liveness.BEAT_S
             self._beat(now)

@@ -150,6 +150,8 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.transport.channel",
         "ringreduce.transport.control",
         "ringreduce.transport.libzmq",
+        "ringreduce.transport.monitor",
+        "ringreduce.transport.security",
         "ringreduce.transport.zeromq",
     }
 

@@ -109,7 +109,10 @@ def hello(**fields: Any) -> bytes:
             "segment_bytes": Config().segment_bytes,
             "streams": Config().streams,
             "transport": 0,
+            "encryption": 0,
+            "mechanism": 0,
         },
+        "key": "",
     }
     return msgspec.msgpack.encode({**usual, **fields})
 
@@ -377,7 +380,9 @@ def test_host_that_does_not_resolve_is_named(rank):
 
 def test_rank_0_on_another_host_than_the_rendezvous_is_told_so():
     """192.0.2.1 is nobody's, by RFC 5737."""
-    config = Config(size=2, rendezvous="192.0.2.1:4000", job_id="ours", join_timeout_s=1)
+    config = Config(
+        size=2, rendezvous="192.0.2.1:4000", job_id="ours", join_timeout_s=1, secret="s" * 32
+    )
     with pytest.raises(RendezvousError, match=r"192\.0\.2\.1"):
         Communicator(config)
 

@@ -29,7 +29,7 @@ from typing import IO, Any, TextIO
 
 import psutil
 
-from ringreduce.config import Config, color_wanted, worker_environment
+from ringreduce.config import Config, color_wanted, configured_secret, worker_environment
 from ringreduce.launch import guard
 from ringreduce.launch.failure import Failure, first_cause, is_traceback_start, last_traceback
 from ringreduce.launch.output import LineBuffer
@@ -58,6 +58,7 @@ def run(
     threads: int | None = None,
     timeout_s: float | None = None,
     transport: str | None = None,
+    encryption: str | None = None,
     prefix: bool = True,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -76,6 +77,7 @@ def run(
         threads: compute threads for each; by default the cores shared out, at least one.
         timeout_s: their ``RINGREDUCE_TIMEOUT_S``.
         transport: their ``RINGREDUCE_TRANSPORT``.
+        encryption: their ``RINGREDUCE_ENCRYPTION``.
         prefix: whether lines begin with the rank that wrote them.
         stdout, stderr: where lines go; the process's own by default.
     """
@@ -87,6 +89,11 @@ def run(
                 choices |= {"timeout_s": timeout_s, "join_timeout_s": timeout_s}
             if transport is not None:
                 choices["transport"] = transport
+            if encryption is not None:
+                choices["encryption"] = encryption
+            # The user's own goes to the workers by the variables that it came in.
+            if not configured_secret():
+                choices["secret"] = secrets.token_hex(32)
             job.start(command, size, threads or default_threads(size), choices)
             job.watch()
         finally:

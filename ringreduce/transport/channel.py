@@ -10,11 +10,16 @@ from __future__ import annotations
 import os
 import socket as sockets
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+from ringreduce.transport import door
+from ringreduce.transport.monitor import unwatch, watch
+from ringreduce.transport.security import OVERHEAD_BYTES, Security
 
 __all__ = ["Incoming", "Outgoing", "join_ports", "split_ports"]
 
@@ -27,7 +32,8 @@ _RECONNECT_MS = 24 * 3600 * 1000
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    At most `queue` of them wait to be read; TCP holds the others back.
+    Who may connect is for the doorkeeper of `context` to say, under the name `domain`. At most
+    `queue` frames wait to be read; TCP holds the others back.
 
     Attributes:
         socket: PULL; waits `slice_ms` for a frame.
@@ -43,20 +49,31 @@ class Incoming:
         bind: str,
         frame_bytes_max: int,
         slice_ms: int,
+        security: Security,
+        domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.socket = context.socket(zmq.PULL)
+        security.serve(self.socket, domain)
         # Watched from the start, so that no connection comes or goes unseen.
-        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        self._events = self.socket.get_monitor_socket(int(seen))
+        seen = (
+            zmq.EVENT_LISTENING
+            | zmq.EVENT_ACCEPTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+        )
+        self._events = watch(self.socket, int(seen))
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
+        self._listener = -1  # descriptor of the listening socket
+        self._is_proven = False  # whether somebody has shown that the key is theirs
+        self._asks = security.mechanism != "NULL"
         # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
         # and no faster above (docs/performance.md).
         self.socket.set_hwm(queue)
         self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int("[" in bind))
         self.socket.bind(bind)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -64,12 +81,41 @@ class Incoming:
     def read_events(self) -> None:
         """Take note of what has happened to our connections."""
         while self._events.poll(0):
-            event = parse_monitor_message(self._events.recv_multipart())
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._visitors.add(event["value"])
-            else:
-                self._visitors.discard(event["value"])
-                self._has_visitor_left = True
+            self._note(parse_monitor_message(self._events.recv_multipart()))
+
+    def _note(self, event: Any) -> None:
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.EVENT_LISTENING:
+            self._listener = descriptor
+        elif kind == zmq.EVENT_ACCEPTED:
+            self._visitors.add(descriptor)
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_proven = self._asks
+        else:
+            self._visitors.discard(descriptor)
+            self._has_visitor_left = True
+
+    def lock(self, source: int, deadline: float) -> bool:
+        """Have the kernel drop all further attempts to connect, where it can.
+
+        Not before the one rank that is due here has connected: it has when a frame has come, or
+        when somebody has shown its key, for which this waits.
+
+        Returns:
+            Whether that rank is there.
+
+        Args:
+            source: as for `is_lost`.
+            deadline: by ``time.monotonic()``, until when to wait.
+        """
+        while source < 0 and not self._is_proven:
+            wait_ms = int((deadline - time.monotonic()) * 1000)
+            if not self._asks or wait_ms <= 0 or not self._events.poll(wait_ms):
+                return False
+            self.read_events()
+        self.read_events()
+        door.shut(self._listener)
+        return True
 
     def is_lost(self, source: int, quiet: bool) -> bool:
         """Whether the connection that frames come from has ended.
@@ -101,8 +147,7 @@ class Incoming:
 
     def close(self) -> None:
         """Close the socket; what is unread is gone."""
-        self.socket.disable_monitor()
-        self._events.close(linger=0)
+        unwatch(self.socket, self._events)
         self.socket.close(linger=0)
 
 
@@ -128,6 +173,7 @@ class Outgoing:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         peer: int,
+        security: Security,
         *,
         queue: int = 0,
         unconfirmed_ms_max: int = 0,
@@ -135,6 +181,7 @@ class Outgoing:
         self.address, self.peer = address, peer
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
+        security.join(self.socket, peer)
         self.socket.setsockopt(zmq.SNDHWM, queue)
         if unconfirmed_ms_max:
             self.socket.setsockopt(zmq.TCP_MAXRT, unconfirmed_ms_max)
@@ -144,7 +191,7 @@ class Outgoing:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._events = self.socket.get_monitor_socket(int(ended))
+        self._events = watch(self.socket, int(ended))
         self.socket.connect(address)
 
     def read_events(self, wait_ms: int = 0) -> None:
@@ -158,11 +205,11 @@ class Outgoing:
         return (self._events,)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; what has not left in `linger_ms` is gone."""
+        """Close the socket; what has not left `linger_ms` after that is gone."""
         if self.is_open:
+            self.read_events()
             self.is_open = False
-            self.socket.disable_monitor()
-            self._events.close(linger=0)
+            unwatch(self.socket, self._events)
             self.socket.close(linger=0 if self.is_lost else linger_ms)
 
 

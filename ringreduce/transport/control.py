@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import socket as sockets
+import time
 from collections.abc import Collection, Sequence
 
 import zmq
 
 from ringreduce.errors import RendezvousError
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.security import Security
 
-__all__ = ["Control"]
+__all__ = ["CONTROL_CHANNELS", "Control"]
+
+# Pairs of sockets that it has at most.
+CONTROL_CHANNELS = 2
 
 # A word that must arrive is confirmed before the channel closes; the confirmation itself gets
 # this long to leave.
@@ -37,6 +42,7 @@ class Control:
         rank, size: this rank, among at least two.
         bind: address to listen on, such as ``tcp://127.0.0.1:*``.
         word_bytes_max: longer words are refused unread, with the connection they came on.
+        security: who may connect.
         link_timeout_s: how long the other end's system may leave a word unconfirmed before
             the connection counts as ended. A stopped process's system still confirms.
 
@@ -49,7 +55,14 @@ class Control:
     """
 
     def __init__(
-        self, *, rank: int, size: int, bind: str, word_bytes_max: int, link_timeout_s: float
+        self,
+        *,
+        rank: int,
+        size: int,
+        bind: str,
+        word_bytes_max: int,
+        link_timeout_s: float,
+        security: Security,
     ) -> None:
         self._link_timeout_ms = int(link_timeout_s * 1000)
         self.neighbours = sorted({(rank - 1) % size, (rank + 1) % size})
@@ -59,10 +72,19 @@ class Control:
         self._outgoing: dict[int, Outgoing] = {}
         # The descriptor of each neighbour's connection to us, known from its first word.
         self._sources: dict[int, int] = {}
+        self._security = security
+        self._doorkeeper = security.doorkeeper(self._context)
         try:
             for neighbour in self.neighbours:
-                pulling = Incoming(self._context, bind, word_bytes_max, 0, queue=_QUEUE)
-                self._incoming[neighbour] = pulling
+                self._incoming[neighbour] = Incoming(
+                    self._context,
+                    bind,
+                    word_bytes_max,
+                    0,
+                    security,
+                    _domain(neighbour),
+                    queue=_QUEUE,
+                )
         except zmq.ZMQError as error:
             self.close()
             raise RendezvousError(
@@ -104,10 +126,12 @@ class Control:
                 self._context,
                 ports[0 if is_next else 1],
                 neighbour,
+                self._security,
                 queue=_QUEUE,
                 unconfirmed_ms_max=self._link_timeout_ms,
             )
             self._outgoing[neighbour] = pushing
+            self._doorkeeper.allow(_domain(neighbour), [neighbour])
         self._poller.register(self._awake, zmq.POLLIN)
         ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for end in ends:
@@ -157,6 +181,20 @@ class Control:
         source = self._sources.get(neighbour, -1)
         return source >= 0 and self._incoming[neighbour].is_lost(source, False)
 
+    def read_events(self) -> None:
+        """Take note of what has happened to our connections."""
+        for pulling in self._incoming.values():
+            pulling.read_events()
+
+    def lock(self) -> bool:
+        """Let nobody connect any more, once both neighbours have; return whether that is so."""
+        now, done = time.monotonic(), True
+        for neighbour, pulling in self._incoming.items():
+            done = pulling.lock(self._sources.get(neighbour, -1), now) and done
+        if done:
+            self._doorkeeper.close()
+        return done
+
     def wake(self) -> None:
         """Have `receive` return; from any thread."""
         with contextlib.suppress(OSError):
@@ -164,6 +202,7 @@ class Control:
 
     def close(self) -> None:
         """Free everything, at once or nearly so."""
+        self._doorkeeper.close()
         for pushing in self._outgoing.values():
             pushing.close(_FLUSH_MS)
         for pulling in self._incoming.values():
@@ -171,3 +210,8 @@ class Control:
         self._context.term()
         self._awake.close()
         self._waker.close()
+
+
+def _domain(neighbour: int) -> str:
+    """What the doorkeeper knows the port for a neighbour by."""
+    return f"control.{neighbour}"

@@ -36,8 +36,9 @@ from ringreduce.transport import exchange, libzmq, loop
 from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
+from ringreduce.transport.security import Security
 
-__all__ = ["ZmqLink"]
+__all__ = ["ZmqLink", "distances"]
 
 # How long the loop waits for a frame before it asks the clock, the monitors and Python's
 # signal handlers: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
@@ -48,6 +49,8 @@ _SLICE_MS = 50
 _QUIET_S = 3.0
 # A goodbye, an abort and the segments before it get this long to leave.
 _LINGER_S = 1.0
+# Those who connect while the ring forms get this long to have done so after its first call.
+_LOCK_S = 5.0
 
 _Call = RingCall | ExchangeCall
 
@@ -64,6 +67,7 @@ class ZmqLink:
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
         streams: connections to the next rank that segments take turns on, equal on all ranks.
+        security: who may connect; by default nobody is asked.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`: an address with the
@@ -83,6 +87,7 @@ class ZmqLink:
         segment_bytes: int,
         timeout_s: float,
         streams: int = 1,
+        security: Security | None = None,
     ) -> None:
         libzmq.load()
         libzmq.keep_large_blocks()
@@ -91,7 +96,7 @@ class ZmqLink:
         self._place, self._members = rank, tuple(range(size))
         self._streams = streams
         # Of each pair of sockets: how far ahead its sender goes.
-        self._distances = _distances(size, streams)
+        self._distances = distances(size, streams)
         self._segment_bytes = segment_bytes
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
@@ -101,11 +106,16 @@ class ZmqLink:
         frame_bytes_max = wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
+        self._security = security or Security(rank=rank, size=size)
+        self._doorkeeper = self._security.doorkeeper(self._context)
+        limits = frame_bytes_max, _SLICE_MS
         try:
-            for _ in self._distances:
-                pulling = Incoming(self._context, bind, frame_bytes_max, _SLICE_MS)
+            for channel in range(len(self._distances)):
+                domain = _domain(channel)
+                pulling = Incoming(self._context, bind, *limits, self._security, domain)
                 self._incoming.append(pulling)
         except zmq.ZMQError as error:
+            self._doorkeeper.close()
             self._context.destroy(linger=0)
             raise RendezvousError(
                 f"cannot listen on {bind}: {error.strerror}",
@@ -149,7 +159,7 @@ class ZmqLink:
         if members is not None:
             self._members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
-        self._distances = _distances(self._size, self._streams)
+        self._distances = distances(self._size, self._streams)
         for unneeded in self._incoming[len(self._distances) :]:
             unneeded.close()
         del self._incoming[len(self._distances) :]
@@ -165,11 +175,28 @@ class ZmqLink:
                     peer=peer,
                     remedy="Start all ranks with the same ringreduce.",
                 )
-            pushing = Outgoing(self._context, ports[channel], peer)
+            pushing = Outgoing(self._context, ports[channel], peer, self._security)
             self._outgoing.append(pushing)
             self._channels[channel, loop.SENDER] = pushing.socket.underlying
             self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying
         self._addresses = tuple(addresses[member] for member in self._members)
+        for channel in range(len(self._distances)):
+            self._doorkeeper.allow(_domain(channel), [self._behind(channel)[0]])
+
+    def lock(self) -> None:
+        """Let nobody connect any more; call it once all ranks have taken part in a call.
+
+        A port whose rank has not come within _LOCK_S stays open for it, and the doorkeeper stays.
+        Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq refuses
+        everyone who does not find a doorkeeper.
+        """
+        if self._context.closed or self._has_failed or not self._outgoing:
+            return
+        deadline = time.monotonic() + _LOCK_S
+        sources = self._channels[:, loop.SOURCE].tolist()
+        # Each is tried, also after one that has not come.
+        if all([p.lock(s, deadline) for p, s in zip(self._incoming, sources, strict=False)]):
+            self._doorkeeper.close()
 
     @property
     def _size(self) -> int:
@@ -252,7 +279,7 @@ class ZmqLink:
                 )
             if not call.steps:
                 # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
-                self._read_events()
+                self.read_events()
                 if self._lost_outgoing((1,)):
                     raise self._lost(call)
             status = run(*arguments)
@@ -336,7 +363,7 @@ class ZmqLink:
 
     def _is_neighbour_lost(self, call: _Call, waited_s: float) -> bool:
         """Whether a neighbour that this call still needs has gone."""
-        self._read_events()
+        self.read_events()
         step, started = int(self._state[loop.STEP]), int(self._state[loop.STARTED])
         if step < call.steps and self._is_source_lost(waited_s):
             return True
@@ -348,7 +375,7 @@ class ZmqLink:
         needed = call.sends_to(step, started) + ((1,) if self._borrows() else ())
         return bool(self._lost_outgoing(needed))
 
-    def _read_events(self) -> None:
+    def read_events(self) -> None:
         """Take note of what has happened to our connections."""
         for pulling in self._incoming:
             pulling.read_events()
@@ -552,19 +579,27 @@ class ZmqLink:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
+        self._doorkeeper.close()
         if not self._has_failed:  # otherwise an abort has said more
             self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
+        # libzmq lets go of what it has encrypted before that has left.
+        linger_ms = int(_LINGER_S * 1000) if self._security.mechanism == "CURVE" else 0
         for pushing in self._outgoing:
-            pushing.close()
+            pushing.close(linger_ms)
         for pulling in self._incoming:
             pulling.close()
         self._context.destroy(linger=0)
         self._lent.clear()
 
 
-def _distances(size: int, streams: int) -> tuple[int, ...]:
+def distances(size: int, streams: int) -> tuple[int, ...]:
     """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
     return (1,) * streams + schedule.exchange(size).distances[1:]
+
+
+def _domain(channel: int) -> str:
+    """What the doorkeeper knows the port of `channel` by."""
+    return f"data.{channel}"
 
 
 def format_bytes(nbytes: int) -> str:
