@@ -26,7 +26,7 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload"),
+    "pure": ("schedule", "wire", "kernels", "checksum", "buckets", "placement", "payload"),
     "effects": ("native", "handover", "transport", "rendezvous"),
     "collectives": ("collectives",),
     "engine": ("engine",),
