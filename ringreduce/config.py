@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["TRANSPORTS", "Config", "color_wanted", "native_wanted", "worker_environment"]
+__all__ = [
+    "INTEGRITIES",
+    "TRANSPORTS",
+    "Config",
+    "color_wanted",
+    "native_wanted",
+    "worker_environment",
+]
 
 # Without these four a rank does not know its place.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
@@ -25,12 +32,17 @@ _CHOICES = (
     "RINGREDUCE_SEGMENT_BYTES",
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
+    "RINGREDUCE_INTEGRITY",
     "RINGREDUCE_HOST_ID",
 )
 
 # How ranks reach each other: `auto` takes shared memory within a host where it can be had and
 # ZeroMQ between hosts; `shm` insists on it; `zmq` is ZeroMQ everywhere.
 TRANSPORTS = ("auto", "shm", "zmq")
+
+# Whether frames over ZeroMQ carry a checksum of their payload: `auto` where they leave the host
+# and nothing else guards them (`ringreduce.checksum.is_wanted`).
+INTEGRITIES = ("auto", "crc32", "off")
 
 # A job that is merely slow should survive a long validation or checkpoint on one rank; a job
 # that hangs should not burn money for minutes.
@@ -75,6 +87,7 @@ class Config:
         streams: connections to the next rank that large messages are spread over, each with
             an I/O thread of its own; equal on all ranks.
         transport: one of `TRANSPORTS`; equal on all ranks.
+        integrity: one of `INTEGRITIES`; equal on all ranks.
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
@@ -95,6 +108,7 @@ class Config:
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
+    integrity: str = "auto"
     host_id: str = ""
 
     def __post_init__(self) -> None:
@@ -113,6 +127,7 @@ class Config:
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
         self._require("streams", 1 <= self.streams <= 16, "1 to 16")
         self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        self._require("integrity", self.integrity in INTEGRITIES, ", ".join(INTEGRITIES))
         self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
         if self.size > 1:
             host_and_port(self.rendezvous)

@@ -7,12 +7,13 @@ from the same table, without another word.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringreduce import native, rendezvous
+from ringreduce import checksum, native, rendezvous
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.host import Host
 from ringreduce.collectives.levels import Levels
@@ -167,6 +168,20 @@ def _connect(
 
 def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, in which this rank is one."""
-    link.connect(job=table.job, addresses=table.addresses, members=members)
+    checked = checksum.is_wanted(
+        config.integrity,
+        encrypted=False,
+        loopback=all(_is_loopback(table.addresses[member]) for member in members),
+    )
+    link.connect(job=table.job, addresses=table.addresses, members=members, checked=checked)
     place, size = members.index(config.rank), len(members)
     return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether what is sent to a link's address never leaves this host."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from ringreduce._version import __version__
-from ringreduce.config import TRANSPORTS, Config, host_and_port
+from ringreduce.config import INTEGRITIES, TRANSPORTS, Config, host_and_port
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
 from ringreduce.wire import WIRE_VERSION
 
@@ -114,6 +114,7 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
             "segment_bytes": config.segment_bytes,
             "streams": config.streams,
             "transport": TRANSPORTS.index(config.transport),
+            "integrity": INTEGRITIES.index(config.integrity),
         },
     )
     context = zmq.Context(io_threads=1)

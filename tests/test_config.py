@@ -36,6 +36,7 @@ def test_every_variable_is_read():
         "RINGREDUCE_SEGMENT_BYTES": "4096",
         "RINGREDUCE_STREAMS": "3",
         "RINGREDUCE_TRANSPORT": "zmq",
+        "RINGREDUCE_INTEGRITY": "crc32",
         "RINGREDUCE_HOST_ID": "rack-3",
     }
     assert Config.from_environment(LAUNCH | limits) == Config(
@@ -51,6 +52,7 @@ def test_every_variable_is_read():
         segment_bytes=4096,
         streams=3,
         transport="zmq",
+        integrity="crc32",
         host_id="rack-3",
     )
 
@@ -187,6 +189,7 @@ members = st.integers(1, 1000).flatmap(
         segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
         streams=st.integers(1, 16),
         transport=st.sampled_from(config_module.TRANSPORTS),
+        integrity=st.sampled_from(config_module.INTEGRITIES),
         host_id=st.text("abc-_0", max_size=20),
     )
 )

@@ -108,6 +108,7 @@ def hello(**fields: Any) -> bytes:
             "segment_bytes": Config().segment_bytes,
             "streams": Config().streams,
             "transport": 0,
+            "integrity": 0,
         },
     }
     return msgspec.msgpack.encode({**usual, **fields})
