@@ -1,6 +1,6 @@
 """What checksums cost an all-reduce over ZeroMQ: two rings of the same processes take turns.
 
-``ringreduce run -n 2 -- python -m bench.integrity`` measures over loopback; with ``--rate 10gbit``
+``ringreduce run -n 2 -m bench.integrity`` measures over loopback; with ``--rate 10gbit``
 (and without the launcher) on hosts with links of that rate, which needs root.
 """
 
@@ -21,7 +21,7 @@ from bench.namespaces import shaped
 from bench.sweep import sizes
 from ringreduce import Communicator, Config
 
-BYTES = sizes(1 << 20, 64 << 20, 4)
+MIB = sizes(1, 64, 4)
 CALLS_MIN, SECONDS_PER_SIZE = 24, 6.0
 _PORT = 4000  # in network namespaces that are ours alone
 
@@ -30,9 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=2, help="with --rate: hosts")
     parser.add_argument("--rate")
+    parser.add_argument("--mib", type=int, nargs="+", default=MIB)
+    parser.add_argument("--seconds", type=float, default=SECONDS_PER_SIZE, help="for each size")
     arguments = parser.parse_args()
     if arguments.rate is None:
-        measure()
+        measure(arguments.mib, arguments.seconds)
         return
     job = secrets.token_hex(8)
     with shaped(arguments.workers, arguments.rate) as hosts:
@@ -45,25 +47,28 @@ def main() -> None:
                 job_id=job,
                 host_id=host.name,
             )
-            command = [*host.prefix, sys.executable, "-m", "bench.integrity"]
+            command = [
+                *(*host.prefix, sys.executable, "-m", "bench.integrity"),
+                *("--seconds", str(arguments.seconds), "--mib", *map(str, arguments.mib)),
+            ]
             environment = {**os.environ, **config.to_environment()}
             workers.append(subprocess.Popen(command, env=environment))
         for worker in workers:
             worker.wait(600)
 
 
-def measure() -> None:
+def measure(mib: list[int], seconds: float) -> None:
     """Print a line for each size, on rank 0."""
     plain = replace(Config.from_environment(), transport="zmq", integrity="off")
     with Communicator(plain) as off, _twin(off) as on:
-        for nbytes in BYTES:
-            buffer = np.zeros(nbytes // 4, np.float32)
-            times = _times(off, (off, on), buffer)
+        for size in mib:
+            buffer = np.zeros(size << 18, np.float32)
+            times = _times(off, (off, on), buffer, seconds)
             if off.rank == 0:
                 without, with_sums = np.median(times, axis=0) * 1e3
                 ratio = np.median(times[:, 1] / times[:, 0])
                 print(
-                    f"{nbytes >> 20:>3} MiB, {len(times)} calls each: {without:.2f} ms without, "
+                    f"{size:>3} MiB, {len(times)} calls each: {without:.2f} ms without, "
                     f"{with_sums:.2f} ms with checksums ({(with_sums / without - 1) * 100:+.1f} %; "
                     f"median of ratios {(ratio - 1) * 100:+.1f} %)",
                     flush=True,
@@ -88,7 +93,10 @@ def _twin(first: Communicator) -> Communicator:
 
 
 def _times(
-    one: Communicator, rings: tuple[Communicator, Communicator], buffer: np.ndarray
+    one: Communicator,
+    rings: tuple[Communicator, Communicator],
+    buffer: np.ndarray,
+    seconds: float,
 ) -> np.ndarray:
     """Seconds of each call, shape (calls, 2): the mean over the ranks; the order alternates."""
     for ring in rings:
@@ -97,7 +105,7 @@ def _times(
     started = time.perf_counter()
     one.all_reduce(buffer)
     once = time.perf_counter() - started
-    calls = one.broadcast_object(max(CALLS_MIN, min(1000, int(SECONDS_PER_SIZE / 2 / once))))
+    calls = one.broadcast_object(max(CALLS_MIN, min(1000, int(seconds / 2 / once))))
     times = np.empty((calls, 2))
     for call in range(calls):
         for which in (0, 1) if call % 2 else (1, 0):
