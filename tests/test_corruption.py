@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce import testing, wire
+from ringreduce import formation, testing, wire
 from ringreduce.errors import CorruptionError, RingReduceError
 from ringreduce.transport.zeromq import ZmqLink
 from tests import naive
@@ -88,10 +88,15 @@ def test_a_flipped_bit_is_an_error_on_all_ranks_that_names_both(tmp_path: Path, 
         ring.release()
 
 
-@pytest.mark.parametrize("call", ["large all_reduce", "small all_reduce", "large broadcast"])
-def test_without_checksums_the_same_bit_makes_a_wrong_result(tmp_path: Path, call: str) -> None:
-    """That the forwarder does what the test above relies on."""
-    with Ring(tmp_path, 3, program(call), integrity="off") as ring:
+@pytest.mark.parametrize(
+    ("call", "integrity"),
+    [("large all_reduce", "off"), ("small all_reduce", "auto"), ("large broadcast", "auto")],
+)
+def test_without_checksums_the_same_bit_makes_a_wrong_result(
+    tmp_path: Path, call: str, integrity: str
+) -> None:
+    """That the forwarder does what the test above relies on; on loopback auto is off."""
+    with Ring(tmp_path, 3, program(call), integrity=integrity) as ring:
         facts = ring.wait("result")
         assert [fact["kind"] for fact in facts] == [""] * 3, facts
         assert not ring.said(1, "finished")[0]["equal"]
@@ -120,9 +125,8 @@ class _Work:
             except RingReduceError as error:
                 self.results[comm.rank] = error
 
-        testing.ring_of_threads(
-            2, work, transport="zmq", integrity="crc32", timeout_s=3.0, **settings
-        )
+        usual = {"transport": "zmq", "integrity": "crc32", "timeout_s": 3.0}
+        testing.ring_of_threads(2, work, **(usual | settings))
 
 
 @pytest.mark.parametrize("offset", range(wire.HEADER_BYTES))
@@ -139,6 +143,33 @@ def test_a_flipped_bit_in_a_header_is_an_error_too(
         assert "rank" in str(result)
         if wire.HEADER_BYTES - 12 <= offset < wire.HEADER_BYTES - 8:
             assert isinstance(result, CorruptionError)
+
+
+def test_between_hosts_checksums_are_made_without_being_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formation, "_is_loopback", lambda address: False)
+    flip = Flip(np.arange(30_000.0, 30_010.0).tobytes(), 4)
+    work = _Work(monkeypatch, flip)
+    work.run(40_000, integrity="auto")
+    assert flip.is_done
+    assert [type(result) for result in work.results] == [CorruptionError] * 2
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loopback"),
+    [
+        ("tcp://127.0.0.1:4000,4001", True),
+        ("tcp://127.9.9.9:4000", True),
+        ("tcp://[::1]:4000,4001", True),
+        ("tcp://10.0.0.4:4000", False),
+        ("tcp://[fe80::1]:4000", False),
+        ("", False),
+        ("tcp://localhost:4000", False),  # links announce numbers; a name is not looked up
+    ],
+)
+def test_addresses_that_never_leave_the_host_are_known(address: str, is_loopback: bool) -> None:
+    assert formation._is_loopback(address) is is_loopback
 
 
 def test_a_forwarder_that_changes_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
