@@ -548,11 +548,11 @@ class Communicator:
             try:
                 result = run(*arguments)
             except RingReduceError as error:
-                cause = error if self._watcher is None else self._watcher.explain(error)
-                self._break(cause)
-                if cause is error:
+                self._break(error if self._watcher is None else self._watcher.explain(error))
+                if self._failure is error:
                     raise
-                raise _again(cause) from error
+                # The watcher knew more, or knew it first: one error, now and ever after.
+                raise _again(self._failure or error) from error
             except BaseException as error:
                 self._break(self._cut(error))
                 raise

@@ -16,6 +16,7 @@ from ringreduce.errors import ConfigError
 
 __all__ = [
     "ENCRYPTIONS",
+    "INTEGRITIES",
     "TRANSPORTS",
     "Config",
     "color_wanted",
@@ -35,6 +36,7 @@ _CHOICES = (
     "RINGREDUCE_SEGMENT_BYTES",
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
+    "RINGREDUCE_INTEGRITY",
     "RINGREDUCE_HOST_ID",
     "RINGREDUCE_SECRET",
     "RINGREDUCE_ENCRYPTION",
@@ -48,6 +50,9 @@ TRANSPORTS = ("auto", "shm", "zmq")
 # encrypts everywhere; `off` nowhere, for networks that are trusted. Ranks prove who they are
 # in each of them (`ringreduce.transport.security`).
 ENCRYPTIONS = ("auto", "on", "off")
+# Whether frames over ZeroMQ carry a checksum of their payload: `auto` where they leave the host
+# and nothing else guards them (`ringreduce.checksum.is_wanted`).
+INTEGRITIES = ("auto", "crc32", "off")
 
 # 16 characters of base64 are 96 bits. What is longer than 4096 is no secret but a wrong file.
 _SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
@@ -100,6 +105,7 @@ class Config:
         streams: connections to the next rank that large messages are spread over, each with
             an I/O thread of its own; equal on all ranks.
         transport: one of `TRANSPORTS`; equal on all ranks.
+        integrity: one of `INTEGRITIES`; equal on all ranks.
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
@@ -124,6 +130,7 @@ class Config:
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
+    integrity: str = "auto"
     host_id: str = ""
     secret: str = field(default="", repr=False)
     encryption: str = "auto"
@@ -145,6 +152,7 @@ class Config:
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
         self._require("streams", 1 <= self.streams <= 16, "1 to 16")
         self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        self._require("integrity", self.integrity in INTEGRITIES, ", ".join(INTEGRITIES))
         self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
         self._require("encryption", self.encryption in ENCRYPTIONS, ", ".join(ENCRYPTIONS))
         _check_secret(self.secret, "the argument secret or the variable RINGREDUCE_SECRET")

@@ -10,11 +10,14 @@
     |   |-- PeerTimeoutError(TimeoutError)
     |   `-- PeerLostError(ConnectionError)
     |-- ProtocolError                  bytes arrived that are not ours
+    |   `-- CorruptionError            bytes arrived that are not those that were sent
+    |-- NumericsError                  a gradient is NaN or infinite
     `-- NativeError(ImportError)       a native library is missing or of another kind
 
 The second base makes an ordinary ``except TimeoutError`` work too. Everything below
-MismatchError, PeerError and ProtocolError breaks the communicator for good: whatever is
-called on it afterwards raises the same error again at once. Close it and form a new one.
+MismatchError, PeerError, ProtocolError and NumericsError breaks the communicator for good:
+whatever is called on it afterwards raises the same error again at once. Close it and form a
+new one.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ __all__ = [
     "ArrayError",
     "ClosedError",
     "ConfigError",
+    "CorruptionError",
     "MismatchError",
     "NativeError",
+    "NumericsError",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -153,6 +158,14 @@ class PeerLostError(PeerError, ConnectionError):
 
 class ProtocolError(RingReduceError):
     """Bytes arrived that no rank of this ring sends."""
+
+
+class CorruptionError(ProtocolError):
+    """Bytes changed between two ranks: a frame's checksum is not that of its payload."""
+
+
+class NumericsError(RingReduceError):
+    """A gradient holds NaN or infinity; `peer` names the rank whose it is."""
 
 
 class NativeError(RingReduceError, ImportError):

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringreduce import native, rendezvous
+from ringreduce import checksum, native, rendezvous
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.host import Host
 from ringreduce.collectives.levels import Levels
@@ -23,6 +23,7 @@ from ringreduce.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.liveness import message_bytes_max
 from ringreduce.placement import Placement, place
 from ringreduce.transport import descriptors
+from ringreduce.transport.address import listens_on_loopback
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
@@ -198,6 +199,11 @@ def _connect(
 
 def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, in which this rank is one."""
-    link.connect(job=table.job, addresses=table.addresses, members=members)
+    checked = checksum.is_wanted(
+        config.integrity,
+        encrypted=link.is_encrypted,
+        loopback=all(listens_on_loopback(table.addresses[member]) for member in members),
+    )
+    link.connect(job=table.job, addresses=table.addresses, members=members, checked=checked)
     place, size = members.index(config.rank), len(members)
     return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)

@@ -32,7 +32,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
-from ringreduce.config import ENCRYPTIONS, TRANSPORTS, Config
+from ringreduce.config import ENCRYPTIONS, INTEGRITIES, TRANSPORTS, Config
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.monitor import unwatch, watch
@@ -158,6 +158,7 @@ def meet(
             "encryption": ENCRYPTIONS.index(config.encryption),
             # Follows from the address, which may look different on different hosts.
             "mechanism": MECHANISMS.index(security.mechanism),
+            "integrity": INTEGRITIES.index(config.integrity),
         },
         key=security.public,
     )

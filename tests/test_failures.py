@@ -84,6 +84,7 @@ class Ring:
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         streams: int = 1,
+        integrity: str = "auto",
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -109,6 +110,7 @@ class Ring:
                         streams=streams,
                         join_timeout_s=60.0,
                         transport=transport,
+                        integrity=integrity,
                         host_id=hosts[rank] if hosts else "",
                     )
                     for listener, job in zip(listeners, jobs, strict=True)

@@ -26,7 +26,16 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload", "liveness"),
+    "pure": (
+        "schedule",
+        "wire",
+        "kernels",
+        "checksum",
+        "buckets",
+        "placement",
+        "payload",
+        "liveness",
+    ),
     "effects": ("native", "handover", "transport", "rendezvous", "recorder"),
     "collectives": ("collectives",),
     "engine": ("engine", "watch"),

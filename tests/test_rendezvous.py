@@ -111,6 +111,7 @@ def hello(**fields: Any) -> bytes:
             "transport": 0,
             "encryption": 0,
             "mechanism": 0,
+            "integrity": 0,
         },
         "key": "",
     }

@@ -25,6 +25,7 @@ import zmq
 from ringreduce import schedule, wire
 from ringreduce.errors import (
     ClosedError,
+    CorruptionError,
     MismatchError,
     PeerLostError,
     PeerTimeoutError,
@@ -101,6 +102,7 @@ class ZmqLink:
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
         self._has_failed = False
+        self._checked = False
 
         self._context = zmq.Context(io_threads=streams)
         frame_bytes_max = wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
@@ -143,7 +145,12 @@ class ZmqLink:
         self._lent: list[np.ndarray] = []
 
     def connect(
-        self, *, job: int, addresses: Sequence[str], members: Sequence[int] | None = None
+        self,
+        *,
+        job: int,
+        addresses: Sequence[str],
+        members: Sequence[int] | None = None,
+        checked: bool = False,
     ) -> None:
         """Open the ways to the ranks ahead, which have bound their sockets already.
 
@@ -151,11 +158,12 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each rank's link.
             members: the ranks of this ring, in its order; all of them by default.
+            checked: whether frames carry the checksum of their payload; equal on all members.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._job = job
+        self._job, self._checked = job, checked
         if members is not None:
             self._members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
@@ -199,6 +207,11 @@ class ZmqLink:
             self._doorkeeper.close()
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether its frames are encrypted, and with that proven to be whole."""
+        return self._security.mechanism == "CURVE"
+
+    @property
     def _size(self) -> int:
         """Number of places in this ring."""
         return len(self._members)
@@ -234,6 +247,7 @@ class ZmqLink:
             call.combine,
             call.finish,
             call.divisor,
+            self._checked,
             self._release,
             self._released,
             self._state,
@@ -253,6 +267,7 @@ class ZmqLink:
             call.counts_array,
             call.outgoing,
             call.incoming,
+            self._checked,
             self._state,
             self._message,
             self._received,
@@ -465,6 +480,8 @@ class ZmqLink:
         if status == loop.MISMATCH:
             expected = wire.decode(call.expected(int(self._state[loop.STEP])))
             return MismatchError(wire.disagreement(received, expected, self._name), **where)
+        if status == loop.CORRUPT:
+            return self._corrupted(received, call)
         if status == loop.UNSENDABLE:
             self._outgoing[self._state[loop.CHANNEL]].is_lost = True
             return self._lost(call)
@@ -483,6 +500,18 @@ class ZmqLink:
             f"received {what} on {self._incoming[self._state[loop.CHANNEL]].address}",
             **where,
             remedy="Keep other programs and jobs away from this port.",
+        )
+
+    def _corrupted(self, received: wire.Header, call: _Call) -> RingReduceError:
+        peer, address = self._source()
+        return CorruptionError(
+            f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
+            f"({address}): their CRC-32C is "
+            f"0x{int(self._state[loop.COMPUTED]):08x}, rank {peer} sent 0x{received.checksum:08x}; "
+            "nothing of them was used",
+            **self._where(call, peer),
+            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
+            f"the network of the hosts of ranks {peer} and {self._rank}, and what lies between.",
         )
 
     def _name(self, place: int) -> str:
@@ -583,7 +612,7 @@ class ZmqLink:
         if not self._has_failed:  # otherwise an abort has said more
             self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
         # libzmq lets go of what it has encrypted before that has left.
-        linger_ms = int(_LINGER_S * 1000) if self._security.mechanism == "CURVE" else 0
+        linger_ms = int(_LINGER_S * 1000) if self.is_encrypted else 0
         for pushing in self._outgoing:
             pushing.close(linger_ms)
         for pulling in self._incoming:
