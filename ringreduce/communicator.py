@@ -50,6 +50,7 @@ __all__ = ["Communicator", "Statistics"]
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Explanation = Callable[[MismatchError], RingReduceError | None]
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Communicator:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
+        self._explanations: list[weakref.WeakMethod[_Explanation]] = []
         self._closed = False
         self._collectives, self._seconds = 0, 0.0
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
@@ -427,6 +429,23 @@ class Communicator:
                 self._break(error)
         return error
 
+    def explain_with(self, explain: _Explanation) -> None:
+        """Have a method asked what it means when ranks are seen to be in different calls.
+
+        For integrations, which know what signatures stand for. Asked in the thread of the call
+        that failed, before the other ranks are told: what it returns, if anything, is raised
+        there and here instead. Only a weak reference is kept.
+        """
+        self._explanations.append(weakref.WeakMethod(explain))
+
+    def _explained(self, error: BaseException) -> RingReduceError | None:
+        """What an integration has to say about a disagreement that this rank has found."""
+        if isinstance(error, MismatchError) and error.origin is None:
+            for reference in self._explanations:
+                if (explain := reference()) is not None and (better := explain(error)) is not None:
+                    return better
+        return None
+
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
         traffic = self._ring.traffic()
@@ -504,6 +523,10 @@ class Communicator:
             try:
                 result = run(*arguments)
             except BaseException as error:
+                better = self._explained(error)
+                if better is not None:
+                    self._break(better)
+                    raise better from error
                 self._break(error if isinstance(error, RingReduceError) else self._cut(error))
                 raise
             elapsed = time.perf_counter() - started

@@ -20,10 +20,11 @@ import platform
 import secrets
 import socket as sockets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import zmq
 
 from ringreduce._version import __version__
@@ -52,6 +53,9 @@ class _Hello(msgspec.Struct, tag=True):
     host: str
     memory: str
     settings: dict[str, int]
+    # What may differ and work all the same; "" from who does not say.
+    python: str = ""
+    numpy: str = ""
 
 
 class _Welcome(msgspec.Struct, tag=True):
@@ -115,6 +119,8 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
             "streams": config.streams,
             "transport": TRANSPORTS.index(config.transport),
         },
+        python=platform.python_version(),
+        numpy=np.__version__,
     )
     context = zmq.Context(io_threads=1)
     kind = zmq.ROUTER if config.rank == 0 else zmq.DEALER
@@ -211,6 +217,7 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
             _refuse(socket, identity, error)
         raise
     ordered = [members[rank] for rank in range(config.size)]
+    _warn_of_versions([hello for _, hello in ordered])
     welcome = _Welcome(
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
@@ -220,6 +227,22 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
     for identity, _ in ordered[1:]:
         socket.send_multipart([identity, msgspec.msgpack.encode(welcome)])
     return _table(welcome)
+
+
+def _warn_of_versions(hellos: Sequence[_Hello]) -> None:
+    """Name ranks that run another Python or numpy than rank 0, which can change results."""
+    own, size = hellos[0], len(hellos)
+    others = [
+        f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
+        for hello in hellos
+        if hello.python and (hello.python, hello.numpy) != (own.python, own.numpy)
+    ]
+    if others:
+        _log.warning(
+            "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+            "numpy %s; %s",
+            *(size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+        )
 
 
 def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) -> None:

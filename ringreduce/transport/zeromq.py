@@ -389,7 +389,11 @@ class ZmqLink:
             return self._told(received, call, peer)
         if status == loop.MISMATCH:
             expected = wire.decode(call.expected(int(self._state[loop.STEP])))
-            return MismatchError(wire.disagreement(received, expected, self._name), **where)
+            if wire.will_be_explained(received, expected) and (news := self._await_news(call)):
+                return news
+            error = MismatchError(wire.disagreement(received, expected, self._name), **where)
+            error.signatures = expected.signature, received.signature
+            return error
         if status == loop.UNSENDABLE:
             self._outgoing[self._state[loop.CHANNEL]].is_lost = True
             return self._lost(call)
@@ -415,6 +419,16 @@ class ZmqLink:
         if place < self._size:
             return f"rank {self._members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
+
+    def _await_news(self, call: _Call) -> RingReduceError | None:
+        """What the rank of the channel used last says about the end of the ring, if soon."""
+        deadline = time.monotonic() + wire.EXPLANATION_S
+        incoming = self._incoming[int(self._state[loop.CHANNEL])]
+        while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
+            incoming.socket.poll(min(_SLICE_MS, int(left * 1e3) + 1))
+            if (news := self._queued_news(call)) is not None:
+                return news
+        return None
 
     def _queued_news(self, call: _Call) -> RingReduceError | None:
         """What another rank has said about the end of the ring, if that is still unread."""
