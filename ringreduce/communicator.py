@@ -196,7 +196,7 @@ class Communicator:
         # Without the lock, which the engine holds while it runs a collective.
         found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
         if found is None:
-            if "shm" in self._transport and nbytes and not self._closed:
+            if "shm" in self._transport and nbytes and not self._closed and not self._failure:
                 _log.warning(
                     "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
                     *(self.rank, self.size, nbytes),

@@ -339,10 +339,20 @@ class HostLink:
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
-        """Leave word why this rank gives up where the others look when they wait."""
+        """Leave word why this rank gives up where the others look when they wait.
+
+        Registered arrays are their owners' alone from then on: a rank that was stopped while it
+        wrote into them may be woken at any time.
+        """
         if self._group is not None:
             news = write_news(cause, self._rank)
             self._functions["shm_abort"](self._group, news, len(news))
+            if self._heap is not None and (left := self._heap.detach()):
+                _log.warning(
+                    "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
+                    "ranks' reach; a rank that was stopped may still write into them",
+                    *(self._rank, self._size, left),
+                )
 
     def interrupt(self) -> None:
         """Have a `run` in another thread raise at its next slice."""
