@@ -255,6 +255,7 @@ def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) 
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
     _, (host, port) = _resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
+        os.set_inheritable(config.rendezvous_fd, False)  # It came through an exec; once is enough.
         socket.setsockopt(zmq.USE_FD, config.rendezvous_fd)
     try:
         socket.bind(_endpoint(host, port))

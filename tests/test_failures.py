@@ -297,6 +297,71 @@ def test_a_rank_that_leaves_early_is_named(
         assert ring.workers[1].wait() == code
 
 
+# --- A rank has children --------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_noticed_though_a_forked_child_of_it_lives(
+    tmp_path: Path, transport: str
+) -> None:
+    program = """
+    import gc
+    ring = join()
+    if RANK == 1:
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            attempt("in the child", ring.barrier)
+            ring.close()
+            signal.pause()
+        while os.stat(1).st_size == 0:  # until the child has spoken
+            os.sched_yield()
+    for _ in range(3):  # The child has not disturbed anything.
+        assert ring.all_reduce(np.ones(50_000))[0] == SIZE
+    say("ready", child=child if RANK == 1 else 0)
+    if RANK == 1:
+        signal.pause()
+    attempt("result", ring.barrier)
+    hold()
+    """
+    with Ring(tmp_path, 3, program, transport=transport) as ring:
+        child = ring.wait("ready")[1]["child"]
+        try:
+            assert ring.said(1, "in the child")[0]["kind"] == "ClosedError"
+            ring.workers[1].signal(signal.SIGKILL)
+            results = ring.wait("result", [0, 2])
+            assert_lost([{**fact, "seconds": 0.0} for fact in results], 1)
+            os.kill(child, 0)  # It lives, or this test shows nothing.
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_programs_that_a_rank_starts_inherit_nothing_of_ours(
+    tmp_path: Path, transport: str
+) -> None:
+    program = """
+    import subprocess
+    LIST = (
+        "import os; paths = ['/proc/self/fd/' + name for name in os.listdir('/proc/self/fd')]; "
+        "print(*(os.readlink(path) for path in paths if os.path.islink(path)), sep=chr(10))"
+    )
+    def opened():
+        listed = subprocess.run(
+            [sys.executable, "-c", LIST],
+            stdout=subprocess.PIPE, close_fds=False, check=True, text=True,
+        )
+        return [line for line in listed.stdout.splitlines() if not line.startswith("pipe:")]
+    ring = join()
+    ring.all_reduce(np.ones(50_000))
+    say("opened", files=opened())
+    hold()
+    """
+    with Ring(tmp_path, 2, program, transport=transport) as ring:
+        for fact in ring.wait("opened"):
+            kinds = ("socket:", "anon_inode:", "/memfd:")
+            assert not [name for name in fact["files"] if name.startswith(kinds)], fact
+        ring.release()
+
+
 # --- A rank is silent -----------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from ringreduce.errors import RendezvousError
+from ringreduce.transport import inherited
 
 __all__ = ["Mesh", "memory_domain"]
 
@@ -58,6 +59,7 @@ class Mesh:
         self._poll = select.poll()
         # What is known of those who have gone: whether they said goodbye.
         self._gone: dict[int, bool] = {}
+        inherited.watch(self)
 
     def connect(
         self,
@@ -189,6 +191,12 @@ class Mesh:
             connection.close()
             del self._connections[index]
         return self._gone
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies, without a goodbye, which would be the parent's."""
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def close(self) -> None:
         """Say goodbye and close all connections."""

@@ -32,7 +32,7 @@ from ringreduce.errors import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.transport import exchange, libzmq, loop
+from ringreduce.transport import exchange, inherited, libzmq, loop
 from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
@@ -127,6 +127,7 @@ class ZmqLink:
         self._interrupted = False
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
+        inherited.watch(self)
 
     def connect(
         self, *, job: int, addresses: Sequence[str], members: Sequence[int] | None = None
@@ -517,6 +518,11 @@ class ZmqLink:
 
     def _borrows(self) -> bool:
         return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, and nothing else."""
+        own = [pulling.address for pulling in self._incoming]
+        inherited.close_connections(own + [pushing.address for pushing in self._outgoing])
 
     def close(self) -> None:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
