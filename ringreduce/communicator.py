@@ -53,6 +53,7 @@ __all__ = ["Communicator", "Statistics"]
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Explanation = Callable[[MismatchError], RingReduceError | None]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Communicator:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
+        self._explanations: list[weakref.WeakMethod[_Explanation]] = []
         self._closed = False
         self._recorder = Recorder(config.rank, config.size)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
@@ -210,7 +212,7 @@ class Communicator:
         # Without the lock, which the engine holds while it runs a collective.
         found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
         if found is None:
-            if "shm" in self._transport and nbytes and not self._closed:
+            if "shm" in self._transport and nbytes and not self._closed and not self._failure:
                 _log.warning(
                     "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
                     *(self.rank, self.size, nbytes),
@@ -457,6 +459,23 @@ class Communicator:
         if engine is not None:
             engine.fail(error)
 
+    def explain_with(self, explain: _Explanation) -> None:
+        """Have a method asked what it means when ranks are seen to be in different calls.
+
+        For integrations, which know what signatures stand for. Asked in the thread of the call
+        that failed, before the other ranks are told: what it returns, if anything, is raised
+        there and here instead. Only a weak reference is kept.
+        """
+        self._explanations.append(weakref.WeakMethod(explain))
+
+    def _explained(self, error: RingReduceError) -> RingReduceError:
+        """What an integration, or the watcher, has to say about what this rank has run into."""
+        if isinstance(error, MismatchError) and error.origin is None:
+            for reference in self._explanations:
+                if (explain := reference()) is not None and (better := explain(error)) is not None:
+                    return better
+        return error if self._watcher is None else self._watcher.explain(error)
+
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
         traffic = self._ring.traffic()
@@ -548,7 +567,7 @@ class Communicator:
             try:
                 result = run(*arguments)
             except RingReduceError as error:
-                self._break(error if self._watcher is None else self._watcher.explain(error))
+                self._break(self._explained(error))
                 if self._failure is error:
                     raise
                 # The watcher knew more, or knew it first: one error, now and ever after.

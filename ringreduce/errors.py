@@ -137,7 +137,14 @@ class ClosedError(RingReduceError):
 
 
 class MismatchError(RingReduceError):
-    """The ranks disagree: operation, dtype, length, order, gradients, version or settings."""
+    """The ranks disagree: operation, dtype, length, order, gradients, version or settings.
+
+    Attributes:
+        signatures: this rank's and `peer`'s, where two calls were found to differ; they do
+            not travel with the error.
+    """
+
+    signatures: tuple[int, int] = (0, 0)
 
 
 class RendezvousError(RingReduceError):

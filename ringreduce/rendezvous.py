@@ -24,10 +24,11 @@ import platform
 import secrets
 import socket as sockets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -75,6 +76,9 @@ class _Hello(msgspec.Struct, tag=True):
     memory: str
     settings: dict[str, int]
     key: str
+    # What may differ and work all the same; "" from who does not say.
+    python: str = ""
+    numpy: str = ""
 
 
 class _Welcome(msgspec.Struct, tag=True):
@@ -161,6 +165,8 @@ def meet(
             "integrity": INTEGRITIES.index(config.integrity),
         },
         key=security.public,
+        python=platform.python_version(),
+        numpy=np.__version__,
     )
     context = zmq.Context(io_threads=1)
     kind = zmq.ROUTER if config.rank == 0 else zmq.DEALER
@@ -278,6 +284,7 @@ def _receive_members(
             _refuse(socket, identity, error)
         raise
     ordered = [members[rank] for rank in range(config.size)]
+    _warn_of_versions([hello for _, hello in ordered])
     welcome = _Welcome(
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
@@ -291,6 +298,22 @@ def _receive_members(
     return _table(welcome)
 
 
+def _warn_of_versions(hellos: Sequence[_Hello]) -> None:
+    """Name ranks that run another Python or numpy than rank 0, which can change results."""
+    own, size = hellos[0], len(hellos)
+    others = [
+        f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
+        for hello in hellos
+        if hello.python and (hello.python, hello.numpy) != (own.python, own.numpy)
+    ]
+    if others:
+        _log.warning(
+            "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+            "numpy %s; %s",
+            *(size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+        )
+
+
 def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) -> None:
     refusal = _Refusal(
         text=error.message, mismatch=isinstance(error, MismatchError), peer=error.peer
@@ -301,6 +324,7 @@ def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) 
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
     _, (host, port) = resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
+        os.set_inheritable(config.rendezvous_fd, False)  # It came through an exec; once is enough.
         socket.setsockopt(zmq.USE_FD, config.rendezvous_fd)
     try:
         socket.bind(endpoint(host, port))

@@ -27,6 +27,7 @@ import numpy as np
 from ringreduce.types import DTYPE_NAMES, ReduceOp
 
 __all__ = [
+    "EXPLANATION_S",
     "HEADER_BYTES",
     "HEADER_WORDS",
     "WIRE_VERSION",
@@ -36,12 +37,16 @@ __all__ = [
     "disagreement",
     "encode",
     "signature_of",
+    "will_be_explained",
 ]
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
 WIRE_VERSION = 2
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
+# How long to wait for a disagreement to be explained by the rank that has caused it. It knows
+# as soon as it sees anybody's frame; this is for one whose predecessor is still computing.
+EXPLANATION_S = 1.0
 
 
 class Kind(enum.IntEnum):
@@ -145,6 +150,15 @@ def signature_of(*parts: object) -> int:
     """64 bits that differ when `parts` differ: BLAKE2b of their text, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def will_be_explained(received: Header, expected: Header) -> bool:
+    """Whether the sender is comparing what it is about to do while we have gone on as before.
+
+    So it is where its gradients have changed since the last step. It finds the same
+    disagreement, and knows which gradient it is.
+    """
+    return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket as sockets
 import time
 from collections.abc import Iterator
@@ -241,6 +242,24 @@ def test_another_version_is_a_mismatch_that_names_both(meeting, fields, text):
     assert text in told["text"]
     with pytest.raises(MismatchError, match=text):
         first.result()
+
+
+@pytest.mark.parametrize("library", ["python", "numpy"])
+def test_another_python_or_numpy_is_one_warning_that_names_the_rank(meeting, caplog, library):
+    first = meeting.join(0, 3)
+    with handmade_member(meeting) as member:
+        ours = {"python": platform.python_version(), "numpy": np.__version__}
+        member.send(hello(size=3, **ours))
+        member.send(hello(size=3, rank=2, **{**ours, library: "2.7.99"}))
+        assert answer(member)["type"] == "_Welcome"
+    # These members have no sockets; what matters is that they were let in.
+    with pytest.raises(RendezvousError, match="has not 2 ports"):
+        first.result()
+    [warning] = [r.getMessage() for r in caplog.records if "different versions" in r.getMessage()]
+    assert warning.startswith("[0/3] ")
+    assert "; rank 2 Python" in warning
+    assert "2.7.99" in warning
+    assert "rank 1" not in warning
 
 
 def test_taken_port_is_named_with_a_remedy():

@@ -72,9 +72,14 @@ class Host:
         bounds: tuple[int, ...],
         op: ReduceOp,
         signature: int = 0,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> None:
-        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged."""
-        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature)
+        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged.
+
+        `called` is what the caller was asked for, where this is a part of it: that is what
+        ranks compare.
+        """
+        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature, called)
 
     def all_gather(
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
@@ -90,9 +95,10 @@ class Host:
         bounds: tuple[int, ...],
         op: int,
         signature: int,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> None:
         if self._link is not None:
-            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature)
+            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
             self._sequence += 1
             self._link.run(call, flat)
 
@@ -142,20 +148,22 @@ class Host:
         bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> HostCall:
+        named = (dtype, op) if called is None else called
         header = Header(
             kind=kind,
             job=self._job,
             rank=self._rank,
             sequence=0,
             epoch=self._epoch,
-            dtype=dtype_code(dtype),
-            op=op,
+            dtype=dtype_code(named[0]),
+            op=named[1],
             count=count,
             signature=signature,
         )
         chunks = chunk_bounds(count, self._size) if bounds is None else bounds
-        return HostCall(header, action, chunks, divisor=self._size)
+        return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -109,6 +109,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
 
+    # Python that runs while tracing, and nothing that AutoGraph could make ops of.
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Average `grads` over all ranks and apply them with the inner optimizer.
 

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 import zmq
 
 from ringreduce.errors import RendezvousError
+from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.security import Security
 
@@ -100,6 +101,7 @@ class Control:
         self.address = join_ports([pulling.address for pulling in order])
         self._rank, self._size = rank, size
         self._poller = zmq.Poller()
+        inherited.watch(self)
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Open the ways to the neighbours, which have bound their sockets already.
@@ -194,6 +196,11 @@ class Control:
         if done:
             self._doorkeeper.close()
         return done
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, and nothing else."""
+        own = [pulling.address for pulling in self._incoming.values()]
+        inherited.close_connections(own + [p.address for p in self._outgoing.values()])
 
     def wake(self) -> None:
         """Have `receive` return; from any thread."""

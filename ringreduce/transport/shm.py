@@ -97,18 +97,26 @@ class HostCall:
         bounds: where the chunks begin, in elements, and where the last ends; one chunk for
             each rank of the host.
         divisor: of a mean.
+        dtype, op: codes of what is computed, where that is a part of what `header` says.
     """
 
     def __init__(
-        self, header: Header, action: Action, bounds: Sequence[int], *, divisor: int = 1
+        self,
+        header: Header,
+        action: Action,
+        bounds: Sequence[int],
+        *,
+        divisor: int = 1,
+        dtype: int | None = None,
+        op: int | None = None,
     ) -> None:
         self.header = header
         self._bounds = np.array(bounds, np.uint64)
         self._call = _Call(
             header=tuple(int(word) for word in encode(header)),
             action=action,
-            dtype=header.dtype,
-            op=header.op,
+            dtype=header.dtype if dtype is None else dtype,
+            op=header.op if op is None else op,
             divisor=divisor,
             bounds=self._bounds.ctypes.data,
         )
@@ -299,14 +307,27 @@ class HostLink:
         if status == _MISMATCH:
             theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
+            if wire.will_be_explained(theirs, ours) and (news := self._await_news(index)):
+                return read_news(news, **self._where(call, index))
             named = f"rank {self._members[index]}"
-            return MismatchError(
+            error = MismatchError(
                 wire.disagreement(theirs, ours, lambda _: named), **self._where(call, index)
             )
+            error.signatures = ours.signature, theirs.signature
+            return error
         return ProtocolError(
             f"found what cannot be in the memory of rank {self._members[index]}",
             **self._where(call, index),
         )
+
+    def _await_news(self, index: int) -> bytes:
+        """What that rank says about why it gives up, if it does so soon."""
+        deadline = time.monotonic() + wire.EXPLANATION_S
+        while not (news := self._news(index)) and time.monotonic() < deadline:
+            if self._interrupted:
+                break
+            time.sleep(_SLICE_MS / 1e4)  # It has no way to wake us: it is in no step with us.
+        return news
 
     def _news(self, index: int) -> bytes:
         buffer = ctypes.create_string_buffer(NEWS_BYTES_MAX)
@@ -314,10 +335,20 @@ class HostLink:
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
-        """Leave word why this rank gives up where the others look when they wait."""
+        """Leave word why this rank gives up where the others look when they wait.
+
+        Registered arrays are their owners' alone from then on: a rank that was stopped while it
+        wrote into them may be woken at any time.
+        """
         if self._group is not None:
             news = write_news(cause, self._rank)
             self._functions["shm_abort"](self._group, news, len(news))
+            if self._heap is not None and (left := self._heap.detach()):
+                _log.warning(
+                    "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
+                    "ranks' reach; a rank that was stopped may still write into them",
+                    *(self._rank, self._size, left),
+                )
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` in another thread raise at its next slice."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from ringreduce.errors import RendezvousError
+from ringreduce.transport import inherited
 from ringreduce.transport.news import GOODBYE_BYTES_MAX
 
 __all__ = ["Mesh", "memory_domain"]
@@ -59,6 +60,7 @@ class Mesh:
         self._poll = select.poll()
         # Those who have gone, and the word they left; None of those who said no goodbye.
         self._gone: dict[int, bytes | None] = {}
+        inherited.watch(self)
 
     def connect(
         self,
@@ -191,6 +193,12 @@ class Mesh:
             connection.close()
             del self._connections[index]
         return self._gone
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies, without a goodbye, which would be the parent's."""
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
 
     def close(self, word: bytes = b"") -> None:
         """Say goodbye with `word` and close all connections."""

@@ -33,7 +33,7 @@ from ringreduce.errors import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.transport import exchange, libzmq, loop
+from ringreduce.transport import exchange, inherited, libzmq, loop
 from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
@@ -143,6 +143,7 @@ class ZmqLink:
         self._steps = 0
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
+        inherited.watch(self)
 
     def connect(
         self,
@@ -479,7 +480,11 @@ class ZmqLink:
             return self._told(received, call, peer)
         if status == loop.MISMATCH:
             expected = wire.decode(call.expected(int(self._state[loop.STEP])))
-            return MismatchError(wire.disagreement(received, expected, self._name), **where)
+            if wire.will_be_explained(received, expected) and (news := self._await_news(call)):
+                return news
+            error = MismatchError(wire.disagreement(received, expected, self._name), **where)
+            error.signatures = expected.signature, received.signature
+            return error
         if status == loop.CORRUPT:
             return self._corrupted(received, call)
         if status == loop.UNSENDABLE:
@@ -519,6 +524,16 @@ class ZmqLink:
         if place < self._size:
             return f"rank {self._members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
+
+    def _await_news(self, call: _Call) -> RingReduceError | None:
+        """What the rank of the channel used last says about the end of the ring, if soon."""
+        deadline = time.monotonic() + wire.EXPLANATION_S
+        incoming = self._incoming[int(self._state[loop.CHANNEL])]
+        while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
+            incoming.socket.poll(min(_SLICE_MS, int(left * 1e3) + 1))
+            if (news := self._queued_news(call)) is not None:
+                return news
+        return None
 
     def _queued_news(self, call: _Call) -> RingReduceError | None:
         """What another rank has said about the end of the ring, if that is still unread."""
@@ -603,6 +618,11 @@ class ZmqLink:
 
     def _borrows(self) -> bool:
         return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, and nothing else."""
+        own = [pulling.address for pulling in self._incoming]
+        inherited.close_connections(own + [pushing.address for pushing in self._outgoing])
 
     def close(self, word: bytes = b"") -> None:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
