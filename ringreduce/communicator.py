@@ -436,18 +436,24 @@ class Communicator:
         return [decode(gathered[bounds[r] : bounds[r + 1]]) for r in range(self.size)]
 
     def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring because of `error`, which a layer above has found; return it to raise.
+        """Break the ring because of `error`, which a layer above has found.
 
         Every other rank gets the same error from the call it is in, or from its next.
+
+        Returns:
+            What to raise: `error`, or what has broken the ring before.
         """
-        if self._failure is None and not self._closed:
-            self._failure = error
-            if self._watcher is not None:
-                self._watcher.abort(error)
-            # A call of another thread ends, and with it its hold of the lock.
-            self._ring.interrupt(error)
-            with self._lock:
-                self._break(error)
+        if self._closed:
+            return error
+        if self._failure is not None:
+            return _again(self._failure)
+        self._failure = error
+        if self._watcher is not None:
+            self._watcher.abort(error)
+        # A call of another thread ends, and with it its hold of the lock.
+        self._ring.interrupt(error)
+        with self._lock:
+            self._break(error)
         return error
 
     def _hear(self, error: RingReduceError) -> None:

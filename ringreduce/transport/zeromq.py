@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import zmq
@@ -53,7 +53,26 @@ _LINGER_S = 1.0
 # Those who connect while the ring forms get this long to have done so after its first call.
 _LOCK_S = 5.0
 
+# Whoever waits for a frame looks at the clock this often, or is not waiting for one.
+_LOOKED_S = 0.5
+
 _Call = RingCall | ExchangeCall
+
+
+class _Dry(NamedTuple):
+    """A channel that has been waited on for a while.
+
+    Attributes:
+        channel: which.
+        arrived: bytes that have come on it, ever.
+        since_s: since when no more have.
+        looked_s: when that was seen last.
+    """
+
+    channel: int
+    arrived: int
+    since_s: float
+    looked_s: float
 
 
 class ZmqLink:
@@ -137,8 +156,7 @@ class ZmqLink:
         self._control = np.zeros(NEWS_BYTES_MAX, np.uint8)
         self._release = libzmq.count_release_address()
         self._interrupted, self._cause = False, cast("RingReduceError | None", None)
-        # The channel that has been waited on for a while, and since when it has been dry.
-        self._dry: tuple[int, float] | None = None
+        self._dry: _Dry | None = None
         # Of the call under way, for `flow`.
         self._steps = 0
         # Buffers of failed calls and control frames, kept until close.
@@ -321,7 +339,6 @@ class ZmqLink:
         self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
     ) -> None:
         progress, since, doomed = self._progress(), time.monotonic(), False
-        arrived: tuple[int, int | None] | None = None
         while status != loop.DONE:
             if status not in (loop.WAITING, loop.DRAINING):
                 raise self._error(status, call)
@@ -333,14 +350,7 @@ class ZmqLink:
                     "closed its communicator in the middle of a collective",
                     **self._where(call, self._rank),
                 )
-            if status == loop.WAITING:
-                channel = int(self._state[loop.CHANNEL])
-                before, arrived = arrived, (channel, self._arrived_bytes(channel))
-                if arrived != before or self._dry is None:
-                    # Unknown counts as wet: a link that is merely slow must not look dead.
-                    self._dry = None if arrived[1] is None else (channel, now)
-            else:
-                self._dry = None
+            self._note_dryness(status, now)
             if self._progress() != progress:
                 progress, since, doomed = self._progress(), now, False
             elif doomed:
@@ -351,28 +361,47 @@ class ZmqLink:
             doomed = self._is_neighbour_lost(call, now - since)
             status = run(*arguments)
 
+    def _note_dryness(self, status: int, now: float) -> None:
+        """Keep in mind since when not a byte has come on the channel that is waited on."""
+        channel = int(self._state[loop.CHANNEL])
+        arrived = None
+        if status == loop.WAITING:
+            self._incoming[channel].read_events()
+            arrived = self._arrived_bytes(channel)
+        if arrived is None:
+            # Unknown counts as wet: a link that is merely slow must not look dead.
+            self._dry = None
+        elif self._dry is None or (channel, arrived) != self._dry[:2]:
+            self._dry = _Dry(channel, arrived, now, now)
+        else:
+            self._dry = self._dry._replace(looked_s=now)
+
     def _arrived_bytes(self, channel: int) -> int | None:
-        self._incoming[channel].read_events()
         return self._incoming[channel].arrived_bytes(int(self._channels[channel, loop.SOURCE]))
 
     def flow(self) -> Flow:
         """Where the link stands; numbers that the loop is changing may be a little old."""
-        dry, now = self._dry, time.monotonic()
         return Flow(
             done=min(1.0, int(self._state[loop.STEP]) / max(1, self._steps)),
             sent=tuple(
                 (pushing.peer, channel, int(self._channels[channel, loop.SENT]))
                 for channel, pushing in enumerate(self._outgoing)
             ),
-            waits=None
-            if dry is None
-            else (
-                self._behind(dry[0])[0],
-                dry[0],
-                int(self._channels[dry[0], loop.TAKEN]),
-                now - dry[1],
-            ),
+            waits=self._waits(),
         )
+
+    def _waits(self) -> tuple[int, int, int, float] | None:
+        dry, now = self._dry, time.monotonic()
+        # A thread that waits for the GIL, and not for a frame, has not looked for long; what it has
+        # not taken may have come.
+        if (
+            dry is None
+            or now - dry.looked_s > _LOOKED_S
+            or dry.arrived != self._arrived_bytes(dry.channel)
+        ):
+            return None
+        taken = int(self._channels[dry.channel, loop.TAKEN])
+        return self._behind(dry.channel)[0], dry.channel, taken, now - dry.since_s
 
     def _progress(self) -> tuple[int, int]:
         return int(self._state[loop.FRAMES]), int(self._released.sum())
