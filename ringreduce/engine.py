@@ -110,6 +110,7 @@ class Engine:
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
         self._plans: dict[int, Callable[[int], None]] = {}
+        self._unwanted: set[int] = set()
         self._posted = 0
         self._closed = False
         self.reducing_s = 0.0
@@ -148,9 +149,15 @@ class Engine:
         self._plans[plan] = reduce
 
     def forget(self, plan: int) -> None:
-        """A plan that is no longer used."""
-        if self.native is not None and self.native.unregister(plan):
-            self._plans.pop(plan, None)
+        """A plan that is no longer used; goes as soon as nothing of it is under way."""
+        self._unwanted.add(plan)
+        self._forget_unwanted()
+
+    def _forget_unwanted(self) -> None:
+        for plan in self._unwanted.copy():
+            if self.native is None or self.native.unregister(plan):
+                self._unwanted.discard(plan)
+                self._plans.pop(plan, None)
 
     def drain(self) -> None:
         """Return once all work is done; at once in the engine's own thread."""
@@ -162,6 +169,7 @@ class Engine:
     def fail(self, error: RingReduceError) -> None:
         """Answer every bucket that is waited for, now or later, with `error`."""
         self._queue.fail(str(error))
+        self._forget_unwanted()
 
     def close(self, why: str) -> None:
         """End the thread; what it has not begun fails with ClosedError, what runs is interrupted.
@@ -195,6 +203,8 @@ class Engine:
                     self._give_up(_out_of_step())
             finally:
                 self._queue.finish()
+                if self._unwanted:
+                    self._forget_unwanted()
 
     def _reduce(self, item: BucketItem) -> None:
         started = time.perf_counter()

@@ -426,6 +426,16 @@ class TestBuckets:
         answer = wait_for_bucket(plan.number, 0)
         assert (answer.code, answer.gradients[0][0]) == (DONE, 6.0)
 
+    def test_plan_in_flight_is_forgotten_after_a_failure(self, buckets):
+        engine, plan, _ = buckets
+        start(plan.number, 0, 3.0)
+        engine.forget(plan.number)
+        assert plan.number in engine._plans
+        engine.fail(MismatchError("over"))
+        # At once, or when the engine's thread has done what it was in the midst of.
+        wait_until(lambda: plan.number not in engine._plans, "the plan to be forgotten")
+        assert "over" in wait_for_bucket(plan.number, 0).why
+
 
 # --- Collectives ----------------------------------------------------------------------------
 

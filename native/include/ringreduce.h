@@ -260,7 +260,7 @@ RR_EXPORT int rr_handover_register(rr_handover *handover, const rr_bucket *bucke
                                    uint32_t bucket_count, int64_t *plan);
 
 /* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight or a thread waits for one of
- * its buckets, and it stays. */
+ * its buckets, and it stays. After a failure rounds are in flight no more. */
 RR_EXPORT int rr_handover_unregister(int64_t plan);
 
 /* Put a job at the end of the queue; -ENOMEM, RR_HANDOVER_CLOSED. */

@@ -163,6 +163,16 @@ int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32
     return code;
 }
 
+/* Whether anybody still looks at `plan`, or may; under the lock. After a failure no bucket of it
+ * is packed, queued or taken any more, though its round never ends. */
+static bool is_busy(const rr_handover *owner, const struct plan *plan)
+{
+    const struct bucket *taken = owner->taken, *end = plan->buckets + plan->bucket_count;
+    /* Also who waits in vain, for a bucket that another thread has taken, looks at the plan. */
+    return plan->inside > 0 || (plan->running && owner->over == 0) ||
+           (taken >= plan->buckets && taken < end);
+}
+
 int rr_handover_unregister(int64_t number)
 {
     struct plan *plan = NULL;
@@ -170,8 +180,7 @@ int rr_handover_unregister(int64_t number)
     pthread_mutex_lock(&lock);
     if (number >= 0 && (uint64_t)number < place_count && places[number].plan != NULL) {
         plan = places[number].plan;
-        /* Also who waits in vain, for a bucket that another thread has taken, looks at the plan. */
-        code = plan->running || plan->inside > 0 ? RR_HANDOVER_BUSY : RR_DONE;
+        code = is_busy(places[number].owner, plan) ? RR_HANDOVER_BUSY : RR_DONE;
         if (code == RR_DONE)
             places[number].plan = NULL;
         else

@@ -134,6 +134,27 @@ static void test_queue_is_first_in_first_out(void)
     CHECK(rr_handover_post(handover, 8) == RR_HANDOVER_CLOSED);
 }
 
+/* A round that has failed never ends, but its plan need not stay for that. */
+static void test_failed_plan_can_be_forgotten_once_nothing_is_taken(void)
+{
+    rr_handover *handover = opened();
+    int64_t plan = registered(handover), other = registered(handover);
+    rr_item item;
+    float value;
+    CHECK(start(plan, 0, 1) == RR_DONE && start(plan, 1, 1) == RR_DONE);
+    CHECK(start(other, 0, 1) == RR_DONE);
+    CHECK(rr_handover_take(handover, &item) == RR_DONE && item.plan == plan);
+    CHECK(rr_handover_unregister(other) == RR_HANDOVER_BUSY);
+    rr_handover_fail(handover, "failed");
+    CHECK(rr_handover_unregister(other) == RR_DONE);
+    CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
+    rr_handover_finish(handover);
+    CHECK(rr_handover_unregister(plan) == RR_DONE);
+    CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_FAILED && strcmp(why, "failed") == 0);
+    CHECK(start(other, 0, 1) == RR_HANDOVER_FAILED);
+    rr_handover_close(handover, "closed");
+}
+
 static void test_what_does_not_fit_is_refused(void)
 {
     rr_handover *handover = opened();
@@ -259,6 +280,7 @@ int main(void)
 {
     test_rounds();
     test_queue_is_first_in_first_out();
+    test_failed_plan_can_be_forgotten_once_nothing_is_taken();
     test_what_does_not_fit_is_refused();
     test_second_start_breaks_everything();
     for (int i = 0; i < 50; i++) {
