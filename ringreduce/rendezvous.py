@@ -46,6 +46,9 @@ _log = logging.getLogger(__name__)
 # Of one message. A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
 _POLL_MS = 50
+# What decoding raises: text that is no UTF-8 is a ValueError of Python's, not one of msgspec's,
+# and depth that has no end a RecursionError.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 # Strangers may knock; remembering and reporting a few is enough.
 _REFUSALS_KEPT = 8
 # Further ones are not even answered. Ranks of other jobs are told why they are turned away.
@@ -261,7 +264,7 @@ def _receive_members(
             parts = socket.recv_multipart()
             try:
                 hello = msgspec.msgpack.decode(parts[-1], type=_Hello)
-            except msgspec.MsgspecError:
+            except _UNREADABLE:
                 _note(refused, "a message that is no hello")
                 continue
             _admit(socket, config, own, members, refused, parts[0], hello)
@@ -445,7 +448,7 @@ def _ask_to_join(
             for column in (answer.addresses, answer.hosts, answer.memory, answer.keys)
         ):
             return _table(answer)
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         answer = None
     if isinstance(answer, _Refusal):
         kind = MismatchError if answer.mismatch else RendezvousError
