@@ -18,8 +18,8 @@ import logging
 import math
 import operator
 import os
+import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,10 @@ from ringreduce.errors import (
 )
 from ringreduce.formation import form
 from ringreduce.payload import bounds_of, checked_lengths, decode, encode, flat_view
+from ringreduce.recorder import Recorder
+from ringreduce.transport.news import write_goodbye
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
+from ringreduce.watch import Watcher
 from ringreduce.wire import Kind, signature_of
 
 __all__ = ["Communicator", "Statistics"]
@@ -97,7 +100,7 @@ class Communicator:
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
         self._closed = False
-        self._collectives, self._seconds = 0, 0.0
+        self._recorder = Recorder(config.rank, config.size)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
@@ -107,6 +110,8 @@ class Communicator:
         self._engine: Engine | None = None
         self._is_closing = False
         self._blocked_s = 0.0
+        self._watcher: Watcher | None = None
+        self._has_aborted = False
         if config.size > 1:
             self._form(config)
         _open.add(self)
@@ -118,10 +123,21 @@ class Communicator:
             self.local_rank = formed.local_rank
         if config.local_size is None:
             self.local_size = formed.local_size
+        self._watcher = Watcher(
+            formed.control,
+            rank=config.rank,
+            size=config.size,
+            link_timeout_s=config.link_timeout_s,
+            standing=self._recorder.standing,
+            flow=self._ring.flow,
+            progress=self._ring.traffic,
+            tell=self._hear,
+        )
+        self._recorder.peers = self._watcher.peers
         try:
             self.barrier()
         except BaseException:
-            self._ring.close()
+            self._leave("")
             raise
         finally:
             formed.finish()
@@ -420,12 +436,26 @@ class Communicator:
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring because of `error`, which a layer above has found; return it to raise.
 
-        Every other rank gets the same error from its next call.
+        Every other rank gets the same error from the call it is in, or from its next.
         """
-        with self._lock:
-            if self._failure is None and not self._closed:
+        if self._failure is None and not self._closed:
+            self._failure = error
+            if self._watcher is not None:
+                self._watcher.abort(error)
+            # A call of another thread ends, and with it its hold of the lock.
+            self._ring.interrupt(error)
+            with self._lock:
                 self._break(error)
         return error
+
+    def _hear(self, error: RingReduceError) -> None:
+        """The watcher has found that the ring is at its end; in its thread, so without the lock."""
+        if self._failure is None:
+            self._failure = error
+        self._ring.interrupt(error)
+        engine = self._engine
+        if engine is not None:
+            engine.fail(error)
 
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
@@ -434,8 +464,8 @@ class Communicator:
         return Statistics(
             reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
             waited_s=self._blocked_s + (engine.waited_s if engine else 0.0),
-            collectives=self._collectives,
-            seconds=self._seconds,
+            collectives=self._recorder.calls,
+            seconds=self._recorder.seconds,
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
@@ -448,10 +478,17 @@ class Communicator:
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.
 
-        A rank that still waits for this one gets a PeerLostError. So does a call that runs in
-        another thread, or in the background; what had not begun gets a ClosedError. Never
-        raises, takes at most about a second.
+        A rank that makes a call after that, or is in one that this rank has not made, gets a
+        MismatchError. A call of this rank's that runs in another thread, or in the background,
+        gets a PeerLostError; what had not begun, a ClosedError. Never raises, takes at most
+        about two seconds.
         """
+        # Set by Python when an exception has ended the program.
+        error = getattr(sys, "last_value", None)
+        self._leave("" if error is None else _described(error))
+
+    def _leave(self, why: str) -> None:
+        """Close; `why` is the exception that makes this rank leave, where one does."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         self._ring.interrupt()
@@ -464,7 +501,14 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
-            self._ring.close()
+            calls = self._recorder.calls
+            # Asked before the others hear of it: what they make of it is no failure of this rank's.
+            word = b"" if self._failure is not None else write_goodbye(calls, why)
+            if self._watcher is not None:
+                self._watcher.leave(calls, why)
+            self._ring.close(word)
+            if self._watcher is not None:
+                self._watcher.join()
             if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
@@ -478,8 +522,8 @@ class Communicator:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; the others are told of the exception that ended the block, if one did."""
+        self._leave("" if value is None else _described(value))
 
     def __repr__(self) -> str:
         """Place and state."""
@@ -500,19 +544,24 @@ class Communicator:
         with self._lock:
             if self._closed or self._failure is not None:
                 self._refuse()
-            started = time.perf_counter()
+            self._recorder.begin(name, nbytes)
             try:
                 result = run(*arguments)
+            except RingReduceError as error:
+                self._break(error if self._watcher is None else self._watcher.explain(error))
+                if self._failure is error:
+                    raise
+                # The watcher knew more, or knew it first: one error, now and ever after.
+                raise _again(self._failure or error) from error
             except BaseException as error:
-                self._break(error if isinstance(error, RingReduceError) else self._cut(error))
+                self._break(self._cut(error))
                 raise
-            elapsed = time.perf_counter() - started
-            self._collectives += 1
-            self._seconds += elapsed
+            self._recorder.end()
         if _log.isEnabledFor(logging.DEBUG):
+            number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
             _log.debug(
                 "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                *(self.rank, self.size, name, self._collectives - 1, nbytes, elapsed * 1e3),
+                *(self.rank, self.size, name, number, nbytes, elapsed_s * 1e3),
             )
         return result
 
@@ -543,7 +592,14 @@ class Communicator:
         )
 
     def _break(self, error: RingReduceError) -> None:
-        self._failure = error
+        if self._failure is None:
+            self._failure = error
+        self._recorder.fail(error)
+        if self._has_aborted:
+            return
+        self._has_aborted = True
+        if self._watcher is not None:
+            self._watcher.abort(error)
         try:
             self._ring.abort(error)
         finally:
@@ -592,6 +648,10 @@ def _again(error: RingReduceError) -> RingReduceError:
     anew = copy.copy(error)
     anew.__cause__ = error
     return anew
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()

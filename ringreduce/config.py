@@ -16,6 +16,7 @@ from ringreduce.errors import ConfigError
 
 __all__ = [
     "ENCRYPTIONS",
+    "INTEGRITIES",
     "TRANSPORTS",
     "Config",
     "color_wanted",
@@ -31,9 +32,11 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 _CHOICES = (
     "RINGREDUCE_TIMEOUT_S",
     "RINGREDUCE_JOIN_TIMEOUT_S",
+    "RINGREDUCE_LINK_TIMEOUT_S",
     "RINGREDUCE_SEGMENT_BYTES",
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
+    "RINGREDUCE_INTEGRITY",
     "RINGREDUCE_HOST_ID",
     "RINGREDUCE_SECRET",
     "RINGREDUCE_ENCRYPTION",
@@ -47,6 +50,9 @@ TRANSPORTS = ("auto", "shm", "zmq")
 # encrypts everywhere; `off` nowhere, for networks that are trusted. Ranks prove who they are
 # in each of them (`ringreduce.transport.security`).
 ENCRYPTIONS = ("auto", "on", "off")
+# Whether frames over ZeroMQ carry a checksum of their payload: `auto` where they leave the host
+# and nothing else guards them (`ringreduce.checksum.is_wanted`).
+INTEGRITIES = ("auto", "crc32", "off")
 
 # 16 characters of base64 are 96 bits. What is longer than 4096 is no secret but a wrong file.
 _SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
@@ -56,6 +62,9 @@ _SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
 TIMEOUT_S = 30.0
 # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
 JOIN_TIMEOUT_S = 120.0
+# Of a connection that carries nothing of what is due: TCP has sent a lost packet five times by
+# then. Long enough for a switch that loses a few, short enough to be told within three seconds.
+LINK_TIMEOUT_S = 2.0
 # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
 # than 512 KiB, and 2 MiB is slower again (docs/performance.md).
 SEGMENT_BYTES = 1 << 20
@@ -90,10 +99,13 @@ class Config:
         job_id: equal on all ranks of a job, different from any other job's.
         timeout_s: seconds without progress after which a call gives up.
         join_timeout_s: seconds for all ranks to meet.
+        link_timeout_s: seconds that a connection may carry nothing of what is due before it
+            counts as dead, while both its ends are alive.
         segment_bytes: payload of a full frame; equal on all ranks.
         streams: connections to the next rank that large messages are spread over, each with
             an I/O thread of its own; equal on all ranks.
         transport: one of `TRANSPORTS`; equal on all ranks.
+        integrity: one of `INTEGRITIES`; equal on all ranks.
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
@@ -114,9 +126,11 @@ class Config:
     job_id: str = ""
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
+    link_timeout_s: float = LINK_TIMEOUT_S
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
+    integrity: str = "auto"
     host_id: str = ""
     secret: str = field(default="", repr=False)
     encryption: str = "auto"
@@ -132,11 +146,13 @@ class Config:
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
         self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
+        self._require("link_timeout_s", self.link_timeout_s >= 0.5, "at least 0.5 seconds")
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
         self._require("streams", 1 <= self.streams <= 16, "1 to 16")
         self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        self._require("integrity", self.integrity in INTEGRITIES, ", ".join(INTEGRITIES))
         self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
         self._require("encryption", self.encryption in ENCRYPTIONS, ", ".join(ENCRYPTIONS))
         _check_secret(self.secret, "the argument secret or the variable RINGREDUCE_SECRET")

@@ -32,7 +32,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
-from ringreduce.config import ENCRYPTIONS, TRANSPORTS, Config
+from ringreduce.config import ENCRYPTIONS, INTEGRITIES, TRANSPORTS, Config
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.monitor import unwatch, watch
@@ -73,6 +73,7 @@ class _Hello(msgspec.Struct, tag=True):
     rank: int
     size: int
     address: str
+    control: str
     host: str
     memory: str
     settings: dict[str, int]
@@ -82,6 +83,7 @@ class _Hello(msgspec.Struct, tag=True):
 class _Welcome(msgspec.Struct, tag=True):
     job: int
     addresses: list[str]
+    controls: list[str]
     hosts: list[str]
     memory: list[str]
     keys: list[str]
@@ -100,6 +102,7 @@ class Table:
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
         addresses: where each rank's sockets listen.
+        controls: where each rank's control channel listens.
         hosts: name of each rank's host; equal for ranks that share one.
         memory: what each rank announced of memory that it can share; empty for none.
         keys: each rank's public key; empty without a secret.
@@ -107,6 +110,7 @@ class Table:
 
     job: int
     addresses: tuple[str, ...]
+    controls: tuple[str, ...]
     hosts: tuple[str, ...]
     memory: tuple[str, ...]
     keys: tuple[str, ...]
@@ -115,6 +119,7 @@ class Table:
 def meet(
     config: Config,
     address: str,
+    control: str,
     memory: str = "",
     security: Security | None = None,
     meanwhile: Callable[[], None] = lambda: None,
@@ -124,6 +129,7 @@ def meet(
     Args:
         config: this rank's settings; `config.size` is at least 2.
         address: where this rank's own sockets listen; the others get it as it is.
+        control: the same of its control channel.
         memory: how ranks of the same host reach its memory; empty: they cannot.
         security: this rank's keys; by default what `config` asks for.
         meanwhile: called again and again while this waits.
@@ -145,6 +151,7 @@ def meet(
         rank=config.rank,
         size=config.size,
         address=address,
+        control=control,
         host=config.host_id or host_identity(),
         memory=memory,
         settings={
@@ -154,6 +161,7 @@ def meet(
             "encryption": ENCRYPTIONS.index(config.encryption),
             # Follows from the address, which may look different on different hosts.
             "mechanism": MECHANISMS.index(security.mechanism),
+            "integrity": INTEGRITIES.index(config.integrity),
         },
         key=security.public,
     )
@@ -182,7 +190,8 @@ def meet(
         else:
             security.join_meeting(socket)
             table = _ask_to_join(socket, config, hello, failures, meanwhile)
-        if security.mechanism == "NULL" and not all(map(listens_on_loopback, table.addresses)):
+        announced = (*table.addresses, *table.controls)
+        if security.mechanism == "NULL" and not all(map(listens_on_loopback, announced)):
             raise RendezvousError(
                 "was told of a rank that listens on the network, and the job has no secret",
                 rank=config.rank,
@@ -276,6 +285,7 @@ def _receive_members(
     welcome = _Welcome(
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
+        controls=[hello.control for _, hello in ordered],
         hosts=[hello.host for _, hello in ordered],
         memory=[hello.memory for _, hello in ordered],
         keys=[hello.key for _, hello in ordered],
@@ -443,11 +453,10 @@ def _ask_to_join(
             )
     try:
         answer = msgspec.msgpack.decode(socket.recv(), type=_Welcome | _Refusal)
-        if isinstance(answer, _Welcome) and all(
-            len(column) == config.size
-            for column in (answer.addresses, answer.hosts, answer.memory, answer.keys)
-        ):
-            return _table(answer)
+        if isinstance(answer, _Welcome):
+            columns = (answer.addresses, answer.controls, answer.hosts, answer.memory, answer.keys)
+            if all(len(column) == config.size for column in columns):
+                return _table(answer)
     except _UNREADABLE:
         answer = None
     if isinstance(answer, _Refusal):
@@ -470,6 +479,10 @@ def _ask_to_join(
 
 def _table(welcome: _Welcome) -> Table:
     return Table(
-        welcome.job,
-        *map(tuple, (welcome.addresses, welcome.hosts, welcome.memory, welcome.keys)),
+        job=welcome.job,
+        addresses=tuple(welcome.addresses),
+        controls=tuple(welcome.controls),
+        hosts=tuple(welcome.hosts),
+        memory=tuple(welcome.memory),
+        keys=tuple(welcome.keys),
     )

@@ -6,12 +6,13 @@
     word 3   sequence: number of the collective on this communicator
     word 4   count: elements of the whole buffer, over all chunks
     word 5   step (32) | segment (32)
-    word 6   payload bytes in this frame
+    word 6   payload bytes in this frame (32) | their CRC-32C (32), 0 where none is made
     word 7   signature: what else must agree, such as the gradient plan or the root
 
 A receiver knows each of these words before the frame arrives, since they follow from its
-own call. It compares all eight before it looks at the payload; nothing is ever sized or
-chosen by what a peer says.
+own call, but for the checksum. It compares all eight before it looks at the payload, and the
+checksum with that of what came before it uses any of it; nothing is ever sized or chosen by
+what a peer says. The header has no sum of its own: a changed bit in it is a difference.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 
@@ -77,6 +78,7 @@ class Header:
     step: int = 0
     segment: int = 0
     nbytes: int = 0
+    checksum: int = 0
     signature: int = 0
     magic: int = MAGIC
     version: int = WIRE_VERSION
@@ -109,7 +111,7 @@ def encode(header: Header) -> np.ndarray:
             header.sequence,
             header.count,
             header.step | header.segment << 32,
-            header.nbytes,
+            header.nbytes | header.checksum << 32,
             header.signature,
         ],
         dtype="<u8",
@@ -118,7 +120,7 @@ def encode(header: Header) -> np.ndarray:
 
 def decode(words: np.ndarray) -> Header:
     """The fields of 8 words, dtype uint64; never fails, whatever they hold."""
-    first, job, who, sequence, count, where, nbytes, signature = (int(word) for word in words)
+    first, job, who, sequence, count, where, payload, signature = (int(word) for word in words)
     low = 0xFFFFFFFF
     return Header(
         kind=first >> 40 & 0xFF,
@@ -131,7 +133,8 @@ def decode(words: np.ndarray) -> Header:
         count=count,
         step=where & low,
         segment=where >> 32,
-        nbytes=nbytes,
+        nbytes=payload & low,
+        checksum=payload >> 32,
         signature=signature,
         magic=first & low,
         version=first >> 32 & 0xFF,

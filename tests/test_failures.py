@@ -88,6 +88,7 @@ class Ring:
         streams: int = 1,
         secret: str = "",
         encryption: str = "auto",
+        integrity: str = "auto",
     ) -> None:
         self.size = size
         environment = dict(environment or {}, **({"RINGREDUCE_SECRET": secret} if secret else {}))
@@ -114,6 +115,7 @@ class Ring:
                         streams=streams,
                         join_timeout_s=60.0,
                         transport=transport,
+                        integrity=integrity,
                         host_id=hosts[rank] if hosts else "",
                         encryption=encryption,
                     )
@@ -284,24 +286,40 @@ def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transp
         assert [fact["kind"] for fact in results] == ["PeerLostError"] * 2, results
 
 
-@pytest.mark.parametrize(
-    ("ending", "code"), [("raise ValueError('bad data')", 1), ("sys.exit(0)", 0)]
-)
-def test_a_rank_that_leaves_early_is_named(
-    tmp_path: Path, transport: str, ending: str, code: int
+EARLY = """
+ring = join()
+if RANK == 1:
+    {ending}
+attempt("result", ring.barrier)
+attempt("again", ring.barrier)
+hold()
+"""
+
+
+def test_a_rank_that_ends_with_an_exception_is_named_with_it(
+    tmp_path: Path, transport: str
 ) -> None:
-    program = f"""
-    ring = join()
-    atexit.register(ring.close)  # as the process's default communicator does
-    if RANK == 1:
-        {ending}
-    attempt("result", ring.barrier)
-    attempt("again", ring.barrier)
-    hold()
-    """
+    program = EARLY.format(ending="raise ValueError('bad data')")
     with Ring(tmp_path, 3, program, transport=transport) as ring:
-        assert_lost(ring.wait("result", [0, 2]), 1)
-        assert ring.workers[1].wait() == code
+        results = ring.wait("result", [0, 2])
+        assert_lost(results, 1)
+        assert all("rank 1, which ended with ValueError: bad data" in f["text"] for f in results)
+        assert ring.workers[1].wait() == 1
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "ring.close(); hold()"])
+def test_a_rank_that_makes_fewer_calls_is_named(
+    tmp_path: Path, transport: str, ending: str
+) -> None:
+    with Ring(tmp_path, 3, EARLY.format(ending=ending), transport=transport) as ring:
+        for fact in ring.wait("result", [0, 2]):
+            assert (fact["kind"], fact["peer"]) == ("MismatchError", 1), fact
+            assert "rank 1, which closed its communicator after 1 call " in fact["text"]
+            assert fact["seconds"] < SOON_S
+        for fact in ring.wait("again", [0, 2]):
+            assert fact["kind"] == "MismatchError"
+            assert fact["seconds"] < 0.5
+        ring.release()
 
 
 # --- A rank is silent -----------------------------------------------------------------------

@@ -26,10 +26,19 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload"),
-    "effects": ("native", "handover", "transport", "rendezvous"),
+    "pure": (
+        "schedule",
+        "wire",
+        "kernels",
+        "checksum",
+        "buckets",
+        "placement",
+        "payload",
+        "liveness",
+    ),
+    "effects": ("native", "handover", "transport", "rendezvous", "recorder"),
     "collectives": ("collectives",),
-    "engine": ("engine",),
+    "engine": ("engine", "watch"),
     "communicator": ("formation", "communicator"),
     "process": ("process",),
     "bridge": ("tensorflow",),
@@ -148,6 +157,7 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.rendezvous",
         "ringreduce.transport.channel",
+        "ringreduce.transport.control",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.monitor",
         "ringreduce.transport.security",

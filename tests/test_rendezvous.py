@@ -102,6 +102,7 @@ def hello(**fields: Any) -> bytes:
         "rank": 1,
         "size": 2,
         "address": "tcp://127.0.0.1:9",
+        "control": "tcp://127.0.0.1:1,2",
         "host": "elsewhere",
         "memory": "",
         "settings": {
@@ -110,6 +111,7 @@ def hello(**fields: Any) -> bytes:
             "transport": 0,
             "encryption": 0,
             "mechanism": 0,
+            "integrity": 0,
         },
         "key": "",
     }

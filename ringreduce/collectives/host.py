@@ -14,7 +14,7 @@ import numpy as np
 
 from ringreduce.errors import RingReduceError
 from ringreduce.schedule import Action, chunk_bounds
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.base import Flow, Traffic
 from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.types import ReduceOp, dtype_code
 from ringreduce.wire import Header, Kind, signature_of
@@ -114,19 +114,23 @@ class Host:
         if self._link is not None:
             self._link.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
         if self._link is not None:
-            self._link.interrupt()
+            self._link.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Leave the others."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(word)
 
     def traffic(self) -> Traffic:
         """What has crossed this rank's memory so far."""
         return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
+
+    def flow(self) -> Flow:
+        """Where the call under way stands."""
+        return Flow() if self._link is None else self._link.flow()
 
     # Made once for each kind of call and kept: a training loop makes the same few for ever.
     def _make_call(

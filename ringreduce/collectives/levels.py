@@ -25,7 +25,7 @@ from ringreduce.errors import RingReduceError
 from ringreduce.payload import bounds_of
 from ringreduce.placement import Placement
 from ringreduce.schedule import chunk_bounds
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.base import Flow, Traffic
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Kind, signature_of
 
@@ -169,17 +169,21 @@ class Levels:
         if self._ring is not None:
             self._ring.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
-        self._host.interrupt()
+        self._host.interrupt(cause)
         if self._ring is not None:
-            self._ring.interrupt()
+            self._ring.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Leave both."""
         if self._ring is not None:
-            self._ring.close()
-        self._host.close()
+            self._ring.close(word)
+        self._host.close(word)
+
+    def flow(self) -> Flow:
+        """Where the pass between hosts stands."""
+        return Flow() if self._ring is None else self._ring.flow()
 
     def traffic(self) -> Traffic:
         """What has crossed this rank's memory and its links so far."""

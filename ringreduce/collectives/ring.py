@@ -21,7 +21,7 @@ import numpy as np
 
 from ringreduce import kernels, schedule
 from ringreduce.errors import RingReduceError
-from ringreduce.transport.base import ExchangeCall, Link, RingCall, Traffic
+from ringreduce.transport.base import ExchangeCall, Flow, Link, RingCall, Traffic
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Header, Kind, signature_of
@@ -189,19 +189,23 @@ class Ring:
         if self._link is not None:
             self._link.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
         if self._link is not None:
-            self._link.interrupt()
+            self._link.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Close the link."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(word)
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
         return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
+
+    def flow(self) -> Flow:
+        """Where the call under way stands."""
+        return Flow() if self._link is None else self._link.flow()
 
     def _reduce(
         self, kind: Kind, flat: np.ndarray, dtype: np.dtype, op: ReduceOp, signature: int

@@ -36,10 +36,11 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.tensorflow import failures, ops
 from ringreduce.tensorflow.memory import Memory
+from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.types import ReduceOp, dtype_code
 
-__all__ = ["GradientBridge", "broadcast_variables", "is_initialized"]
+__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
 
 
 class GradientBridge:
@@ -50,6 +51,7 @@ class GradientBridge:
             before the ring is.
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
+        check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class GradientBridge:
         communicator: Callable[[], Communicator],
         bucket_bytes: int,
         first_bytes: int | None = None,
+        check_numerics: str = "off",
     ) -> None:
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
@@ -64,7 +67,9 @@ class GradientBridge:
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
         self._memory = Memory()
-        self._packed: dict[int, PackedPlan] = {}
+        # By the gradients, with their paths, and not by signature: errors name the paths.
+        self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
+        self._numerics = NumericsCheck(check_numerics)
 
     def mean(
         self,
@@ -127,15 +132,15 @@ class GradientBridge:
         before: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
-        known = self._packed.get(plan.signature)
+        known = self._packed.get(plan.gradients)
         if known is None or known.communicator is not communicator:
 
             def prepare() -> None:
                 before()
                 self._agree_once(communicator, plan)
 
-            known = PackedPlan(communicator, plan, present, prepare)
-            self._packed[plan.signature] = known
+            known = PackedPlan(communicator, plan, present, prepare, self._numerics)
+            self._packed[plan.gradients] = known
         return known
 
     def _plan(self, gradients: Sequence[Any], paths: Sequence[str]) -> BucketPlan:
@@ -161,7 +166,8 @@ class GradientBridge:
         """Pack, reduce bucket by bucket, and hand out views; runs in a thread of TensorFlow's."""
         by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}
-        for bucket in plan.buckets:
+        self._numerics.begin_step()
+        for number, bucket in enumerate(plan.buckets):
             dtype = by_gradient[bucket.slots[0].gradient].dtype
             memory = self._memory.take(bucket.count * dtype.itemsize).view(dtype)
             filled = 0
@@ -170,7 +176,9 @@ class GradientBridge:
                 filled = slot.start + slot.count
                 memory[slot.start : filled] = by_gradient[slot.gradient].reshape(-1)
             memory[filled:] = 0
+            self._numerics.check_own(communicator, plan, number, memory)
             communicator.all_reduce(memory, ReduceOp.MEAN, signature=plan.signature)
+            self._numerics.check_mean(communicator, plan, number, memory)
             for slot in bucket.slots:
                 view = memory[slot.start : slot.start + slot.count]
                 means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
@@ -242,7 +250,7 @@ def broadcast_variables(
     Raises:
         MismatchError: the ranks' variables differ in number, shape or dtype; on all ranks.
     """
-    own = [(_path(v), tuple(v.shape), np.dtype(_value(v).dtype).name) for v in variables]
+    own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
     specs = [GradientSpec(*spec) for spec in own]
     for rank, theirs in enumerate(communicator.all_gather_object(own)):
         others = [GradientSpec(path, tuple(shape), dtype) for path, shape, dtype in theirs]
@@ -260,7 +268,7 @@ def broadcast_variables(
             )
     differed = False
     for variable in variables:
-        before = _value(variable)
+        before = value_of(variable)
         after = before.copy()
         # As bytes, so that every dtype travels, booleans and 8-bit floats included.
         communicator.broadcast(after.reshape(-1).view(np.uint8), root)
@@ -280,11 +288,13 @@ def is_initialized(variable: Any) -> bool:
     return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
 
 
-def _value(variable: Any) -> np.ndarray:
+def value_of(variable: Any) -> np.ndarray:
+    """The value of a variable as an array; not to be written to."""
     return np.asarray(variable.numpy())
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
+    """What messages call a variable."""
     return str(getattr(variable, "path", variable.name))
 
 

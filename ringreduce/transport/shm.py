@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.schedule import Action
-from ringreduce.transport.base import Traffic
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport.base import Flow, Traffic
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.wire import Header, Kind, encode
@@ -138,7 +138,7 @@ class HostLink:
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
-        self._interrupted = False
+        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
         # Any thread may ask for the traffic: held while it looks, and while the group goes.
         self._traffic_lock = threading.Lock()
         self._traffic = Traffic(0, 0, 0)
@@ -228,7 +228,7 @@ class HostLink:
         while status == _WAITING:
             facts, now = self._look(), time.monotonic()
             if self._interrupted:
-                raise self._closed_meanwhile(call)
+                raise self._cause or self._closed_meanwhile(call)
             if facts.progress != progress:
                 progress, since, doomed = facts.progress, now, None
             elif doomed is not None:
@@ -283,12 +283,8 @@ class HostLink:
             if news := self._news(teller):
                 return read_news(news, **self._where(call, teller))
         peer = self._members[index]
-        if self._mesh.gone()[index]:
-            return PeerLostError(
-                f"was left by rank {peer}, which closed its communicator",
-                **self._where(call, index),
-                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
-            )
+        if (word := self._mesh.gone()[index]) is not None:
+            return read_goodbye(word, **self._where(call, index))
         return PeerLostError(
             f"lost rank {peer} on the same host: it died",
             **self._where(call, index),
@@ -323,8 +319,9 @@ class HostLink:
             news = write_news(cause, self._rank)
             self._functions["shm_abort"](self._group, news, len(news))
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` in another thread raise at its next slice."""
+        self._cause = cause
         self._interrupted = True
 
     def traffic(self) -> Traffic:
@@ -339,9 +336,13 @@ class HostLink:
                 )
             return self._traffic
 
-    def close(self) -> None:
+    def flow(self) -> Flow:
+        """Nothing: whether shared memory moves is seen by its traffic."""
+        return Flow()
+
+    def close(self, word: bytes = b"") -> None:
         """Say goodbye; memory goes when the last registered array does."""
-        self._mesh.close()
+        self._mesh.close(word)
         self.traffic()
         with self._traffic_lock:
             group, self._group = self._group, None

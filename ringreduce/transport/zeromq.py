@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zmq
@@ -25,6 +25,7 @@ import zmq
 from ringreduce import schedule, wire
 from ringreduce.errors import (
     ClosedError,
+    CorruptionError,
     MismatchError,
     PeerLostError,
     PeerTimeoutError,
@@ -33,9 +34,9 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.transport import exchange, libzmq, loop
-from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
-from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
+from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 from ringreduce.transport.security import Security
 
 __all__ = ["ZmqLink", "distances"]
@@ -101,6 +102,7 @@ class ZmqLink:
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
         self._has_failed = False
+        self._checked = False
 
         self._context = zmq.Context(io_threads=streams)
         frame_bytes_max = wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
@@ -123,7 +125,7 @@ class ZmqLink:
                 size=self._world_size,
                 remedy="The rendezvous host must be one of rank 0's own addresses.",
             ) from error
-        self.address = _joined([pulling.address for pulling in self._incoming])
+        self.address = join_ports([pulling.address for pulling in self._incoming])
         self._addresses: tuple[str, ...] = ()
 
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
@@ -134,12 +136,21 @@ class ZmqLink:
         self._received = np.zeros(wire.HEADER_WORDS, np.uint64)
         self._control = np.zeros(NEWS_BYTES_MAX, np.uint8)
         self._release = libzmq.count_release_address()
-        self._interrupted = False
+        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
+        # The channel that has been waited on for a while, and since when it has been dry.
+        self._dry: tuple[int, float] | None = None
+        # Of the call under way, for `flow`.
+        self._steps = 0
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
 
     def connect(
-        self, *, job: int, addresses: Sequence[str], members: Sequence[int] | None = None
+        self,
+        *,
+        job: int,
+        addresses: Sequence[str],
+        members: Sequence[int] | None = None,
+        checked: bool = False,
     ) -> None:
         """Open the ways to the ranks ahead, which have bound their sockets already.
 
@@ -147,11 +158,12 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each rank's link.
             members: the ranks of this ring, in its order; all of them by default.
+            checked: whether frames carry the checksum of their payload; equal on all members.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._job = job
+        self._job, self._checked = job, checked
         if members is not None:
             self._members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
@@ -161,7 +173,7 @@ class ZmqLink:
         del self._incoming[len(self._distances) :]
         for channel, distance in enumerate(self._distances):
             peer = self._members[(self._place + distance) % self._size]
-            ports = _split(addresses[peer])
+            ports = split_ports(addresses[peer])
             if len(ports) != ports_per_rank:
                 raise RendezvousError(
                     f"got the address {addresses[peer][:200]!r} of rank {peer}, "
@@ -174,8 +186,9 @@ class ZmqLink:
             try:
                 pushing = Outgoing(self._context, ports[channel], peer, self._security)
             except zmq.ZMQError as error:
+                why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
                 raise RendezvousError(
-                    f"cannot connect to rank {peer} at {ports[channel][:200]!r}: {error.strerror}",
+                    f"cannot connect to rank {peer} at {ports[channel][:200]!r}: {why}",
                     rank=self._rank,
                     size=self._world_size,
                     peer=peer,
@@ -204,12 +217,18 @@ class ZmqLink:
             self._doorkeeper.close()
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether its frames are encrypted, and with that proven to be whole."""
+        return self._security.mechanism == "CURVE"
+
+    @property
     def _size(self) -> int:
         """Number of places in this ring."""
         return len(self._members)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` or `exchange` in another thread raise at its next slice."""
+        self._cause = cause
         self._interrupted = True
 
     def traffic(self) -> Traffic:
@@ -238,6 +257,7 @@ class ZmqLink:
             call.combine,
             call.finish,
             call.divisor,
+            self._checked,
             self._release,
             self._released,
             self._state,
@@ -257,6 +277,7 @@ class ZmqLink:
             call.counts_array,
             call.outgoing,
             call.incoming,
+            self._checked,
             self._state,
             self._message,
             self._received,
@@ -299,16 +320,36 @@ class ZmqLink:
         self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
     ) -> None:
         """Go on with a call whose first turn did not reach the end."""
+        self._steps = call.steps
+        try:
+            self._go_on(status, run, arguments, call)
+        finally:
+            self._dry = None
+
+    def _go_on(
+        self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
+    ) -> None:
         progress, since, doomed = self._progress(), time.monotonic(), False
+        arrived: tuple[int, int | None] | None = None
         while status != loop.DONE:
             if status not in (loop.WAITING, loop.DRAINING):
                 raise self._error(status, call)
             now = time.monotonic()
             if self._interrupted:
+                if self._cause is not None:
+                    raise self._cause
                 raise PeerLostError(
                     "closed its communicator in the middle of a collective",
                     **self._where(call, self._rank),
                 )
+            if status == loop.WAITING:
+                channel = int(self._state[loop.CHANNEL])
+                before, arrived = arrived, (channel, self._arrived_bytes(channel))
+                if arrived != before or self._dry is None:
+                    # Unknown counts as wet: a link that is merely slow must not look dead.
+                    self._dry = None if arrived[1] is None else (channel, now)
+            else:
+                self._dry = None
             if self._progress() != progress:
                 progress, since, doomed = self._progress(), now, False
             elif doomed:
@@ -318,6 +359,29 @@ class ZmqLink:
             # One more turn after the news: what the peer sent before it left still counts.
             doomed = self._is_neighbour_lost(call, now - since)
             status = run(*arguments)
+
+    def _arrived_bytes(self, channel: int) -> int | None:
+        self._incoming[channel].read_events()
+        return self._incoming[channel].arrived_bytes(int(self._channels[channel, loop.SOURCE]))
+
+    def flow(self) -> Flow:
+        """Where the link stands; numbers that the loop is changing may be a little old."""
+        dry, now = self._dry, time.monotonic()
+        return Flow(
+            done=min(1.0, int(self._state[loop.STEP]) / max(1, self._steps)),
+            sent=tuple(
+                (pushing.peer, channel, int(self._channels[channel, loop.SENT]))
+                for channel, pushing in enumerate(self._outgoing)
+            ),
+            waits=None
+            if dry is None
+            else (
+                self._behind(dry[0])[0],
+                dry[0],
+                int(self._channels[dry[0], loop.TAKEN]),
+                now - dry[1],
+            ),
+        )
 
     def _progress(self) -> tuple[int, int]:
         return int(self._state[loop.FRAMES]), int(self._released.sum())
@@ -370,7 +434,7 @@ class ZmqLink:
     def _behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and where that rank listens itself."""
         place = (self._place - self._distances[channel]) % self._size
-        return self._members[place], _split(self._addresses[place])[channel]
+        return self._members[place], split_ports(self._addresses[place])[channel]
 
     def _source(self) -> tuple[int, str]:
         """The rank that the channel used last receives from, and where that rank listens."""
@@ -426,6 +490,8 @@ class ZmqLink:
         if status == loop.MISMATCH:
             expected = wire.decode(call.expected(int(self._state[loop.STEP])))
             return MismatchError(wire.disagreement(received, expected, self._name), **where)
+        if status == loop.CORRUPT:
+            return self._corrupted(received, call)
         if status == loop.UNSENDABLE:
             self._outgoing[self._state[loop.CHANNEL]].is_lost = True
             return self._lost(call)
@@ -444,6 +510,18 @@ class ZmqLink:
             f"received {what} on {self._incoming[self._state[loop.CHANNEL]].address}",
             **where,
             remedy="Keep other programs and jobs away from this port.",
+        )
+
+    def _corrupted(self, received: wire.Header, call: _Call) -> RingReduceError:
+        peer, address = self._source()
+        return CorruptionError(
+            f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
+            f"({address}): their CRC-32C is "
+            f"0x{int(self._state[loop.COMPUTED]):08x}, rank {peer} sent 0x{received.checksum:08x}; "
+            "nothing of them was used",
+            **self._where(call, peer),
+            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
+            f"the network of the hosts of ranks {peer} and {self._rank}, and what lies between.",
         )
 
     def _name(self, place: int) -> str:
@@ -479,13 +557,9 @@ class ZmqLink:
     def _told(self, header: wire.Header, call: _Call, peer: int) -> RingReduceError:
         """The error that a control frame from `peer` stands for."""
         where = self._where(call, peer)
-        if header.kind == wire.Kind.GOODBYE:
-            return PeerLostError(
-                f"was left by rank {peer}, which closed its communicator",
-                **where,
-                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
-            )
         payload = self._control[: self._state[loop.CONTROL_BYTES]].tobytes()
+        if header.kind == wire.Kind.GOODBYE:
+            return read_goodbye(payload, **where)
         return read_news(payload, **where)
 
     def abort(self, cause: RingReduceError) -> None:
@@ -540,15 +614,15 @@ class ZmqLink:
     def _borrows(self) -> bool:
         return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
         self._doorkeeper.close()
         if not self._has_failed:  # otherwise an abort has said more
-            self._send_control(wire.Kind.GOODBYE, b"", [True] * len(self._outgoing))
+            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
         # libzmq lets go of what it has encrypted before that has left.
-        linger_ms = int(_LINGER_S * 1000) if self._security.mechanism == "CURVE" else 0
+        linger_ms = int(_LINGER_S * 1000) if self.is_encrypted else 0
         for pushing in self._outgoing:
             pushing.close(linger_ms)
         for pulling in self._incoming:
@@ -565,18 +639,6 @@ def distances(size: int, streams: int) -> tuple[int, ...]:
 def _domain(channel: int) -> str:
     """What the doorkeeper knows the port of `channel` by."""
     return f"data.{channel}"
-
-
-def _joined(addresses: Sequence[str]) -> str:
-    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
-    ports = [address.rpartition(":")[2] for address in addresses]
-    return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
-
-
-def _split(address: str) -> list[str]:
-    """The addresses that `_joined` has made one of."""
-    host, _, ports = address.rpartition(":")
-    return [f"{host}:{port}" for port in ports.split(",")]
 
 
 def format_bytes(nbytes: int) -> str:
