@@ -47,6 +47,9 @@ _log = logging.getLogger(__name__)
 # Of one message. A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
 _POLL_MS = 50
+# What decoding raises: text that is no UTF-8 is a ValueError of Python's, not one of msgspec's,
+# and depth that has no end a RecursionError.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 # Strangers may knock; remembering and reporting a few is enough.
 _REFUSALS_KEPT = 8
 # Further ones are not even answered. Ranks of other jobs are told why they are turned away.
@@ -193,7 +196,8 @@ def meet(
         else:
             security.join_meeting(socket)
             table = _ask_to_join(socket, config, hello, failures, meanwhile)
-        if security.mechanism == "NULL" and not all(map(listens_on_loopback, table.addresses)):
+        announced = (*table.addresses, *table.controls)
+        if security.mechanism == "NULL" and not all(map(listens_on_loopback, announced)):
             raise RendezvousError(
                 "was told of a rank that listens on the network, and the job has no secret",
                 rank=config.rank,
@@ -275,7 +279,7 @@ def _receive_members(
             parts = socket.recv_multipart()
             try:
                 hello = msgspec.msgpack.decode(parts[-1], type=_Hello)
-            except msgspec.MsgspecError:
+            except _UNREADABLE:
                 _note(refused, "a message that is no hello")
                 continue
             _admit(socket, config, own, members, refused, parts[0], hello)
@@ -477,7 +481,7 @@ def _ask_to_join(
             columns = (answer.addresses, answer.controls, answer.hosts, answer.memory, answer.keys)
             if all(len(column) == config.size for column in columns):
                 return _table(answer)
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         answer = None
     if isinstance(answer, _Refusal):
         kind = MismatchError if answer.mismatch else RendezvousError

@@ -42,7 +42,9 @@ import ringreduce as rr
 CONFIGS = json.loads(sys.argv[1])
 
 def join(ring=0):
-    return rr.Communicator(rr.Config(**CONFIGS[ring]))
+    # The secret is not among the arguments, which others can read.
+    secret = os.environ.get("RINGREDUCE_SECRET", "")
+    return rr.Communicator(rr.Config(**CONFIGS[ring], secret=secret))
 
 def say(event, **facts):
     # One write: lines of two threads must not mix.
@@ -86,9 +88,12 @@ class Ring:
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         streams: int = 1,
+        secret: str = "",
+        encryption: str = "auto",
         integrity: str = "auto",
     ) -> None:
         self.size = size
+        environment = dict(environment or {}, **({"RINGREDUCE_SECRET": secret} if secret else {}))
         path = directory / "worker.py"
         path.write_text(PREAMBLE + textwrap.dedent(program))
         self._stack = contextlib.ExitStack()
@@ -114,14 +119,18 @@ class Ring:
                         transport=transport,
                         integrity=integrity,
                         host_id=hosts[rank] if hosts else "",
+                        encryption=encryption,
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
                 ]
+                fields = [asdict(config) for config in configs]
+                for place in fields:
+                    del place["secret"]
                 worker = Process(
-                    [sys.executable, str(path), json.dumps([asdict(c) for c in configs])],
+                    [sys.executable, str(path), json.dumps(fields)],
                     directory,
                     name=f"rank{rank}",
-                    environment=clean_environment(OMP_NUM_THREADS="1", **(environment or {})),
+                    environment=clean_environment(OMP_NUM_THREADS="1", **environment),
                     pass_fds=inherited,
                     stdin=subprocess.PIPE,
                 )

@@ -58,7 +58,8 @@ def read_news(payload: bytes, **where: Any) -> RingReduceError:
     """The error to raise for news from another rank; `where` are the fields of this rank's."""
     try:
         cause = msgspec.msgpack.decode(payload, type=_Cause)
-    except msgspec.MsgspecError as error:
+    # Text that is no UTF-8 is a ValueError of Python's; depth that has no end, a RecursionError.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         broken = ProtocolError("received an abort that cannot be read", **where)
         broken.__cause__ = error
         return broken

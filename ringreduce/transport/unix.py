@@ -96,6 +96,8 @@ class Mesh:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._connections[other] = connection
                 connection.connect(f"\0{names[other]}")
+                if not _is_ours(connection):  # Before it gets our memory.
+                    raise ConnectionError("another user's process listens in its place")
                 self._send(connection, job, rank, descriptor)
             while len(self._connections) < len(names) - 1:
                 self._accept(members, index, job, descriptor, descriptors, deadline)

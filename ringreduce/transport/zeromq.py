@@ -202,7 +202,17 @@ class ZmqLink:
                     peer=peer,
                     remedy="Start all ranks with the same ringreduce.",
                 )
-            pushing = Outgoing(self._context, ports[channel], peer, self._security)
+            try:
+                pushing = Outgoing(self._context, ports[channel], peer, self._security)
+            except zmq.ZMQError as error:
+                why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
+                raise RendezvousError(
+                    f"cannot connect to rank {peer} at {ports[channel][:200]!r}: {why}",
+                    rank=self._rank,
+                    size=self._world_size,
+                    peer=peer,
+                    remedy=f"Read rank {peer}'s log.",
+                ) from error
             self._outgoing.append(pushing)
             self._channels[channel, loop.SENDER] = pushing.socket.underlying
             self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying

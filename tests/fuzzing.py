@@ -1,0 +1,304 @@
+"""What strangers and erring ranks send: named attempts, and mutations of right messages.
+
+Everything random comes from a `random.Random` that the test has seeded and printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import zmq
+
+from ringreduce import wire
+
+__all__ = ["STRANGERS", "blast", "mutate_bytes", "mutate_frame"]
+
+# Numbers at which lengths, ranks and offsets turn over.
+EDGES = (0, 1, 2, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63)
+_MAX = (1 << 64) - 1
+# A stranger gives up on a port that says nothing after this long.
+_PATIENCE_S = 5.0
+
+
+def mutate_frame(
+    chance: random.Random, header: np.ndarray, payload: Sequence[bytes]
+) -> tuple[str, list[bytes]]:
+    """A frame that is not the one of `header` and `payload`, and what was done to it.
+
+    Args:
+        header: uint64 of shape (8,), the header due.
+        payload: nothing for a frame without, one part behind the header's for a large one.
+    """
+    words = header.copy()
+    parts = [words.tobytes(), *payload]
+    kind = chance.choice(
+        ("word", "edge", "bit", "near", "short", "long", "missing", "extra", "swap", "random")
+    )
+    if kind == "word":
+        word = chance.randrange(8)
+        words[word] = (int(words[word]) + chance.randrange(1, 1 << 64)) & _MAX
+    elif kind == "edge":
+        word, edge = chance.randrange(8), chance.choice(EDGES)
+        half = chance.choice((0, 32))
+        value = edge if half == 0 else (edge & 0xFFFFFFFF) << 32
+        words[word] = value if value != int(words[word]) else value ^ 1
+    elif kind == "bit":
+        words[chance.randrange(8)] ^= np.uint64(1 << chance.randrange(64))
+    elif kind == "near":
+        word = chance.randrange(8)
+        words[word] = (
+            int(words[word]) + chance.choice((-1, 1)) * chance.choice((1, 1 << 32))
+        ) & _MAX
+    if kind in ("word", "edge", "bit", "near"):
+        parts[0] = words.tobytes()
+    elif kind == "short":
+        at = chance.randrange(len(parts))
+        parts[at] = parts[at][: chance.randrange(len(parts[at]))]
+    elif kind == "long":
+        at = chance.randrange(len(parts))
+        parts[at] += chance.randbytes(chance.choice((1, 2, 63, 64, 4000)))
+    elif kind == "missing":
+        parts = parts[:-1] if len(parts) > 1 else [b""]
+    elif kind == "extra":
+        parts += [chance.randbytes(chance.randrange(200)) for _ in range(chance.randrange(1, 5))]
+    elif kind == "swap":
+        parts = [*parts[1:], parts[0]] if len(parts) > 1 else [parts[0][::-1]]
+    else:
+        parts = [
+            chance.randbytes(chance.choice((0, 1, 63, 64, 65, 1000)))
+            for _ in range(chance.randrange(1, 4))
+        ]
+    return kind, parts
+
+
+def mutate_bytes(chance: random.Random, data: bytes) -> bytes:
+    """`data` with a few changes of the kinds that break readers of length-prefixed formats."""
+    changed = bytearray(data)
+    for _ in range(chance.randrange(1, 4)):
+        at = chance.randrange(len(changed) + 1)
+        kind = chance.randrange(5)
+        if kind == 0 and changed:
+            changed[at % len(changed)] ^= 1 << chance.randrange(8)
+        elif kind == 1 and changed:
+            # The leading bytes of MessagePack's long strings, arrays, maps and numbers.
+            changed[at % len(changed)] = chance.choice(
+                b"\xc1\xc6\xcb\xcf\xd3\xd9\xdb\xdd\xdf\xff\x80\x90"
+            )
+        elif kind == 2:
+            changed[at:at] = chance.randbytes(chance.randrange(1, 20))
+        elif kind == 3:
+            del changed[at : at + chance.randrange(1, 20)]
+        else:
+            changed[at:at] = changed[: chance.randrange(len(changed) + 1)]
+    return bytes(changed)
+
+
+# --- Strangers that speak TCP ---------------------------------------------------------------
+
+
+def greeting(mechanism: bytes = b"NULL", version: bytes = b"\x03\x01", is_server: int = 0) -> bytes:
+    """The first 64 bytes of ZMTP 3."""
+    signature = b"\xff" + bytes(8) + b"\x7f"
+    return signature + version + mechanism.ljust(20, b"\0")[:20] + bytes([is_server]) + bytes(31)
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """A command frame of ZMTP 3."""
+    content = bytes([len(name)]) + name + body
+    if len(content) < 256:
+        return b"\x04" + bytes([len(content)]) + content
+    return b"\x06" + struct.pack(">Q", len(content)) + content
+
+
+def ready(kind: bytes = b"PUSH") -> bytes:
+    """NULL's READY command."""
+    return command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind)
+
+
+def message(data: bytes) -> bytes:
+    """A long message frame of ZMTP 3."""
+    return b"\x02" + struct.pack(">Q", len(data)) + data
+
+
+def blast(port: int, *pieces: bytes, is_read: bool = True) -> bytes:
+    """Connect, send `pieces`, and read until the other side has had enough."""
+    received = b""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as stranger,
+    ):
+        for piece in pieces:
+            stranger.sendall(piece)
+        if is_read:
+            stranger.shutdown(socket.SHUT_WR)
+            while data := stranger.recv(1 << 16):
+                received += data
+    return received
+
+
+def _speak_zmq(
+    port: int, kind: int, prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None
+) -> None:
+    """Connect with a real ZeroMQ socket, send what it can, and see the connection fail or hold."""
+    with zmq.Context() as context, context.socket(kind) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.SNDTIMEO, 100)
+        stranger.setsockopt(zmq.RECONNECT_IVL, 10)
+        prepare(stranger)
+        events = stranger.get_monitor_socket(
+            int(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_DISCONNECTED
+            )
+        )
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        with contextlib.suppress(zmq.ZMQError):
+            stranger.send_multipart([b"hello", bytes(100)])
+        events.poll(int(_PATIENCE_S * 1000))
+        stranger.disable_monitor()
+        events.close(linger=0)
+
+
+def _plain(user: bytes, password: bytes) -> Callable[[zmq.Socket[bytes]], object]:
+    def prepare(stranger: zmq.Socket[bytes]) -> None:
+        stranger.setsockopt(zmq.PLAIN_USERNAME, user)
+        stranger.setsockopt(zmq.PLAIN_PASSWORD, password)
+
+    return prepare
+
+
+def _curve(stranger: zmq.Socket[bytes]) -> None:
+    server, _ = zmq.curve_keypair()
+    public, private = zmq.curve_keypair()
+    stranger.setsockopt(zmq.CURVE_SERVERKEY, server)
+    stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    stranger.setsockopt(zmq.CURVE_SECRETKEY, private)
+
+
+def _slowly(port: int) -> None:
+    """A byte at a time; the port must not mind how long that takes, so a second shows it."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as stranger,
+    ):
+        over = time.monotonic() + 0.5
+        for byte in greeting() + ready():
+            stranger.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                stranger.settimeout(0.02)
+                stranger.recv(100)
+            if time.monotonic() > over:
+                break
+
+
+def _idle(port: int, number: int = 200) -> None:
+    with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+        for _ in range(number):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), _PATIENCE_S))
+
+
+def _storm(port: int, number: int = 300) -> None:
+    with contextlib.suppress(OSError):
+        for _ in range(number):
+            socket.create_connection(("127.0.0.1", port), _PATIENCE_S).close()
+
+
+def _reset(port: int) -> None:
+    """Leave with a reset instead of an end."""
+    for data in (b"", greeting(), greeting() + ready()):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as stranger,
+        ):
+            stranger.sendall(data)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _urgent(port: int) -> None:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), _PATIENCE_S) as stranger,
+    ):
+        stranger.send(b"!", socket.MSG_OOB)
+        stranger.sendall(greeting())
+
+
+def _blasting(*pieces: bytes) -> Callable[[int], object]:
+    return lambda port: blast(port, *pieces)
+
+
+def _speaking(
+    kind: int, prepare: Callable[[zmq.Socket[bytes]], object] = lambda socket: None
+) -> Callable[[int], object]:
+    return lambda port: _speak_zmq(port, kind, prepare)
+
+
+_TLS_HELLO = (
+    bytes.fromhex("160301002f0100002b0303") + bytes(32) + bytes.fromhex("000004c02f009c0100")
+)
+
+# What a stranger does to a port, by name.
+STRANGERS: dict[str, Callable[[int], object]] = {
+    "nothing": _blasting(),
+    "random bytes": _blasting(random.Random(1).randbytes(5000)),
+    "zeros": _blasting(bytes(100_000)),
+    "HTTP": _blasting(b"GET / HTTP/1.1\r\nHost: ring\r\n\r\n"),
+    "TLS": _blasting(_TLS_HELLO),
+    "SSH": _blasting(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "Redis": _blasting(b"*1\r\n$4\r\nPING\r\n"),
+    "ZMTP 1": _blasting(b"\x01\x00" + b"\x06\x00hello"),
+    "ZMTP 1 long": _blasting(b"\x01\x00\xff" + b"\x7f" * 8 + b"hello"),
+    "ZMTP 2": _blasting(b"\xff" + bytes(8) + b"\x7f\x01\x08\x00\x00" + b"\x00\x05hello"),
+    "ZMTP 99": _blasting(greeting(version=b"\x63\x63")),
+    "half a signature": _blasting(b"\xff\0\0\0"),
+    "half a greeting": _blasting(greeting()[:40]),
+    "greeting alone": _blasting(greeting()),
+    "unknown mechanism": _blasting(greeting(b"\xff" * 20)),
+    "GSSAPI": _blasting(greeting(b"GSSAPI"), command(b"INITIATE", bytes(100))),
+    "two servers": _blasting(greeting(b"CURVE", is_server=1), command(b"WELCOME", bytes(160))),
+    "NULL and a frame": _blasting(greeting(), ready(), message(bytes(64))),
+    "NULL and 2^63 bytes": _blasting(greeting(), ready(), b"\x02" + b"\x80" + bytes(7) + b"x"),
+    "NULL and -1 bytes": _blasting(greeting(), ready(), b"\x02" + b"\xff" * 8 + b"x"),
+    "NULL and 64 MiB": _blasting(greeting(), ready(), message(bytes(64 << 20))),
+    "NULL, metadata of 2^31": _blasting(greeting(), command(b"READY", b"\x01X" + b"\x80\0\0\0")),
+    "NULL, READY twice": _blasting(greeting(), ready() * 2),
+    "NULL, reserved flags": _blasting(greeting(), ready(), b"\xf8\x01x"),
+    "pings before hands are shaken": _blasting(greeting(), command(b"PING", b"\0\1x") * 2000),
+    "PLAIN, an empty hello": _blasting(greeting(b"PLAIN"), command(b"HELLO")),
+    "PLAIN, a broken hello": _blasting(greeting(b"PLAIN"), command(b"HELLO", b"\xff\xff")),
+    "PLAIN, INITIATE first": _blasting(greeting(b"PLAIN"), command(b"INITIATE")),
+    "CURVE, a hello of zeros": _blasting(greeting(b"CURVE"), command(b"HELLO", bytes(194))),
+    "CURVE, a short hello": _blasting(greeting(b"CURVE"), command(b"HELLO", b"\1\0")),
+    "CURVE, INITIATE first": _blasting(greeting(b"CURVE"), command(b"INITIATE", bytes(250))),
+    "a byte at a time": _slowly,
+    "idle connections": _idle,
+    "connections that leave": _storm,
+    "resets": _reset,
+    "urgent data": _urgent,
+    "a PUSH socket": _speaking(zmq.PUSH),
+    "a PUB socket": _speaking(zmq.PUB),
+    "a REQ socket": _speaking(zmq.REQ),
+    "a DEALER socket": _speaking(zmq.DEALER),
+    "a ROUTER socket": _speaking(zmq.ROUTER),
+    "a PAIR socket": _speaking(zmq.PAIR),
+    "a password of nobody": _speaking(zmq.PUSH, _plain(b"1", b"guess")),
+    "a password too long": _speaking(zmq.PUSH, _plain(b"1", b"x" * 255)),
+    "a rank that is none": _speaking(zmq.PUSH, _plain(b"4294967296", b"\xff" * 64)),
+    "keys of nobody": _speaking(zmq.PUSH, _curve),
+    "keys of nobody, DEALER": _speaking(zmq.DEALER, _curve),
+}
+
+
+def frame(**fields: int) -> np.ndarray:
+    """A header of an all_reduce, with `fields` changed."""
+    usual = {"kind": wire.Kind.ALL_REDUCE, "job": 77, "rank": 1, "sequence": 0, "dtype": 2}
+    return wire.encode(wire.Header(**{**usual, **fields}))
