@@ -14,14 +14,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ringreduce import rendezvous
 from ringreduce.config import Config
 from tests.processes import Process, clean_environment, wait_until
+from tests.proxy import Proxy, ask
 
-__all__ = ["PREAMBLE", "SOON_S", "TIMEOUT_S", "Ring", "assert_lost"]
+__all__ = ["PREAMBLE", "SOON_S", "TIMEOUT_S", "Ring", "assert_lost", "go_through_proxy"]
 
 # Far below the workers' own time limit, so that a failure is seen because it was noticed.
 SOON_S = 5.0
@@ -33,6 +35,10 @@ import numpy as np
 import ringreduce as rr
 
 CONFIGS = json.loads(sys.argv[1])
+if len(sys.argv) > 2:
+    from tests.rings import go_through_proxy
+
+    go_through_proxy(int(sys.argv[2]))
 
 def join(ring=0):
     return rr.Communicator(rr.Config(**CONFIGS[ring]))
@@ -50,7 +56,8 @@ def attempt(event, call):
     except BaseException as error:
         kind, text, peer = type(error).__name__, str(error), getattr(error, "peer", None)
     seconds = time.monotonic() - started
-    say(event, kind=kind, text=text, peer=peer, seconds=seconds)
+    at = time.monotonic()  # of the whole machine's clock
+    say(event, kind=kind, text=text, peer=peer, seconds=seconds, at=at)
 
 def until_error(call):
     while True:
@@ -65,7 +72,12 @@ RANK, SIZE = CONFIGS[0]["rank"], CONFIGS[0]["size"]
 
 
 class Ring:
-    """Workers that run `program`, each with its place in `rings` rings to form in turn."""
+    """Workers that run `program`, each with its place in `rings` rings to form in turn.
+
+    Attributes:
+        proxy: with `proxied`, what all connections over TCP go through once the ranks have met;
+            the way that rank 1 uses to the second port of rank 2 is ``1>2/addresses/1``.
+    """
 
     def __init__(
         self,
@@ -79,6 +91,8 @@ class Ring:
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         streams: int = 1,
+        join_timeout_s: float = 60.0,
+        proxied: bool = False,
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -89,6 +103,12 @@ class Ring:
                 listening.enter_context(socket.create_server(("127.0.0.1", 0)))
                 for _ in range(rings)
             ]
+            more: list[str] = []
+            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            if proxied:
+                self.proxy = self._stack.enter_context(Proxy())
+                more.append(str(self.proxy.port))
+                variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
             jobs = [secrets.token_hex(8) for _ in range(rings)]
             self.workers: list[Process] = []
             for rank in range(size):
@@ -102,17 +122,17 @@ class Ring:
                         job_id=job,
                         timeout_s=timeout_s,
                         streams=streams,
-                        join_timeout_s=60.0,
+                        join_timeout_s=join_timeout_s,
                         transport=transport,
                         host_id=hosts[rank] if hosts else "",
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
                 ]
                 worker = Process(
-                    [sys.executable, str(path), json.dumps([asdict(c) for c in configs])],
+                    [sys.executable, str(path), json.dumps([asdict(c) for c in configs]), *more],
                     directory,
                     name=f"rank{rank}",
-                    environment=clean_environment(OMP_NUM_THREADS="1", **(environment or {})),
+                    environment=clean_environment(**variables),
                     pass_fds=inherited,
                     stdin=subprocess.PIPE,
                 )
@@ -168,3 +188,46 @@ def assert_lost(facts: list[dict[str, Any]], peer: int) -> None:
     for fact in facts:
         assert f"rank {peer}" in fact["text"]
         assert fact["seconds"] < SOON_S
+
+
+def go_through_proxy(port: int) -> None:
+    """In a worker: have each rank that the rendezvous tells us of reached through the proxy.
+
+    Every address in the table, whatever it is for, is replaced by those of new ways, which
+    belong to this rank alone: so both ends of each connection are in its way's name.
+    """
+    meet = rendezvous.meet
+
+    def meet_and_detour(config: Config, *arguments: Any, **options: Any) -> Any:
+        table, finish = meet(config, *arguments, **options)
+        detours = {
+            field.name: tuple(
+                _detour(port, address, f"{config.rank}>{rank}/{field.name}")
+                if rank != config.rank
+                else address
+                for rank, address in enumerate(getattr(table, field.name))
+            )
+            for field in fields(table)
+            if _holds_addresses(getattr(table, field.name))
+        }
+        return replace(table, **detours), finish
+
+    rendezvous.meet = meet_and_detour
+
+
+def _holds_addresses(column: object) -> bool:
+    return isinstance(column, tuple) and any(
+        isinstance(value, str) and value.startswith("tcp://") for value in column
+    )
+
+
+def _detour(proxy: int, address: str, name: str) -> str:
+    """``tcp://host:port,port`` with ways to these ports instead; anything else as it is."""
+    if not address.startswith("tcp://"):
+        return address
+    host, _, ports = address.removeprefix("tcp://").rpartition(":")
+    ways = [
+        ask(proxy, do="open", target=f"{host}:{port}", name=f"{name}/{number}")["port"]
+        for number, port in enumerate(ports.split(","))
+    ]
+    return f"tcp://127.0.0.1:{','.join(map(str, ways))}"
