@@ -7,10 +7,7 @@ from the same table, without another word.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,11 +26,6 @@ from ringreduce.transport.zeromq import ZmqLink
 __all__ = ["Formed", "form"]
 
 _log = logging.getLogger(__name__)
-
-# File descriptors that a rank may need, generously: contexts, compiled code read from its cache
-# and what else is open for a moment; sockets of each longer distance and stream; a connection,
-# and a segment, of each other rank.
-_DESCRIPTORS, _DESCRIPTORS_PER_CHANNEL, _DESCRIPTORS_PER_RANK = 48, 12, 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,6 @@ def form(config: Config) -> Formed:
     Raises:
         As `ringreduce.communicator.Communicator`.
     """
-    _require_descriptors(config)
     shared = _shared_memory(config)
     try:
         link = ZmqLink(
@@ -96,33 +87,6 @@ def form(config: Config) -> Formed:
         *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
     )
     return Formed(collectives, placement.transport, here.index(config.rank), len(here), finish)
-
-
-def _require_descriptors(config: Config) -> None:
-    """Make sure that there are enough file descriptors: without, libzmq ends the process.
-
-    Raises:
-        RendezvousError: there are not.
-    """
-    channels = config.streams + config.size.bit_length()
-    needed = (
-        _DESCRIPTORS + _DESCRIPTORS_PER_CHANNEL * channels + _DESCRIPTORS_PER_RANK * config.size
-    )
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        free = limit - sum(int(name) < limit for name in os.listdir("/dev/fd"))
-    except OSError as error:  # No such folder; or it cannot be opened for want of descriptors.
-        if error.errno != errno.EMFILE:
-            return
-        free = 0
-    if limit != resource.RLIM_INFINITY and free < needed:
-        raise RendezvousError(
-            f"has {free} of {limit} file descriptors left; a ring of {config.size} may need "
-            f"{needed}",
-            rank=config.rank,
-            size=config.size,
-            remedy="Too many open files: close some, or raise the limit (`ulimit -n`).",
-        )
 
 
 def _shared_memory(config: Config) -> HostLink | None:

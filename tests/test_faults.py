@@ -388,6 +388,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path, victims: str) -> No
         family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
         assert set(workers) < set(family)
         sockets = rings_sockets(workers)
+        assert sockets or native.library() is None
         killed_s = time.monotonic()
         if victims == "launcher":
             job.signal(signal.SIGKILL)
@@ -414,6 +415,9 @@ from ringreduce.testing import ring_of_threads
 
 def work(ring):
     return bool((ring.all_reduce(np.full(100_000, ring.rank + 1.0)) == 3).all())
+
+# A program that has many files open itself.
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(150)]
 
 def child(more):
     taken = len(os.listdir("/proc/self/fd"))
@@ -459,8 +463,11 @@ def test_too_many_open_files_is_an_error_and_never_the_end_of_the_process(
     outcomes = dict(json.loads(line) for line in done.stdout.splitlines())
     assert list(outcomes) == limits, done.stderr
     for more, outcome in outcomes.items():
-        assert outcome == "sums" or outcome.startswith("RendezvousError: "), (more, outcome)
-    assert "file descriptors left" in outcomes[0]
+        assert outcome == "sums" or "ulimit -n" in outcome or "did not come" in outcome, (
+            more,
+            outcome,
+        )
+    assert outcomes[0].startswith("ConfigError: ")
     assert "ulimit -n" in outcomes[0]
     assert outcomes[200] == "sums"
 
