@@ -17,6 +17,7 @@ connections to it, and ends when its standard input does. `Proxy` does all that.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fnmatch
 import json
 import os
@@ -48,6 +49,11 @@ _QUEUE_BYTES_MAX, _QUEUE_BYTES = 64 << 20, 1 << 19
 _BURST_S = 0.02
 _CONNECT_TIMEOUT_S = 5.0
 _REPLY_TIMEOUT_S = 15.0
+# A packet filter that keeps nothing: struct sock_fprog with the one instruction "return 0". What
+# it turns away, TCP has never seen and does not confirm.
+_KEEP_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+_FILTER = struct.pack("HP", 1, ctypes.addressof(_KEEP_NOTHING))
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 
 
 class _Direction:
@@ -302,6 +308,18 @@ class _Server:
                 for connection in found:
                     self._drop(connection, reset=True)
                 return {"connections": len(found)}
+            case "cut":
+                found = [c for way in self._matching(order["ways"]) for c in way.connections]
+                for connection in found:
+                    for end in connection.sockets:
+                        end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
+                return {"connections": len(found)}
+            case "mend":
+                found = [c for way in self._matching(order["ways"]) for c in way.connections]
+                for connection in found:
+                    for end in connection.sockets:
+                        end.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                return {"connections": len(found)}
             case "status":
                 return {
                     way.name: {
@@ -363,6 +381,20 @@ class Proxy:
     def reset(self, ways: str = "*") -> int:
         """End the connections of these ways with RST on both sides; return how many."""
         return int(ask(self.port, do="reset", ways=ways)["connections"])
+
+    def cut(self, ways: str = "*") -> int:
+        """Lose every packet of these connections, confirmations too; Linux. Return how many.
+
+        What both ends see when a cable is pulled. With `half_open` the proxy's system still
+        confirms what it gets, as that of a stopped process does.
+        """
+        self.set(ways, half_open=True)
+        return int(ask(self.port, do="cut", ways=ways)["connections"])
+
+    def mend(self, ways: str = "*") -> int:
+        """End a `cut`; packets that were lost are sent again by their senders."""
+        self.set(ways, half_open=False)
+        return int(ask(self.port, do="mend", ways=ways)["connections"])
 
     def status(self) -> dict[str, Any]:
         """Of each way: its connections, the bytes taken each way, and those flipped."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -171,6 +174,39 @@ def test_half_open_takes_connections_and_says_nothing(proxy: Proxy) -> None:
             target, _ = listener.accept()
             with target:
                 assert_silent(target)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_cut_loses_confirmations_too_and_can_be_mended(proxy: Proxy) -> None:
+    with connected(proxy, "cut") as (visitor, target):
+        visitor.sendall(b"before")
+        assert receive(target, 6) == b"before"
+        assert proxy.cut("cut") == 1
+        visitor.sendall(b"held")
+        assert_silent(target)
+        assert unconfirmed(visitor) == 4
+        assert proxy.mend("cut") == 1
+        assert receive(target, 4) == b"held"
+        proxy.set("cut", half_open=True)
+        visitor.sendall(b"more")
+        wait_until(lambda: unconfirmed(visitor) == 0, "the proxy's system to confirm")
+        assert_silent(target)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_a_cut_connection_ends_at_the_time_limit_of_tcp(proxy: Proxy) -> None:
+    with connected(proxy, "unconfirmed") as (visitor, _):
+        visitor.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 500)
+        proxy.cut("unconfirmed")
+        visitor.sendall(b"x")
+        with pytest.raises(TimeoutError, match="timed out"):
+            visitor.recv(1)
+
+
+def unconfirmed(end: socket.socket) -> int:
+    """Bytes sent that the other side's system has not confirmed (SIOCOUTQ)."""
+    answer = fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
 def test_reset_is_a_reset_on_both_sides(proxy: Proxy) -> None:
