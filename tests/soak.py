@@ -37,7 +37,7 @@ from ringreduce.config import Config
 from tests.figures import record
 from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
 
-TIMEOUT_S, JOIN_TIMEOUT_S = 2.0, 6.0
+TIMEOUT_S, JOIN_TIMEOUT_S = 2.0, 5.0
 # From the fault to the end of the last process, whatever the fault.
 ENDED_S = 10.0
 # Of two seconds promised for orphans, three times that.
