@@ -17,7 +17,15 @@ from typing import IO
 
 import psutil
 
-__all__ = ["DEADLINE_S", "Process", "clean_environment", "launcher", "wait_gone", "wait_until"]
+__all__ = [
+    "DEADLINE_S",
+    "Process",
+    "clean_environment",
+    "is_running",
+    "launcher",
+    "wait_gone",
+    "wait_until",
+]
 
 # Nothing here takes a third of this on an idle machine.
 DEADLINE_S = 45.0

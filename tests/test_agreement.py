@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ringreduce import native
-from tests.test_failures import MISMATCH_S, Ring
+from tests.rings import MISMATCH_S, Ring
 
 pytestmark = pytest.mark.tensorflow
 

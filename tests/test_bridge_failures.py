@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce import native
-from tests.test_failures import Ring, assert_lost
+from tests.rings import Ring, assert_lost
 
 pytestmark = pytest.mark.tensorflow
 

@@ -17,7 +17,7 @@ from ringreduce.errors import CorruptionError, RingReduceError
 from ringreduce.transport.zeromq import ZmqLink
 from tests import naive
 from tests.forwarder import Flip, stand_before
-from tests.test_failures import Ring
+from tests.rings import Ring
 
 ROOT = Path(__file__).parent.parent
 

@@ -32,7 +32,7 @@ from ringreduce.errors import (
 )
 from ringreduce.testing import ring_of_threads
 from tests.processes import wait_until
-from tests.test_failures import Ring, assert_lost
+from tests.rings import Ring, assert_lost
 from tests.test_handover import DONE, FAILED, Plan, in_thread, needs_library, start, until_it_waits
 from tests.test_handover import wait as wait_for_bucket
 

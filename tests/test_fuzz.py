@@ -49,7 +49,8 @@ from tests.fuzzing import (
     ready,
 )
 from tests.processes import clean_environment, wait_until
-from tests.test_failures import ROUNDS, SOON_S, Ring, assert_unhurt
+from tests.rings import SOON_S, Ring
+from tests.test_failures import ROUNDS, assert_unhurt
 
 SECRET = secrets.token_hex(32)
 # What a process may grow by while strangers are at it: buffers of TCP and of libzmq for those

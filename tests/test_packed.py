@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce import native
-from tests.test_failures import Ring
+from tests.rings import Ring
 
 pytestmark = [
     pytest.mark.tensorflow,

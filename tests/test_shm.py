@@ -28,7 +28,7 @@ from ringreduce.transport.segment import Heap, Segment, functions
 from ringreduce.transport.unix import Mesh
 from ringreduce.types import ReduceOp
 from tests import naive
-from tests.test_failures import Ring, assert_lost
+from tests.rings import Ring, assert_lost
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the native library")
 

@@ -1,0 +1,255 @@
+"""Rings of real processes for tests: workers that run a program and say what happens to them.
+
+Workers are started without the launcher, which would stop the survivors before they have
+said what they saw. Each reports as JSON lines on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ringreduce import rendezvous
+from ringreduce.config import Config
+from tests.processes import Process, clean_environment, wait_until
+from tests.proxy import Proxy, ask
+
+__all__ = [
+    "MISMATCH_S",
+    "PREAMBLE",
+    "SOON_S",
+    "TIMEOUT_S",
+    "Ring",
+    "assert_lost",
+    "go_through_proxy",
+]
+
+# Far below the workers' own time limit, so that a failure is seen because it was noticed.
+SOON_S = 5.0
+# Ranks that disagree need not wait for anything but each other.
+MISMATCH_S = 2.0
+TIMEOUT_S = 20.0
+
+PREAMBLE = """
+import atexit, json, os, signal, sys, threading, time
+import numpy as np
+import ringreduce as rr
+
+CONFIGS = json.loads(sys.argv[1])
+if len(sys.argv) > 2:
+    from tests.rings import go_through_proxy
+
+    go_through_proxy(int(sys.argv[2]))
+
+def join(ring=0):
+    # The secret is not among the arguments, which others can read.
+    secret = os.environ.get("RINGREDUCE_SECRET", "")
+    return rr.Communicator(rr.Config(**CONFIGS[ring], secret=secret))
+
+def say(event, **facts):
+    # One write: lines of two threads must not mix.
+    os.write(1, (json.dumps({"event": event, **facts}) + "\\n").encode())
+
+def attempt(event, call):
+    '''Say what `call` raised, and how long it took.'''
+    started = time.monotonic()
+    kind, text, peer = "", "", None
+    try:
+        call()
+    except BaseException as error:
+        kind, text, peer = type(error).__name__, str(error), getattr(error, "peer", None)
+    seconds = time.monotonic() - started
+    at = time.monotonic()  # of the whole machine's clock
+    say(event, kind=kind, text=text, peer=peer, seconds=seconds, at=at)
+
+def until_error(call):
+    while True:
+        call()
+
+def hold():
+    '''Stay in the ring until the test has seen enough.'''
+    sys.stdin.read()
+
+RANK, SIZE = CONFIGS[0]["rank"], CONFIGS[0]["size"]
+"""
+
+
+class Ring:
+    """Workers that run `program`, each with its place in `rings` rings to form in turn.
+
+    Attributes:
+        proxy: with `proxied`, what all connections over TCP go through once the ranks have met;
+            the way that rank 1 uses to the second port of rank 2 is ``1>2/addresses/1``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        size: int,
+        program: str,
+        *,
+        rings: int = 1,
+        timeout_s: float = TIMEOUT_S,
+        transport: str = "zmq",
+        hosts: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        streams: int = 1,
+        join_timeout_s: float = 60.0,
+        proxied: bool = False,
+        secret: str = "",
+        encryption: str = "auto",
+        integrity: str = "auto",
+    ) -> None:
+        self.size = size
+        path = directory / "worker.py"
+        path.write_text(PREAMBLE + textwrap.dedent(program))
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as listening, self._stack:
+            listeners = [
+                listening.enter_context(socket.create_server(("127.0.0.1", 0)))
+                for _ in range(rings)
+            ]
+            more: list[str] = []
+            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            if secret:
+                variables["RINGREDUCE_SECRET"] = secret
+            if proxied:
+                self.proxy = self._stack.enter_context(Proxy())
+                more.append(str(self.proxy.port))
+                variables["PYTHONPATH"] = str(Path(__file__).parent.parent)
+            jobs = [secrets.token_hex(8) for _ in range(rings)]
+            self.workers: list[Process] = []
+            for rank in range(size):
+                inherited = tuple(listener.fileno() for listener in listeners) if not rank else ()
+                configs = [
+                    Config(
+                        rank=rank,
+                        size=size,
+                        rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+                        rendezvous_fd=None if rank else listener.fileno(),
+                        job_id=job,
+                        timeout_s=timeout_s,
+                        streams=streams,
+                        join_timeout_s=join_timeout_s,
+                        transport=transport,
+                        host_id=hosts[rank] if hosts else "",
+                        encryption=encryption,
+                        integrity=integrity,
+                    )
+                    for listener, job in zip(listeners, jobs, strict=True)
+                ]
+                places = [asdict(config) for config in configs]
+                for place in places:
+                    del place["secret"]
+                worker = Process(
+                    [sys.executable, str(path), json.dumps(places), *more],
+                    directory,
+                    name=f"rank{rank}",
+                    environment=clean_environment(**variables),
+                    pass_fds=inherited,
+                    stdin=subprocess.PIPE,
+                )
+                self.workers.append(self._stack.enter_context(worker))
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def said(self, rank: int, event: str) -> list[dict[str, Any]]:
+        lines = self.workers[rank].stdout.splitlines(keepends=True)
+        facts = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [fact for fact in facts if fact["event"] == event]
+
+    def wait(self, event: str, ranks: list[int] | None = None, times: int = 1) -> list[Any]:
+        """What each of `ranks` has said of `event`, once they all have, `times` times."""
+        ranks = list(range(self.size)) if ranks is None else ranks
+
+        def all_said() -> bool:
+            for rank in ranks:
+                worker = self.workers[rank]
+                ended = worker.has_ended()  # Asked first: what it said before then counts.
+                if len(self.said(rank, event)) < times:
+                    assert not ended, f"rank {rank} ended:\n{worker.stdout}\n{worker.stderr}"
+                    return False
+            return True
+
+        wait_until(all_said, f"{event} of ranks {ranks}")
+        return [self.said(rank, event)[times - 1] for rank in ranks]
+
+    def others(self, rank: int) -> list[int]:
+        return [other for other in range(self.size) if other != rank]
+
+    def release(self) -> None:
+        """Let workers that `hold` go on; all must then end well."""
+        for worker in self.workers:
+            worker.stdin.close()
+        for worker in self.workers:
+            assert worker.wait(10) == 0, worker.stderr
+
+    def port(self, rank: int) -> int:
+        """The port on which this rank receives in its latest ring; said with ``ready``."""
+        return int(self.said(rank, "ready")[-1]["address"].rpartition(":")[2])
+
+
+def assert_lost(facts: list[dict[str, Any]], peer: int) -> None:
+    """Each has raised PeerLostError about `peer`, soon."""
+    assert [fact["kind"] for fact in facts] == ["PeerLostError"] * len(facts), facts
+    assert [fact["peer"] for fact in facts] == [peer] * len(facts), facts
+    for fact in facts:
+        assert f"rank {peer}" in fact["text"]
+        assert fact["seconds"] < SOON_S
+
+
+def go_through_proxy(port: int) -> None:
+    """In a worker: have each rank that the rendezvous tells us of reached through the proxy.
+
+    Every address in the table, whatever it is for, is replaced by those of new ways, which
+    belong to this rank alone: so both ends of each connection are in its way's name.
+    """
+    meet = rendezvous.meet
+
+    def meet_and_detour(config: Config, *arguments: Any, **options: Any) -> Any:
+        table, finish = meet(config, *arguments, **options)
+        detours = {
+            field.name: tuple(
+                _detour(port, address, f"{config.rank}>{rank}/{field.name}")
+                if rank != config.rank
+                else address
+                for rank, address in enumerate(getattr(table, field.name))
+            )
+            for field in fields(table)
+            if _holds_addresses(getattr(table, field.name))
+        }
+        return replace(table, **detours), finish
+
+    rendezvous.meet = meet_and_detour
+
+
+def _holds_addresses(column: object) -> bool:
+    return isinstance(column, tuple) and any(
+        isinstance(value, str) and value.startswith("tcp://") for value in column
+    )
+
+
+def _detour(proxy: int, address: str, name: str) -> str:
+    """``tcp://host:port,port`` with ways to these ports instead; anything else as it is."""
+    if not address.startswith("tcp://"):
+        return address
+    host, _, ports = address.removeprefix("tcp://").rpartition(":")
+    ways = [
+        ask(proxy, do="open", target=f"{host}:{port}", name=f"{name}/{number}")["port"]
+        for number, port in enumerate(ports.split(","))
+    ]
+    return f"tcp://127.0.0.1:{','.join(map(str, ways))}"
