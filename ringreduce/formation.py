@@ -65,7 +65,10 @@ def form(config: Config) -> Formed:
     channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(config.size, channels, config.streams)
     descriptors.reserve(count, rank=config.rank, size=config.size)
-    with contextlib.ExitStack() as undo:
+    with (
+        descriptors.shortage_explained(rank=config.rank, size=config.size),
+        contextlib.ExitStack() as undo,
+    ):
         shared = _shared_memory(config)
         if shared is not None:
             undo.callback(shared.close)

@@ -167,7 +167,7 @@ def test_a_rank_that_ends_early_with_0_is_named_by_the_launchers_report(tmp_path
     (tmp_path / "worker.py").write_text(program)
     with launcher(tmp_path, "run", "-n", "3", "worker.py") as job:
         assert job.wait(20) == 1
-        told = [line for line in job.stderr.splitlines() if "PeerLostError" in line]
+        told = [line for line in job.stderr.splitlines() if "MismatchError" in line]
         assert told
         assert all("rank 1" in line for line in told), told
 
@@ -398,7 +398,8 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path, victims: str) -> No
             assert job.wait(6) == 128 + signal.SIGKILL
         wait_gone(family, 6.0)
         record(f"{victims} killed: nobody left", time.monotonic() - killed_s)
-    assert not [name for name in sockets if name in all_sockets()]
+    # Of a process that counts as gone some threads may still be about to.
+    wait_until(lambda: not [name for name in sockets if name in all_sockets()], "no socket", 2.0)
     assert os.listdir(temporary) == []
     # Other programs of this machine have theirs, but not for ever.
     wait_until(lambda: not set(os.listdir("/dev/shm")) - before, "/dev/shm to be as it was")

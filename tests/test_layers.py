@@ -158,6 +158,7 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.rendezvous",
         "ringreduce.transport.channel",
         "ringreduce.transport.control",
+        "ringreduce.transport.descriptors",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.monitor",
         "ringreduce.transport.security",

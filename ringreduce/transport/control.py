@@ -214,7 +214,8 @@ class Control:
             pushing.close(_FLUSH_MS)
         for pulling in self._incoming.values():
             pulling.close()
-        self._context.term()
+        # Also what a failing constructor has left open.
+        self._context.destroy(linger=0)
         self._awake.close()
         self._waker.close()
 

@@ -6,11 +6,16 @@ event descriptor or a poll set can be had). So a rank counts before it starts.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 
-from ringreduce.errors import ConfigError
+import zmq
 
-__all__ = ["needed", "reserve"]
+from ringreduce.errors import ConfigError, RendezvousError
+
+__all__ = ["needed", "reserve", "shortage_explained"]
 
 # Of a pair of sockets: the two, two monitors with two ends each, a listener, two connections.
 _PER_CHANNEL = 9
@@ -35,11 +40,12 @@ def reserve(count: int, *, rank: int, size: int) -> None:
         import resource
     except ImportError:  # No such limits here.
         return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         is_open = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        is_open = 32
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError as error:
+        # There is not even one left to look with, or nowhere to look.
+        is_open = soft if error.errno in (errno.EMFILE, errno.ENFILE) else 32
     wanted = is_open + count
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -51,3 +57,25 @@ def reserve(count: int, *, rank: int, size: int) -> None:
             remedy=f"Raise the limit of open files (ulimit -n) to {wanted} at least.",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.contextmanager
+def shortage_explained(*, rank: int, size: int) -> Iterator[None]:
+    """Within, a socket that cannot be had is an error of ours.
+
+    `reserve` may have counted what another thread was about to take.
+
+    Raises:
+        RendezvousError: there are no more descriptors, or no memory for one.
+    """
+    try:
+        yield
+    except (zmq.ZMQError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise RendezvousError(
+            f"cannot get a socket: {error.strerror}",
+            rank=rank,
+            size=size,
+            remedy="Close files, or raise the limit of open files (ulimit -n).",
+        ) from error
