@@ -31,6 +31,7 @@ from ringreduce.buckets import ALIGNMENT
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
+from ringreduce.dumping import FlightFile
 from ringreduce.engine import Engine
 from ringreduce.errors import (
     ArrayError,
@@ -98,6 +99,7 @@ class Communicator:
         self._failure: RingReduceError | None = None
         self._closed = False
         self._recorder = Recorder(config.rank, config.size)
+        self._flight = FlightFile(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
@@ -108,12 +110,20 @@ class Communicator:
         self._is_closing = False
         self._blocked_s = 0.0
         if config.size > 1:
-            self._form(config)
+            try:
+                self._form(config)
+            except BaseException as error:
+                if self._failure is None:  # Else it was dumped when it broke.
+                    self._recorder.fail(error)
+                    self._dump(f"{type(error).__name__}: {error}")
+                self._flight.close()
+                raise
         _open.add(self)
 
     def _form(self, config: Config) -> None:
         formed = form(config)
         self._ring, self._transport = formed.collectives, formed.transport
+        self._flight.transport = formed.transport
         if config.local_rank is None:
             self.local_rank = formed.local_rank
         if config.local_size is None:
@@ -465,6 +475,7 @@ class Communicator:
                 return
             self._closed = True
             self._ring.close()
+            self._flight.close()
             if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
@@ -549,6 +560,12 @@ class Communicator:
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
+            # Last: the others and whoever waits here need not wait for a disk.
+            self._dump(f"{type(error).__name__}: {error}")
+
+    def _dump(self, why: str) -> None:
+        """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
+        self._flight.dump(why)
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order; checked not to be negative."""

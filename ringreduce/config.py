@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields
 
 from ringreduce.errors import ConfigError
 
-__all__ = ["TRANSPORTS", "Config", "color_wanted", "native_wanted", "worker_environment"]
+__all__ = [
+    "TRANSPORTS",
+    "Config",
+    "color_wanted",
+    "log_dir_wanted",
+    "native_wanted",
+    "worker_environment",
+]
 
 # Without these four a rank does not know its place.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
@@ -26,6 +33,7 @@ _CHOICES = (
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
     "RINGREDUCE_HOST_ID",
+    "RINGREDUCE_LOG_DIR",
 )
 
 # How ranks reach each other: `auto` takes shared memory within a host where it can be had and
@@ -78,6 +86,8 @@ class Config:
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
+        log_dir: folder for flight records (`ringreduce report`), written when the ring breaks
+            and on SIGUSR1; made when it is not there; empty: none are written.
 
     Raises:
         ConfigError: a value is out of range; the text says which and where it came from.
@@ -96,6 +106,7 @@ class Config:
     streams: int = STREAMS
     transport: str = "auto"
     host_id: str = ""
+    log_dir: str = ""
 
     def __post_init__(self) -> None:
         self._require("size", self.size >= 1, "at least 1")
@@ -221,6 +232,11 @@ def worker_environment(
 def color_wanted() -> bool:
     """Whether the user's environment allows coloured output (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
+
+
+def log_dir_wanted() -> str:
+    """The folder for flight records that the user's environment names; empty for none."""
+    return os.environ.get("RINGREDUCE_LOG_DIR", "")
 
 
 def native_wanted() -> bool:

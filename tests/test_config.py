@@ -37,6 +37,7 @@ def test_every_variable_is_read():
         "RINGREDUCE_STREAMS": "3",
         "RINGREDUCE_TRANSPORT": "zmq",
         "RINGREDUCE_HOST_ID": "rack-3",
+        "RINGREDUCE_LOG_DIR": "logs",
     }
     assert Config.from_environment(LAUNCH | limits) == Config(
         rank=1,
@@ -52,6 +53,7 @@ def test_every_variable_is_read():
         streams=3,
         transport="zmq",
         host_id="rack-3",
+        log_dir="logs",
     )
 
 

@@ -26,15 +26,15 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload"),
-    "effects": ("native", "handover", "transport", "rendezvous", "recorder"),
+    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload", "flight"),
+    "effects": ("native", "handover", "transport", "rendezvous", "recorder", "dumping"),
     "collectives": ("collectives",),
     "engine": ("engine",),
     "communicator": ("formation", "communicator"),
     "process": ("process",),
     "bridge": ("tensorflow",),
     "keras": ("keras",),
-    "entry points": ("launch", "cli", "__main__", "testing"),
+    "entry points": ("launch", "report", "cli", "__main__", "testing"),
 }
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart
 
