@@ -18,6 +18,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -490,6 +491,8 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None:
         """Close."""
+        if value is not None:
+            self._leave(value)
         self.close()
 
     def __repr__(self) -> str:
@@ -563,6 +566,12 @@ class Communicator:
             # Last: the others and whoever waits here need not wait for a disk.
             self._dump(f"{type(error).__name__}: {error}")
 
+    def _leave(self, error: BaseException) -> None:
+        """Record that this rank goes because of an error of the program's, not of the ring's."""
+        if self._failure is None and not self._closed:
+            self._recorder.fail(error)
+            self._dump(f"{type(error).__name__}: {error}")
+
     def _dump(self, why: str) -> None:
         """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
         self._flight.dump(why)
@@ -617,5 +626,9 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     """Ranks that wait for this one learn that it has left, and no thread of a framework's waits."""
+    # What Python has just printed the traceback of; last_exc is its name since 3.12.
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for communicator in list(_open):
+        if error is not None:
+            communicator._leave(error)
         communicator.close()

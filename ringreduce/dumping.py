@@ -31,8 +31,9 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from ringreduce._version import __version__
@@ -82,6 +83,10 @@ class FlightFile:
         self.transport = "none"
         self._config, self._recorder = config, recorder
         self._process = os.getpid()
+        # The thread and the one whose ring breaks may dump at once, and the handler may come
+        # in between: what was taken last shall be what stays.
+        self._lock = threading.RLock()
+        self._taken_count, self._written = 0, 0
         # The program may change its folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
@@ -103,7 +108,11 @@ class FlightFile:
         try:
             path = self._folder / file_name(rank)
             self._folder.mkdir(parents=True, exist_ok=True)
-            _replace(path, encode_dump(self._taken(why)))
+            with self._lock:
+                self._taken_count += 1
+                number = self._taken_count
+                dump = self._taken(why)
+            self._write(path, encode_dump(dump), number)
         except Exception as error:
             text = "[%d/%d] could not write the flight record to %s: %s: %s"
             _log.warning(text, rank, size, self._folder, type(error).__name__, error)
@@ -118,6 +127,23 @@ class FlightFile:
         _files.discard(self)
         if not len(_files):
             _listener.stop()
+
+    def _write(self, path: Path, data: bytes, number: int) -> None:
+        """Have the file seen whole or not at all, and never older than it was."""
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            with self._lock:
+                if number > self._written:
+                    os.replace(name, path)
+                    self._written = number
+                    return
+            os.unlink(name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
 
     def _taken(self, why: str) -> Dump:
         recorder = self._recorder
@@ -155,6 +181,7 @@ class FlightFile:
             text=_cut(str(error)),
             when=wall + mishap.when_s,
             standing=mishap.standing.operation,
+            trace=_trace(error),
         )
         if isinstance(error, RingReduceError):
             failure.peer, failure.origin = error.peer, error.origin
@@ -178,19 +205,6 @@ def _call(entry: dict[str, Any]) -> Call:
     call.thread = _cut(call.thread, _NAME_MAX)
     call.error = None if call.error is None else _cut(call.error)
     return call
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file that is seen whole or not at all, however many write it at once."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _versions() -> dict[str, str]:
@@ -221,27 +235,38 @@ def _stacks() -> list[Stack]:
     return stacks
 
 
+def _trace(error: BaseException) -> list[Frame]:
+    """The innermost frames that `error` has passed on its way to where it was caught."""
+    kept: deque[TracebackType] = deque(maxlen=FRAMES_MAX)
+    traceback = error.__traceback__
+    while traceback is not None:
+        kept.append(traceback)
+        traceback = traceback.tb_next
+    return [_frame(passed.tb_frame, passed.tb_lineno) for passed in kept]
+
+
 def _frames(innermost: FrameType | None) -> list[Frame]:
     found: list[Frame] = []
     frame = innermost
     # A few more than are kept, for those of this file.
     while frame is not None and len(found) < FRAMES_MAX + 8:
-        code, line = frame.f_code, frame.f_lineno or 0
-        file = code.co_filename
-        library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
-        # Nobody asks for the source of a library; reading it would take longer than the rest.
-        text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
-        found.append(
-            Frame(
-                file=_cut(file),
-                line=line,
-                function=_cut(code.co_name, _NAME_MAX),
-                text=_cut(text, _NAME_MAX),
-                library=library,
-            )
-        )
+        found.append(_frame(frame, frame.f_lineno or 0))
         frame = frame.f_back
     return found[::-1]
+
+
+def _frame(frame: FrameType, line: int) -> Frame:
+    file = frame.f_code.co_filename
+    library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
+    # Nobody asks for the source of a library; reading it would take longer than all the rest.
+    text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
+    return Frame(
+        file=_cut(file),
+        line=line,
+        function=_cut(frame.f_code.co_name, _NAME_MAX),
+        text=_cut(text, _NAME_MAX),
+        library=library,
+    )
 
 
 def _cut(text: str, length: int = TEXT_MAX) -> str:

@@ -39,6 +39,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class Call(msgspec.Struct):
@@ -47,30 +48,10 @@ class Call(msgspec.Struct):
     number: _Count
     operation: _Name
     nbytes: _Count
-    started: float
-    seconds: float | None = None
+    started: _Time
+    seconds: _Time | None = None
     thread: _Name = ""
     error: _Text | None = None
-
-
-class Failure(msgspec.Struct):
-    """What broke the communicator; fields that `RingReduceError` has mean what they do there.
-
-    Attributes:
-        kind: the error's class.
-        when: seconds since the epoch.
-        standing: the collective that this rank was in; None in user code.
-    """
-
-    kind: _Name
-    text: _Text
-    when: float
-    peer: _Rank | None = None
-    origin: _Rank | None = None
-    operation: _Name | None = None
-    sequence: _Count | None = None
-    step: _Name | None = None
-    standing: _Name | None = None
 
 
 class Frame(msgspec.Struct):
@@ -87,6 +68,28 @@ class Frame(msgspec.Struct):
     function: _Name
     text: _Name = ""
     library: bool = False
+
+
+class Failure(msgspec.Struct):
+    """What broke the communicator; fields that `RingReduceError` has mean what they do there.
+
+    Attributes:
+        kind: the error's class.
+        when: seconds since the epoch.
+        standing: the collective that this rank was in; None in user code.
+        trace: the frames that the error has passed, innermost last.
+    """
+
+    kind: _Name
+    text: _Text
+    when: _Time
+    peer: _Rank | None = None
+    origin: _Rank | None = None
+    operation: _Name | None = None
+    sequence: _Count | None = None
+    step: _Name | None = None
+    standing: _Name | None = None
+    trace: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)] = []
 
 
 class Stack(msgspec.Struct):
@@ -113,7 +116,7 @@ class Dump(msgspec.Struct):
 
     format: int
     why: _Text
-    when: float
+    when: _Time
     iso: _Name
     rank: _Rank
     size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -125,7 +128,7 @@ class Dump(msgspec.Struct):
     calls: _Count
     operation: _Name | None
     nbytes: _Count
-    since: float
+    since: _Time
     failure: Failure | None = None
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []

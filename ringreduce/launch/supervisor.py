@@ -43,6 +43,8 @@ _POLL_S = 0.05
 _CAUSE_WAIT_S = 1.5
 # From SIGTERM to SIGKILL.
 _GRACE_S = 3.0
+# Before that, where flight records are kept: the others notice within a second and write theirs.
+_RECORD_WAIT_S = 1.5
 # Output that a dead worker's children still hold open is read this long.
 _DRAIN_S = 0.5
 _TAIL_LINES = 400
@@ -167,6 +169,7 @@ class _Job:
         self._guard: subprocess.Popen[bytes] | None = None
         self._kept: list[TextIO] = []
         self._keeps_records = False
+        self._asked_s: float | None = None
 
     @contextlib.contextmanager
     def signals(self):  # type: ignore[no-untyped-def]
@@ -285,7 +288,7 @@ class _Job:
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._reap()
-            if self._stop_s is None and self._is_doomed():
+            if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self.stop(_GRACE_S)
             elif self._stop_s is not None and time.monotonic() >= self._stop_s:
                 self._kill()
@@ -372,6 +375,19 @@ class _Job:
             return True
         first_exit = min(w.exit_s for w in self._workers if w.failure() and w.exit_s is not None)
         return time.monotonic() - first_exit >= _CAUSE_WAIT_S
+
+    def _have_recorded(self) -> bool:
+        """Whether the workers that still run have had the time to write flight records."""
+        if not self._keeps_records:
+            return True
+        now = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now
+            # One in user code may not notice by itself, and where it is may tell something.
+            for worker in self._workers:
+                if worker.alive:
+                    worker.ask_for_record()
+        return now - self._asked_s >= _RECORD_WAIT_S
 
     def stop(self, grace_s: float) -> None:
         """Ask the workers that still run to end; `watch` kills them after `grace_s`."""
