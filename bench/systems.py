@@ -63,13 +63,19 @@ def ring_processes(
 ) -> list[Process]:
     """`command` as the ranks of a ringreduce job, one on each host.
 
-    What ``ringreduce run`` does on one host, for ranks in several network namespaces too.
+    What ``ringreduce run`` does on one host, for ranks in several network namespaces too. Between
+    namespaces data is encrypted, unless the user's ``RINGREDUCE_ENCRYPTION`` is off.
     """
     rendezvous = f"{hosts[0].address}:{free_ports(1)[0]}"
     job_id = secrets.token_hex(8)
+    secret = secrets.token_hex(32)
     processes = []
     for rank, host in enumerate(hosts):
-        choices: dict[str, object] = {"timeout_s": TURN_TIMEOUT_S, "join_timeout_s": TURN_TIMEOUT_S}
+        choices: dict[str, object] = {
+            "timeout_s": TURN_TIMEOUT_S,
+            "join_timeout_s": TURN_TIMEOUT_S,
+            "secret": secret,
+        }
         if transport is not None:
             choices["transport"] = transport
         if host.name:

@@ -6,7 +6,6 @@ when it is first asked for, so that the launcher and the command line start at o
 """
 
 import importlib
-import logging
 from typing import TYPE_CHECKING
 
 from ringreduce._version import __version__
@@ -15,8 +14,10 @@ from ringreduce.errors import (
     ArrayError,
     ClosedError,
     ConfigError,
+    CorruptionError,
     MismatchError,
     NativeError,
+    NumericsError,
     PeerError,
     PeerLostError,
     PeerTimeoutError,
@@ -45,8 +46,10 @@ __all__ = [
     "Communicator",
     "Config",
     "ConfigError",
+    "CorruptionError",
     "MismatchError",
     "NativeError",
+    "NumericsError",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -92,6 +95,3 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(_LATER[name]), name)
     globals()[name] = value
     return value
-
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())

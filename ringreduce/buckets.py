@@ -13,6 +13,7 @@ Padding lets a gradient's place in the bucket be handed to the framework as it s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,14 +25,18 @@ __all__ = ["ALIGNMENT", "Bucket", "BucketPlan", "GradientSpec", "Slot", "first_d
 # TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
 ALIGNMENT = 64
 
+# Automatic names are numbered by what else a process has created: `dense_1/kernel` on one rank
+# may be `dense/kernel` on another. An optimizer's variables have such a path within their own
+# name: `adam/sequential_dense_1_kernel_momentum`.
+_NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
+
 
 @dataclass(frozen=True)
 class GradientSpec:
     """A gradient as all ranks must see it.
 
     Attributes:
-        path: the variable's name, for messages; not compared, since automatic names depend
-            on what else a process has created.
+        path: the variable's name; compared without the numbers of automatic names.
         shape, dtype: of the gradient.
         present: whether the variable has a gradient at all.
     """
@@ -46,9 +51,14 @@ class GradientSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present
+
     def agrees_with(self, other: GradientSpec) -> bool:
         """Whether two ranks can reduce this gradient together."""
-        return (self.shape, self.dtype, self.present) == (other.shape, other.dtype, other.present)
+        return self.essence == other.essence
 
     def describe(self) -> str:
         """``dense/kernel: float32 of shape (784, 10)``, or that it has none."""
@@ -131,18 +141,36 @@ class BucketPlan:
 
     @cached_property
     def signature(self) -> int:
-        """64 bits that differ when plans differ; names do not count."""
-        specs = tuple((g.shape, g.dtype, g.present) for g in self.gradients)
-        return signature_of("plan", specs, self.buckets)
+        """64 bits that differ when plans differ; the numbers of automatic names do not count."""
+        return signature_of("plan", tuple(g.essence for g in self.gradients), self.buckets)
+
+    def describe_buckets(self) -> str:
+        """``3 buckets, the first of 4096 float32``."""
+        number = f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}"
+        if not self.buckets:
+            return number
+        return f"{number}, the first of {self.buckets[0].count} {self.buckets[0].dtype}"
 
 
 def first_difference(
-    ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec]
+    ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec], what: str = "gradients"
 ) -> tuple[str, str] | None:
-    """The first gradient on which two ranks disagree, as both describe it; None if they agree."""
+    """The first gradient on which two ranks disagree, as both describe it; None if they agree.
+
+    Args:
+        ours, theirs: in the order of the variables.
+        what: what errors call them, all together.
+    """
     for own, other in zip(ours, theirs, strict=False):
         if not own.agrees_with(other):
             return own.describe(), other.describe()
-    if len(ours) != len(theirs):
-        return f"{len(ours)} gradients", f"{len(theirs)} gradients"
-    return None
+    if len(ours) == len(theirs):
+        return None
+    # All that the shorter list has is in the longer one too, which has this one after it.
+    common = min(len(ours), len(theirs))
+
+    def describe(specs: Sequence[GradientSpec]) -> str:
+        beyond = f", one of them {specs[common].describe()}" if len(specs) > common else ""
+        return f"{len(specs)} {what}{beyond}"
+
+    return describe(ours), describe(theirs)

@@ -32,6 +32,14 @@ class Transport(str, enum.Enum):
     zmq = "zmq"
 
 
+class Encryption(str, enum.Enum):
+    """`config.ENCRYPTIONS`, as typer wants choices."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ringreduce {__version__}")
@@ -79,6 +87,10 @@ def run(
         Path | None,
         typer.Option(help="Folder for what workers print, and for flight records."),
     ] = None,
+    encryption: Annotated[
+        Encryption | None,
+        typer.Option(help="Whether data between ranks is encrypted [default: auto]."),
+    ] = None,
 ) -> None:
     """Run a script as N workers on this host that form a ring.
 
@@ -94,6 +106,7 @@ def run(
             timeout_s=timeout,
             transport=None if transport is None else transport.value,
             log_dir=str(log_dir or log_dir_wanted()) or None,
+            encryption=None if encryption is None else encryption.value,
         )
     except RingReduceError as error:
         typer.echo(f"ringreduce: {error}", err=True)

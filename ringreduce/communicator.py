@@ -44,7 +44,9 @@ from ringreduce.errors import (
 from ringreduce.formation import form
 from ringreduce.payload import bounds_of, checked_lengths, decode, encode, flat_view
 from ringreduce.recorder import Recorder
+from ringreduce.transport.news import write_goodbye
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
+from ringreduce.watch import Watcher
 from ringreduce.wire import Kind, signature_of
 
 __all__ = ["Communicator", "Statistics"]
@@ -52,6 +54,7 @@ __all__ = ["Communicator", "Statistics"]
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_Explanation = Callable[[MismatchError], RingReduceError | None]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Communicator:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
+        self._explanations: list[weakref.WeakMethod[_Explanation]] = []
         self._closed = False
         self._recorder = Recorder(config.rank, config.size)
         self._flight = FlightFile(config, self._recorder)
@@ -110,13 +114,15 @@ class Communicator:
         self._engine: Engine | None = None
         self._is_closing = False
         self._blocked_s = 0.0
+        self._watcher: Watcher | None = None
+        self._has_aborted = False
         if config.size > 1:
             try:
                 self._form(config)
             except BaseException as error:
                 if self._failure is None:  # Else it was dumped when it broke.
                     self._recorder.fail(error)
-                    self._dump(f"{type(error).__name__}: {error}")
+                    self._dump(_described(error))
                 self._flight.close()
                 raise
         _open.add(self)
@@ -129,10 +135,21 @@ class Communicator:
             self.local_rank = formed.local_rank
         if config.local_size is None:
             self.local_size = formed.local_size
+        self._watcher = Watcher(
+            formed.control,
+            rank=config.rank,
+            size=config.size,
+            link_timeout_s=config.link_timeout_s,
+            standing=self._recorder.standing,
+            flow=self._ring.flow,
+            progress=self._ring.traffic,
+            tell=self._hear,
+        )
+        self._recorder.peers = self._watcher.peers
         try:
             self.barrier()
         except BaseException:
-            self._ring.close()
+            self._leave("")
             raise
         finally:
             formed.finish()
@@ -205,7 +222,7 @@ class Communicator:
         # Without the lock, which the engine holds while it runs a collective.
         found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
         if found is None:
-            if "shm" in self._transport and nbytes and not self._closed:
+            if "shm" in self._transport and nbytes and not self._closed and not self._failure:
                 _log.warning(
                     "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
                     *(self.rank, self.size, nbytes),
@@ -431,12 +448,47 @@ class Communicator:
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring because of `error`, which a layer above has found; return it to raise.
 
-        Every other rank gets the same error from its next call.
+        Every other rank gets the same error from the call it is in, or from its next.
         """
-        with self._lock:
-            if self._failure is None and not self._closed:
+        if self._failure is None and not self._closed:
+            self._failure = error
+            if self._watcher is not None:
+                self._watcher.abort(error)
+            # A call of another thread ends, and with it its hold of the lock.
+            self._ring.interrupt(error)
+            with self._lock:
                 self._break(error)
         return error
+
+    def _hear(self, error: RingReduceError) -> None:
+        """The watcher has found that the ring is at its end; in its thread, so without the lock."""
+        if self._failure is None:
+            self._failure = error
+        self._ring.interrupt(error)
+        engine = self._engine
+        if engine is not None:
+            engine.fail(error)
+        if self._recorder.standing().operation is None:
+            # A call that fails is recorded when it does; in user code there is none.
+            self._recorder.fail(error)
+            self._dump(_described(error))
+
+    def explain_with(self, explain: _Explanation) -> None:
+        """Have a method asked what it means when ranks are seen to be in different calls.
+
+        For integrations, which know what signatures stand for. Asked in the thread of the call
+        that failed, before the other ranks are told: what it returns, if anything, is raised
+        there and here instead. Only a weak reference is kept.
+        """
+        self._explanations.append(weakref.WeakMethod(explain))
+
+    def _explained(self, error: RingReduceError) -> RingReduceError:
+        """What an integration, or the watcher, has to say about what this rank has run into."""
+        if isinstance(error, MismatchError) and error.origin is None:
+            for reference in self._explanations:
+                if (explain := reference()) is not None and (better := explain(error)) is not None:
+                    return better
+        return error if self._watcher is None else self._watcher.explain(error)
 
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
@@ -459,10 +511,18 @@ class Communicator:
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.
 
-        A rank that still waits for this one gets a PeerLostError. So does a call that runs in
-        another thread, or in the background; what had not begun gets a ClosedError. Never
-        raises, takes at most about a second.
+        A rank that makes a call after that, or is in one that this rank has not made, gets a
+        MismatchError. A call of this rank's that runs in another thread, or in the background,
+        gets a PeerLostError; what had not begun, a ClosedError. Never raises, takes at most
+        about two seconds.
         """
+        # Set by Python when an exception has ended the program.
+        error = getattr(sys, "last_value", None)
+        self._record_end(error)
+        self._leave("" if error is None else _described(error))
+
+    def _leave(self, why: str) -> None:
+        """Close; `why` is the exception that makes this rank leave, where one does."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         self._ring.interrupt()
@@ -475,7 +535,14 @@ class Communicator:
             if self._closed:
                 return
             self._closed = True
-            self._ring.close()
+            calls = self._recorder.calls
+            # Asked before the others hear of it: what they make of it is no failure of this rank's.
+            word = b"" if self._failure is not None else write_goodbye(calls, why)
+            if self._watcher is not None:
+                self._watcher.leave(calls, why)
+            self._ring.close(word)
+            if self._watcher is not None:
+                self._watcher.join()
             self._flight.close()
             if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
@@ -490,10 +557,9 @@ class Communicator:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close."""
-        if value is not None:
-            self._leave(value)
-        self.close()
+        """Close; the others are told of the exception that ended the block, if one did."""
+        self._record_end(value)
+        self._leave("" if value is None else _described(value))
 
     def __repr__(self) -> str:
         """Place and state."""
@@ -517,8 +583,14 @@ class Communicator:
             self._recorder.begin(name, nbytes)
             try:
                 result = run(*arguments)
+            except RingReduceError as error:
+                self._break(self._explained(error))
+                if self._failure is error:
+                    raise
+                # The watcher knew more, or knew it first: one error, now and ever after.
+                raise _again(self._failure or error) from error
             except BaseException as error:
-                self._break(error if isinstance(error, RingReduceError) else self._cut(error))
+                self._break(self._cut(error))
                 raise
             self._recorder.end()
         if _log.isEnabledFor(logging.DEBUG):
@@ -556,21 +628,31 @@ class Communicator:
         )
 
     def _break(self, error: RingReduceError) -> None:
-        self._failure = error
+        if self._failure is None:
+            self._failure = error
         self._recorder.fail(error)
+        if self._has_aborted:
+            return
+        self._has_aborted = True
+        if self._watcher is not None:
+            self._watcher.abort(error)
         try:
             self._ring.abort(error)
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
             # Last: the others and whoever waits here need not wait for a disk.
-            self._dump(f"{type(error).__name__}: {error}")
+            self._dump(_described(error))
 
-    def _leave(self, error: BaseException) -> None:
-        """Record that this rank goes because of an error of the program's, not of the ring's."""
-        if self._failure is None and not self._closed:
+    def _record_end(self, error: BaseException | None) -> None:
+        """Write a flight record of the program's error that makes this rank leave, if one does."""
+        if error is None or self._failure is not None or self._closed:
+            return
+        if isinstance(error, SystemExit) and not error.code:
+            return  # The usual end of a program.
+        if self._process == os.getpid():
             self._recorder.fail(error)
-            self._dump(f"{type(error).__name__}: {error}")
+            self._dump(_described(error))
 
     def _dump(self, why: str) -> None:
         """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
@@ -620,15 +702,15 @@ def _again(error: RingReduceError) -> RingReduceError:
     return anew
 
 
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Ranks that wait for this one learn that it has left, and no thread of a framework's waits."""
-    # What Python has just printed the traceback of; last_exc is its name since 3.12.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for communicator in list(_open):
-        if error is not None:
-            communicator._leave(error)
         communicator.close()

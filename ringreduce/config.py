@@ -8,15 +8,19 @@ is a broken launch, and `ConfigError` says so rather than letting it train alone
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from ringreduce.errors import ConfigError
 
 __all__ = [
+    "ENCRYPTIONS",
+    "INTEGRITIES",
     "TRANSPORTS",
     "Config",
     "color_wanted",
+    "configured_secret",
     "log_dir_wanted",
     "native_wanted",
     "worker_environment",
@@ -29,22 +33,40 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 _CHOICES = (
     "RINGREDUCE_TIMEOUT_S",
     "RINGREDUCE_JOIN_TIMEOUT_S",
+    "RINGREDUCE_LINK_TIMEOUT_S",
     "RINGREDUCE_SEGMENT_BYTES",
     "RINGREDUCE_STREAMS",
     "RINGREDUCE_TRANSPORT",
+    "RINGREDUCE_INTEGRITY",
     "RINGREDUCE_HOST_ID",
     "RINGREDUCE_LOG_DIR",
+    "RINGREDUCE_SECRET",
+    "RINGREDUCE_ENCRYPTION",
 )
 
 # How ranks reach each other: `auto` takes shared memory within a host where it can be had and
 # ZeroMQ between hosts; `shm` insists on it; `zmq` is ZeroMQ everywhere.
 TRANSPORTS = ("auto", "shm", "zmq")
 
+# What crosses a network: `auto` is encrypted between hosts and not on loopback addresses; `on`
+# encrypts everywhere; `off` nowhere, for networks that are trusted. Ranks prove who they are
+# in each of them (`ringreduce.transport.security`).
+ENCRYPTIONS = ("auto", "on", "off")
+# Whether frames over ZeroMQ carry a checksum of their payload: `auto` where they leave the host
+# and nothing else guards them (`ringreduce.checksum.is_wanted`).
+INTEGRITIES = ("auto", "crc32", "off")
+
+# 16 characters of base64 are 96 bits. What is longer than 4096 is no secret but a wrong file.
+_SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
+
 # A job that is merely slow should survive a long validation or checkpoint on one rank; a job
 # that hangs should not burn money for minutes.
 TIMEOUT_S = 30.0
 # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
 JOIN_TIMEOUT_S = 120.0
+# Of a connection that carries nothing of what is due: TCP has sent a lost packet five times by
+# then. Long enough for a switch that loses a few, short enough to be told within three seconds.
+LINK_TIMEOUT_S = 2.0
 # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
 # than 512 KiB, and 2 MiB is slower again (docs/performance.md).
 SEGMENT_BYTES = 1 << 20
@@ -79,15 +101,21 @@ class Config:
         job_id: equal on all ranks of a job, different from any other job's.
         timeout_s: seconds without progress after which a call gives up.
         join_timeout_s: seconds for all ranks to meet.
+        link_timeout_s: seconds that a connection may carry nothing of what is due before it
+            counts as dead, while both its ends are alive.
         segment_bytes: payload of a full frame; equal on all ranks.
         streams: connections to the next rank that large messages are spread over, each with
             an I/O thread of its own; equal on all ranks.
         transport: one of `TRANSPORTS`; equal on all ranks.
+        integrity: one of `INTEGRITIES`; equal on all ranks.
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
         log_dir: folder for flight records (`ringreduce report`), written when the ring breaks
             and on SIGUSR1; made when it is not there; empty: none are written.
+        secret: what only ranks of this job know; needed off the loopback interface. It is never
+            shown, logged or passed as an argument of a program.
+        encryption: one of `ENCRYPTIONS`; equal on all ranks.
 
     Raises:
         ConfigError: a value is out of range; the text says which and where it came from.
@@ -102,11 +130,15 @@ class Config:
     job_id: str = ""
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
+    link_timeout_s: float = LINK_TIMEOUT_S
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
+    integrity: str = "auto"
     host_id: str = ""
     log_dir: str = ""
+    secret: str = field(default="", repr=False)
+    encryption: str = "auto"
 
     def __post_init__(self) -> None:
         self._require("size", self.size >= 1, "at least 1")
@@ -119,12 +151,16 @@ class Config:
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
         self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
+        self._require("link_timeout_s", self.link_timeout_s >= 0.5, "at least 0.5 seconds")
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
         self._require("streams", 1 <= self.streams <= 16, "1 to 16")
         self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
+        self._require("integrity", self.integrity in INTEGRITIES, ", ".join(INTEGRITIES))
         self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
+        self._require("encryption", self.encryption in ENCRYPTIONS, ", ".join(ENCRYPTIONS))
+        _check_secret(self.secret, "the argument secret or the variable RINGREDUCE_SECRET")
         if self.size > 1:
             host_and_port(self.rendezvous)
 
@@ -168,10 +204,12 @@ class Config:
                 remedy="Start the workers with `ringreduce run -n N script.py`, or set all of "
                 f"{', '.join(_LAUNCH)}; set none of them for a single process.",
             )
-        for field in fields(cls):
-            text = variables.get(_variable(field.name))
-            if field.name not in values and text is not None:
-                values[field.name] = _parse(_variable(field.name), text, str(field.type))
+        for setting in fields(cls):
+            text = variables.get(_variable(setting.name))
+            if setting.name not in values and text is not None:
+                values[setting.name] = _parse(_variable(setting.name), text, str(setting.type))
+        if not values.get("secret"):
+            values["secret"] = configured_secret(variables)
         if "timeout_s" in values and "join_timeout_s" not in values:
             # Who sets one limit means it for the meeting too.
             values["join_timeout_s"] = values["timeout_s"]
@@ -180,10 +218,67 @@ class Config:
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` makes this Config again."""
         return {
-            _variable(field.name): str(value)
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
+            _variable(setting.name): str(value)
+            for setting in fields(self)
+            if (value := getattr(self, setting.name)) is not None
         }
+
+
+def configured_secret(environment: Mapping[str, str] | None = None) -> str:
+    """The secret that the user's variables give, themselves or by a file; empty for none.
+
+    Raises:
+        ConfigError: it is too short, or the file is not one that its owner alone may read.
+    """
+    variables = os.environ if environment is None else environment
+    path = variables.get("RINGREDUCE_SECRET_FILE")
+    if (secret := variables.get("RINGREDUCE_SECRET")) or not path:
+        _check_secret(secret or "", "the variable RINGREDUCE_SECRET")
+        return secret or ""
+    secret = _read_secret(path)
+    _check_secret(secret, f"the file {path} of RINGREDUCE_SECRET_FILE", is_required=True)
+    return secret
+
+
+def _read_secret(path: str) -> str:
+    """What the file at `path` holds, without white space around it."""
+    named = f"the file {path} of RINGREDUCE_SECRET_FILE"
+    try:
+        # Neither a pipe nor a device must hold us up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            # Of what was opened, since the name may stand for another file by now.
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{named} is no regular file")
+            # Root's files are fine: root can read everything, and mounted secrets are root's.
+            if status.st_uid not in (os.geteuid(), 0):
+                raise ConfigError(f"{named} belongs to another user", remedy="Make a copy.")
+            if status.st_mode & 0o077:
+                raise ConfigError(
+                    f"{named} may be read or changed by other users "
+                    f"(its mode is {stat.S_IMODE(status.st_mode):o})",
+                    remedy=f"chmod 600 {path}",
+                )
+            data = file.read(_SECRET_CHARACTERS_MAX * 4 + 1)
+        return data.decode().strip()
+    except OSError as error:
+        raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        # Without the cause, whose text would hold what was read.
+        raise ConfigError(f"{named} is no text") from None
+
+
+def _check_secret(secret: str, source: str, *, is_required: bool = False) -> None:
+    """Refuse what is too short to be kept secret; the error does not show it."""
+    if (secret or is_required) and not (
+        _SECRET_CHARACTERS_MIN <= len(secret) <= _SECRET_CHARACTERS_MAX
+    ):
+        raise ConfigError(
+            f"the secret has {len(secret)} characters, from {source}; "
+            f"accepted: {_SECRET_CHARACTERS_MIN} to {_SECRET_CHARACTERS_MAX}",
+            remedy="`openssl rand -hex 32` makes a good one.",
+        )
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -217,9 +312,9 @@ def worker_environment(
             the others stay as the user's variables have them, if they do.
     """
     # A launcher that is itself a worker must not hand on its own place.
-    places = {_variable(field.name) for field in fields(Config)} - set(_CHOICES)
+    places = {_variable(setting.name) for setting in fields(Config)} - set(_CHOICES)
     environment = {name: value for name, value in os.environ.items() if name not in places}
-    ours = places | {_variable(field) for field in decided}
+    ours = places | {_variable(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
     for name in _THREAD_VARIABLES:
         environment.setdefault(name, str(threads))
@@ -244,8 +339,8 @@ def native_wanted() -> bool:
     return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
 
 
-def _variable(field: str) -> str:
-    return f"RINGREDUCE_{field.upper()}"
+def _variable(setting: str) -> str:
+    return f"RINGREDUCE_{setting.upper()}"
 
 
 def _parse(variable: str, text: str, kind: str) -> object:

@@ -10,11 +10,14 @@
     |   |-- PeerTimeoutError(TimeoutError)
     |   `-- PeerLostError(ConnectionError)
     |-- ProtocolError                  bytes arrived that are not ours
+    |   `-- CorruptionError            bytes arrived that are not those that were sent
+    |-- NumericsError                  a gradient is NaN or infinite
     `-- NativeError(ImportError)       a native library is missing or of another kind
 
 The second base makes an ordinary ``except TimeoutError`` work too. Everything below
-MismatchError, PeerError and ProtocolError breaks the communicator for good: whatever is
-called on it afterwards raises the same error again at once. Close it and form a new one.
+MismatchError, PeerError, ProtocolError and NumericsError breaks the communicator for good:
+whatever is called on it afterwards raises the same error again at once. Close it and form a
+new one.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ __all__ = [
     "ArrayError",
     "ClosedError",
     "ConfigError",
+    "CorruptionError",
     "MismatchError",
     "NativeError",
+    "NumericsError",
     "PeerError",
     "PeerLostError",
     "PeerTimeoutError",
@@ -87,16 +92,21 @@ class RingReduceError(Exception):
 
     def __str__(self) -> str:
         """Who, what, where, what to do: the same order for every error."""
+        where = ""
+        if self.operation is not None:
+            where = f", in {self.operation}"
+            if self.sequence is not None:
+                where += f" #{self.sequence}"
+            if self.step is not None:
+                where += f", {self.step}"
         text = self.message
         if self.rank is not None:
             who = f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
+            if self.origin is not None and where:
+                # What another rank has told has a place of its own.
+                who, where = f"{who}{where},", ""
             text = f"{who} {text}"
-        if self.operation is not None:
-            text += f", in {self.operation}"
-            if self.sequence is not None:
-                text += f" #{self.sequence}"
-            if self.step is not None:
-                text += f", {self.step}"
+        text += where
         if not text.endswith((".", "!", "?")):
             text += "."
         if self.remedy is not None:
@@ -127,7 +137,14 @@ class ClosedError(RingReduceError):
 
 
 class MismatchError(RingReduceError):
-    """The ranks disagree: operation, dtype, length, order, gradients, version or settings."""
+    """The ranks disagree: operation, dtype, length, order, gradients, version or settings.
+
+    Attributes:
+        signatures: this rank's and `peer`'s, where two calls were found to differ; they do
+            not travel with the error.
+    """
+
+    signatures: tuple[int, int] = (0, 0)
 
 
 class RendezvousError(RingReduceError):
@@ -148,6 +165,14 @@ class PeerLostError(PeerError, ConnectionError):
 
 class ProtocolError(RingReduceError):
     """Bytes arrived that no rank of this ring sends."""
+
+
+class CorruptionError(ProtocolError):
+    """Bytes changed between two ranks: a frame's checksum is not that of its payload."""
+
+
+class NumericsError(RingReduceError):
+    """A gradient holds NaN or infinity; `peer` names the rank whose it is."""
 
 
 class NativeError(RingReduceError, ImportError):

@@ -7,21 +7,27 @@ from the same table, without another word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringreduce import native, rendezvous
+from ringreduce import checksum, native, rendezvous
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.host import Host
 from ringreduce.collectives.levels import Levels
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
 from ringreduce.errors import ConfigError, NativeError, RendezvousError
+from ringreduce.liveness import message_bytes_max
 from ringreduce.placement import Placement, place
+from ringreduce.transport import descriptors
+from ringreduce.transport.address import listens_on_loopback
+from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
-from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zeromq import ZmqLink, distances
 
 __all__ = ["Formed", "form"]
 
@@ -34,12 +40,15 @@ class Formed:
 
     Attributes:
         collectives: ready to be called.
+        control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         local_rank, local_size: this rank's place on its host, as the table has it.
-        finish: call it after the first barrier; until then rank 0 may still be answering.
+        finish: call it after the first barrier; until then rank 0 may still be answering, and
+            ranks may still be connecting. Nobody can afterwards.
     """
 
     collectives: Collectives
+    control: Control
     transport: str
     local_rank: int
     local_size: int
@@ -52,41 +61,64 @@ def form(config: Config) -> Formed:
     Raises:
         As `ringreduce.communicator.Communicator`.
     """
-    shared = _shared_memory(config)
-    try:
+    security = Security.of(config)
+    channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(config.size, channels, config.streams)
+    descriptors.reserve(count, rank=config.rank, size=config.size)
+    with contextlib.ExitStack() as undo:
+        shared = _shared_memory(config)
+        if shared is not None:
+            undo.callback(shared.close)
+        bind = rendezvous.bind_address(config)
         link = ZmqLink(
             rank=config.rank,
             size=config.size,
-            bind=rendezvous.bind_address(config),
+            bind=bind,
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
             streams=config.streams,
+            security=security,
         )
-    except BaseException:
-        if shared is not None:
-            shared.close()
-        raise
-    try:
-        table, finish = rendezvous.meet(config, link.address, shared.name if shared else "")
-        try:
-            domains = tuple(name.rpartition("/")[0] for name in table.memory)
-            placement = place(table.hosts, domains)
-            _refuse_impossible(config, placement)
-            collectives = _connect(config, table, placement, link, shared)
-        except BaseException:
-            finish()
-            raise
-    except BaseException:
-        link.close()
-        if shared is not None:
-            shared.close()
-        raise
+        undo.callback(link.close)
+        control = Control(
+            rank=config.rank,
+            size=config.size,
+            bind=bind,
+            word_bytes_max=message_bytes_max(config.size),
+            link_timeout_s=config.link_timeout_s,
+            security=security,
+        )
+        undo.callback(control.close)
+
+        def meanwhile() -> None:
+            link.read_events()
+            control.read_events()
+
+        memory = shared.name if shared else ""
+        table, leave = rendezvous.meet(
+            config, link.address, control.address, memory, security, meanwhile
+        )
+        undo.callback(leave)
+        security.learn(table.keys)
+        domains = tuple(name.rpartition("/")[0] for name in table.memory)
+        placement = place(table.hosts, domains)
+        _refuse_impossible(config, placement)
+        control.connect(table.controls)
+        collectives = _connect(config, table, placement, link, shared)
+        undo.pop_all()
+
+    def finish() -> None:
+        leave()
+        link.lock()
+
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
         "[%d/%d] ring formed over %s: %s",
         *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
     )
-    return Formed(collectives, placement.transport, here.index(config.rank), len(here), finish)
+    return Formed(
+        collectives, control, placement.transport, here.index(config.rank), len(here), finish
+    )
 
 
 def _shared_memory(config: Config) -> HostLink | None:
@@ -167,6 +199,11 @@ def _connect(
 
 def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, in which this rank is one."""
-    link.connect(job=table.job, addresses=table.addresses, members=members)
+    checked = checksum.is_wanted(
+        config.integrity,
+        encrypted=link.is_encrypted,
+        loopback=all(listens_on_loopback(table.addresses[member]) for member in members),
+    )
+    link.connect(job=table.job, addresses=table.addresses, members=members, checked=checked)
     place, size = members.index(config.rank), len(members)
     return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)

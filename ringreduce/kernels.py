@@ -26,7 +26,15 @@ from numba.extending import intrinsic
 
 from ringreduce.types import ReduceOp
 
-__all__ = ["call_kernel", "divide", "narrow", "reduce_rows", "reduction", "widen"]
+__all__ = [
+    "call_kernel",
+    "divide",
+    "first_nonfinite",
+    "narrow",
+    "reduce_rows",
+    "reduction",
+    "widen",
+]
 
 
 def reduction(op: ReduceOp, dtype: np.dtype) -> int:
@@ -59,6 +67,25 @@ def narrow(source: np.ndarray, target: np.ndarray) -> None:
     """Fill `target`, float16 or bfloat16 of shape (n,), with `source`, float32, rounded to even."""
     kernel = _narrow_float16 if target.dtype.name == "float16" else _narrow_bfloat16
     kernel(source, target.view(np.uint16))
+
+
+def first_nonfinite(flat: np.ndarray) -> int:
+    """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none.
+
+    Reads memory once, at its speed. Integers are always finite.
+    """
+    if flat.dtype.name not in _EXPONENT_BITS:
+        return -1
+    exponent, lowest = _EXPONENT_BITS[flat.dtype.name]
+    per_word = 8 // flat.itemsize
+    words = flat.size // per_word
+    block = int(_first_nonfinite_block(flat[: words * per_word].view(np.uint64), exponent, lowest))
+    # Either the block that holds it, or the last few elements, which fill no word.
+    start = block * per_word
+    length = _BLOCK_WORDS * per_word if block < words else per_word
+    with np.errstate(invalid="ignore"):  # numpy widens bfloat16, which signalling NaNs resent
+        suspects = np.flatnonzero(~np.isfinite(flat[start : start + length]))
+    return start + int(suspects[0]) if suspects.size else -1
 
 
 def _sum(target: Any, source: Any, count: Any) -> None:
@@ -169,6 +196,38 @@ def reduce_rows(
         call_kernel(combine, to, memory + row * target.size, elements)
     if finish != 0:
         call_kernel(finish, to, by.ctypes.data, elements)
+
+
+def _in_all_lanes(bits: int, lane: int) -> Any:
+    """`bits` in each part of `lane` bits of a word."""
+    return np.uint64(sum(bits << shift for shift in range(0, 64, lane)))
+
+
+# For each float type, as many lanes as fit a word: the bits of the exponent, which are all set
+# in NaN and infinity alone, and the lowest of them. Adding that then carries into the sign's place.
+_EXPONENT_BITS = {
+    "float16": (_in_all_lanes(0x7C00, 16), _in_all_lanes(0x0400, 16)),
+    "bfloat16": (_in_all_lanes(0x7F80, 16), _in_all_lanes(0x0080, 16)),
+    "float32": (_in_all_lanes(0x7F800000, 32), _in_all_lanes(0x00800000, 32)),
+    "float64": (_in_all_lanes(0x7FF << 52, 64), _in_all_lanes(1 << 52, 64)),
+}
+# Long enough for wide vectors, short enough to look for the element in it.
+_BLOCK_WORDS = 1024
+
+
+@numba.njit(nogil=True, cache=True)
+def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
+    """Where the first block begins that holds one; the number of `words` if none does."""
+    signs = (exponent + lowest) & ~exponent
+    for start in range(0, words.size, _BLOCK_WORDS):
+        carried = np.uint64(0)
+        block = words[start : start + _BLOCK_WORDS]
+        # By index: numba's iteration over an array is not vectorized, and four times as slow.
+        for i in range(block.size):
+            carried |= (block[i] & exponent) + lowest
+        if carried & signs != 0:
+            return start
+    return words.size
 
 
 def _half_to_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:

@@ -35,6 +35,7 @@ def init(
     join_timeout_s: float | None = None,
     segment_bytes: int | None = None,
     transport: str | None = None,
+    integrity: str | None = None,
     host_id: str | None = None,
 ) -> Communicator:
     """Form the ring and make it this process's default; return its communicator.
@@ -55,6 +56,8 @@ def init(
         segment_bytes: payload of a full frame, equal on all ranks.
         transport: ``"auto"`` (shared memory within a host, ZeroMQ between hosts), ``"shm"`` or
             ``"zmq"``; equal on all ranks.
+        integrity: ``"crc32"`` or ``"off"``: whether frames over ZeroMQ carry a checksum;
+            ``"auto"``: those that leave the host do, unless encrypted. Equal on all ranks.
         host_id: name of this host, where the system's own does not tell hosts apart.
 
     Raises:
@@ -73,6 +76,7 @@ def init(
         join_timeout_s=join_timeout_s,
         segment_bytes=segment_bytes,
         transport=transport,
+        integrity=integrity,
         host_id=host_id,
     )
     with _lock:

@@ -9,26 +9,35 @@ A Hello of another job, or for a rank that is taken, is turned away alone; the j
 waiting for the right one. A rightful member that runs another version or other settings
 ends the formation on every rank, since the ring can never be right.
 
+With a secret all of it is encrypted, and nobody gets to say anything who has not got it
+(`ringreduce.transport.security`); each rank announces the key by which it is known afterwards.
+
 Messages are msgpack of typed records (msgspec), limited in size. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import platform
 import secrets
 import socket as sockets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
-from ringreduce.config import TRANSPORTS, Config, host_and_port
+from ringreduce.config import ENCRYPTIONS, INTEGRITIES, TRANSPORTS, Config
 from ringreduce.errors import ConfigError, MismatchError, RendezvousError, RingReduceError
+from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
+from ringreduce.transport.monitor import unwatch, watch
+from ringreduce.transport.security import MECHANISMS, Doorkeeper, Security
 from ringreduce.wire import WIRE_VERSION
 
 __all__ = ["Table", "bind_address", "host_identity", "meet"]
@@ -40,6 +49,19 @@ _MESSAGE_BYTES_MAX = 1 << 20
 _POLL_MS = 50
 # Strangers may knock; remembering and reporting a few is enough.
 _REFUSALS_KEPT = 8
+# Further ones are not even answered. Ranks of other jobs are told why they are turned away.
+_REFUSALS_ANSWERED = 256
+# Messages that may wait on a connection; a rank says one.
+_QUEUED_MAX = 16
+# What others say of themselves is shown in errors and logs up to this length.
+_SHOWN_CHARACTERS = 200
+# A handshake can fail because the other side has just died. Not every time.
+_FAILED_HANDSHAKES = 3
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class _Hello(msgspec.Struct, tag=True):
@@ -49,16 +71,23 @@ class _Hello(msgspec.Struct, tag=True):
     rank: int
     size: int
     address: str
+    control: str
     host: str
     memory: str
     settings: dict[str, int]
+    key: str
+    # What may differ and work all the same; "" from who does not say.
+    python: str = ""
+    numpy: str = ""
 
 
 class _Welcome(msgspec.Struct, tag=True):
     job: int
     addresses: list[str]
+    controls: list[str]
     hosts: list[str]
     memory: list[str]
+    keys: list[str]
 
 
 class _Refusal(msgspec.Struct, tag=True):
@@ -74,23 +103,37 @@ class Table:
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
         addresses: where each rank's sockets listen.
+        controls: where each rank's control channel listens.
         hosts: name of each rank's host; equal for ranks that share one.
         memory: what each rank announced of memory that it can share; empty for none.
+        keys: each rank's public key; empty without a secret.
     """
 
     job: int
     addresses: tuple[str, ...]
+    controls: tuple[str, ...]
     hosts: tuple[str, ...]
     memory: tuple[str, ...]
+    keys: tuple[str, ...]
 
 
-def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callable[[], None]]:
+def meet(
+    config: Config,
+    address: str,
+    control: str,
+    memory: str = "",
+    security: Security | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[Table, Callable[[], None]]:
     """Exchange addresses with all ranks.
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
         address: where this rank's own sockets listen; the others get it as it is.
+        control: the same of its control channel.
         memory: how ranks of the same host reach its memory; empty: they cannot.
+        security: this rank's keys; by default what `config` asks for.
+        meanwhile: called again and again while this waits.
 
     Returns:
         The table, and a function that closes this rank's side of the rendezvous. Call it
@@ -101,6 +144,7 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
             its port is taken, or it turned this rank away.
         MismatchError: a rank runs another version or has other settings.
     """
+    security = security or Security.of(config)
     hello = _Hello(
         version=__version__,
         wire_version=WIRE_VERSION,
@@ -108,31 +152,54 @@ def meet(config: Config, address: str, memory: str = "") -> tuple[Table, Callabl
         rank=config.rank,
         size=config.size,
         address=address,
+        control=control,
         host=config.host_id or host_identity(),
         memory=memory,
         settings={
             "segment_bytes": config.segment_bytes,
             "streams": config.streams,
             "transport": TRANSPORTS.index(config.transport),
+            "encryption": ENCRYPTIONS.index(config.encryption),
+            # Follows from the address, which may look different on different hosts.
+            "mechanism": MECHANISMS.index(security.mechanism),
+            "integrity": INTEGRITIES.index(config.integrity),
         },
+        key=security.public,
+        python=platform.python_version(),
+        numpy=np.__version__,
     )
     context = zmq.Context(io_threads=1)
     kind = zmq.ROUTER if config.rank == 0 else zmq.DEALER
     socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+    socket.setsockopt(zmq.RCVHWM, _QUEUED_MAX)
     socket.setsockopt(zmq.IPV6, 1)
     # Answers get this long to leave at closing time.
     socket.setsockopt(zmq.LINGER, 1000)
+    failures = _Failures(socket)
+    doorkeeper: Doorkeeper | None = None
 
     def close() -> None:
+        if doorkeeper is not None:
+            doorkeeper.close()
+        failures.close()
         socket.close()
         context.term()
 
     try:
         if config.rank == 0:
-            table = _receive_members(socket, config, hello)
+            doorkeeper = security.serve_meeting(socket, context)
+            table = _receive_members(socket, config, hello, failures, meanwhile)
         else:
-            table = _ask_to_join(socket, config, hello)
+            security.join_meeting(socket)
+            table = _ask_to_join(socket, config, hello, failures, meanwhile)
+        if security.mechanism == "NULL" and not all(map(listens_on_loopback, table.addresses)):
+            raise RendezvousError(
+                "was told of a rank that listens on the network, and the job has no secret",
+                rank=config.rank,
+                size=config.size,
+                remedy="Give all ranks the same RINGREDUCE_SECRET.",
+            )
     except BaseException:
         close()
         raise
@@ -148,38 +215,36 @@ def bind_address(config: Config) -> str:
     Raises:
         RendezvousError: the rendezvous host's name does not resolve or cannot be reached.
     """
-    family, target = _resolve(config)
+    family, target = resolve(config)
     if config.rank == 0:
-        return _endpoint(target[0], "*")
+        return endpoint(target[0], "*")
     try:
         with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
             probe.connect(target)  # Chooses a route; a datagram socket sends nothing here.
-            return _endpoint(probe.getsockname()[0], "*")
+            return endpoint(probe.getsockname()[0], "*")
     except OSError as error:
-        raise _unreachable(config, error) from error
+        raise unreachable(config, error) from error
 
 
-def _resolve(config: Config) -> tuple[int, tuple[str, int]]:
-    """Address family and numeric address of the rendezvous; libzmq binds no host names."""
-    host, port = host_and_port(config.rendezvous)
-    try:
-        family, _, _, _, target = sockets.getaddrinfo(host, port, type=sockets.SOCK_DGRAM)[0]
-    except OSError as error:
-        raise _unreachable(config, error) from error
-    return family, (str(target[0]), port)
+class _Failures:
+    """Counts the handshakes at `socket` that failed; such connections are never heard of else."""
 
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket, self._count = socket, 0
+        # Whether one was in another language: libzmq does not try to connect again then.
+        self.is_final = False
+        self._events = watch(socket, int(_HANDSHAKE_FAILED))
 
-def _endpoint(host: str, port: int | str) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    def count(self) -> int:
+        """Their number until now."""
+        while self._events.poll(0):
+            event = parse_monitor_message(self._events.recv_multipart())
+            self.is_final |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            self._count += 1
+        return self._count
 
-
-def _unreachable(config: Config, error: OSError) -> RendezvousError:
-    return RendezvousError(
-        f"cannot reach the rendezvous {config.rendezvous}: {error.strerror or error}",
-        rank=config.rank,
-        size=config.size,
-        remedy="Check RINGREDUCE_RENDEZVOUS.",
-    )
+    def close(self) -> None:
+        unwatch(self._socket, self._events)
 
 
 def host_identity() -> str:
@@ -187,7 +252,13 @@ def host_identity() -> str:
     return platform.node() or "localhost"
 
 
-def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> Table:
+def _receive_members(
+    socket: zmq.Socket[bytes],
+    config: Config,
+    own: _Hello,
+    failures: _Failures,
+    meanwhile: Callable[[], None],
+) -> Table:
     """Rank 0's side: wait until every rank has said a valid Hello, then welcome them all."""
     _listen(socket, config)
     deadline = time.monotonic() + config.join_timeout_s
@@ -196,7 +267,9 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
     try:
         while len(members) < config.size:
             if time.monotonic() >= deadline:
-                raise _incomplete(config, members, refused)
+                raise _incomplete(config, members, refused, failures.count())
+            failures.count()  # They must not pile up.
+            meanwhile()
             if not socket.poll(_POLL_MS):
                 continue
             parts = socket.recv_multipart()
@@ -211,15 +284,34 @@ def _receive_members(socket: zmq.Socket[bytes], config: Config, own: _Hello) -> 
             _refuse(socket, identity, error)
         raise
     ordered = [members[rank] for rank in range(config.size)]
+    _warn_of_versions([hello for _, hello in ordered])
     welcome = _Welcome(
         job=secrets.randbits(64),
         addresses=[hello.address for _, hello in ordered],
+        controls=[hello.control for _, hello in ordered],
         hosts=[hello.host for _, hello in ordered],
         memory=[hello.memory for _, hello in ordered],
+        keys=[hello.key for _, hello in ordered],
     )
     for identity, _ in ordered[1:]:
         socket.send_multipart([identity, msgspec.msgpack.encode(welcome)])
     return _table(welcome)
+
+
+def _warn_of_versions(hellos: Sequence[_Hello]) -> None:
+    """Name ranks that run another Python or numpy than rank 0, which can change results."""
+    own, size = hellos[0], len(hellos)
+    others = [
+        f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
+        for hello in hellos
+        if hello.python and (hello.python, hello.numpy) != (own.python, own.numpy)
+    ]
+    if others:
+        _log.warning(
+            "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+            "numpy %s; %s",
+            *(size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+        )
 
 
 def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) -> None:
@@ -230,11 +322,12 @@ def _refuse(socket: zmq.Socket[bytes], identity: bytes, error: RingReduceError) 
 
 
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
-    _, (host, port) = _resolve(config)
+    _, (host, port) = resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
+        os.set_inheritable(config.rendezvous_fd, False)  # It came through an exec; once is enough.
         socket.setsockopt(zmq.USE_FD, config.rendezvous_fd)
     try:
-        socket.bind(_endpoint(host, port))
+        socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:
         raise RendezvousError(
             f"cannot listen on {config.rendezvous} for the other ranks: {error.strerror}",
@@ -265,23 +358,24 @@ def _admit(
     hello: _Hello,
 ) -> None:
     """Add `hello` to `members`, or turn it away; raise when it shows that the job is wrong."""
-    who = f"rank {hello.rank} ({hello.host[:64]})"
-    if hello.job_id != own.job_id:
+    who = f"rank {hello.rank} ({_shown(hello.host)})"
+    theirs, ours = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
+    if not hmac.compare_digest(theirs, ours):
         why = f"{who} belongs to another job"
     elif not 0 <= hello.rank < max(hello.size, config.size):
         why = f"{who} has no place in a ring of {config.size}"
     elif hello.rank in members and hello.size == own.size:
-        why = f"rank {hello.rank} came twice, the second time from {hello.host[:64]}"
+        why = f"rank {hello.rank} came twice, the second time from {_shown(hello.host)}"
     else:
-        for what, theirs, ours in (
+        for what, other, this in (
             ("ringreduce", hello.version, own.version),
             ("wire version", hello.wire_version, own.wire_version),
             ("size", hello.size, own.size),
             ("settings", hello.settings, own.settings),
         ):
-            if theirs != ours:
+            if other != this:
                 error = MismatchError(
-                    f"found that rank {hello.rank} has {what} {theirs}, rank 0 has {ours}",
+                    f"found that rank {hello.rank} has {what} {_shown(other)}, rank 0 has {this}",
                     rank=0,
                     size=config.size,
                     peer=hello.rank,
@@ -294,18 +388,28 @@ def _admit(
         members[hello.rank] = (identity, hello)
         return
     _note(refused, why)
+    if len(refused) > _REFUSALS_ANSWERED:
+        return
     refusal = _Refusal(text=f"was turned away by rank 0: {why}", mismatch=False, peer=0)
     socket.send_multipart([identity, msgspec.msgpack.encode(refusal)])
 
 
+def _shown(value: object) -> str:
+    """What a stranger may have written, safe to be read on a terminal."""
+    text = str(value)[:_SHOWN_CHARACTERS]
+    return text.encode("unicode_escape").decode()
+
+
 def _note(refused: list[str], why: str) -> None:
-    if len(refused) < _REFUSALS_KEPT:
+    """Remember, and log the first few."""
+    if len(refused) <= _REFUSALS_ANSWERED:
         refused.append(why)
+    if len(refused) <= _REFUSALS_KEPT:
         _log.warning("rendezvous turned away: %s", why)
 
 
 def _incomplete(
-    config: Config, members: dict[int, tuple[bytes, _Hello]], refused: list[str]
+    config: Config, members: dict[int, tuple[bytes, _Hello]], refused: list[str], failures: int
 ) -> RendezvousError:
     missing = [rank for rank in range(config.size) if rank not in members]
     named = ", ".join(str(rank) for rank in missing[:16]) + (", ..." if len(missing) > 16 else "")
@@ -313,8 +417,11 @@ def _incomplete(
         f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
         f"{'rank' if len(missing) == 1 else 'ranks'} {named} did not come"
     )
-    if refused:
-        text += f" (turned away: {'; '.join(refused)})"
+    named_refusals = refused[:_REFUSALS_KEPT]
+    if failures:
+        named_refusals.append(f"{failures} connections that could not show the job's secret")
+    if named_refusals:
+        text += f" (turned away: {'; '.join(named_refusals)})"
     return RendezvousError(
         text,
         rank=0,
@@ -325,15 +432,35 @@ def _incomplete(
     )
 
 
-def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Table:
+def _ask_to_join(
+    socket: zmq.Socket[bytes],
+    config: Config,
+    hello: _Hello,
+    failures: _Failures,
+    meanwhile: Callable[[], None],
+) -> Table:
     """The other ranks' side: say Hello and wait for the table."""
-    _, (host, port) = _resolve(config)
+    _, (host, port) = resolve(config)
+    # Rank 0 may be importing still, while its port is open already: that is no failure.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, _POLL_MS)  # Rank 0 may come later.
-    socket.connect(_endpoint(host, port))
+    socket.connect(endpoint(host, port))
     socket.send(msgspec.msgpack.encode(hello))
     # A little longer than rank 0 waits: its answer names who is missing, ours could not.
     deadline = time.monotonic() + config.join_timeout_s + 0.5
     while not socket.poll(_POLL_MS):
+        meanwhile()
+        if failures.count() >= _FAILED_HANDSHAKES or failures.is_final:
+            socket.setsockopt(zmq.LINGER, 0)
+            raise RendezvousError(
+                f"was refused in the handshake at {config.rendezvous}: what listens there does "
+                "not know this job's secret, or is no ringreduce",
+                rank=config.rank,
+                size=config.size,
+                peer=0,
+                remedy="All ranks need the same RINGREDUCE_SECRET (all or none) and the same "
+                "RINGREDUCE_JOB_ID.",
+            )
         if time.monotonic() >= deadline:
             # A hello that nobody takes must not hold up the closing.
             socket.setsockopt(zmq.LINGER, 0)
@@ -346,10 +473,10 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
             )
     try:
         answer = msgspec.msgpack.decode(socket.recv(), type=_Welcome | _Refusal)
-        if isinstance(answer, _Welcome) and all(
-            len(column) == config.size for column in (answer.addresses, answer.hosts, answer.memory)
-        ):
-            return _table(answer)
+        if isinstance(answer, _Welcome):
+            columns = (answer.addresses, answer.controls, answer.hosts, answer.memory, answer.keys)
+            if all(len(column) == config.size for column in columns):
+                return _table(answer)
     except msgspec.MsgspecError:
         answer = None
     if isinstance(answer, _Refusal):
@@ -371,4 +498,11 @@ def _ask_to_join(socket: zmq.Socket[bytes], config: Config, hello: _Hello) -> Ta
 
 
 def _table(welcome: _Welcome) -> Table:
-    return Table(welcome.job, tuple(welcome.addresses), tuple(welcome.hosts), tuple(welcome.memory))
+    return Table(
+        job=welcome.job,
+        addresses=tuple(welcome.addresses),
+        controls=tuple(welcome.controls),
+        hosts=tuple(welcome.hosts),
+        memory=tuple(welcome.memory),
+        keys=tuple(welcome.keys),
+    )

@@ -59,6 +59,8 @@ def ring_of_threads(
             "size": size,
             "rendezvous": f"127.0.0.1:{listener.getsockname()[1]}",
             "job_id": secrets.token_hex(8),
+            # As `ringreduce run` makes one: what tests see is what jobs get.
+            "secret": secrets.token_hex(32),
             "timeout_s": 20.0,
             **settings,
         }

@@ -6,12 +6,13 @@
     word 3   sequence: number of the collective on this communicator
     word 4   count: elements of the whole buffer, over all chunks
     word 5   step (32) | segment (32)
-    word 6   payload bytes in this frame
+    word 6   payload bytes in this frame (32) | their CRC-32C (32), 0 where none is made
     word 7   signature: what else must agree, such as the gradient plan or the root
 
 A receiver knows each of these words before the frame arrives, since they follow from its
-own call. It compares all eight before it looks at the payload; nothing is ever sized or
-chosen by what a peer says.
+own call, but for the checksum. It compares all eight before it looks at the payload, and the
+checksum with that of what came before it uses any of it; nothing is ever sized or chosen by
+what a peer says. The header has no sum of its own: a changed bit in it is a difference.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from ringreduce.types import DTYPE_NAMES, ReduceOp
 
 __all__ = [
+    "EXPLANATION_S",
     "HEADER_BYTES",
     "HEADER_WORDS",
     "WIRE_VERSION",
@@ -35,12 +37,16 @@ __all__ = [
     "disagreement",
     "encode",
     "signature_of",
+    "will_be_explained",
 ]
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
+# How long to wait for a disagreement to be explained by the rank that has caused it. It knows
+# as soon as it sees anybody's frame; this is for one whose predecessor is still computing.
+EXPLANATION_S = 1.0
 
 
 class Kind(enum.IntEnum):
@@ -77,6 +83,7 @@ class Header:
     step: int = 0
     segment: int = 0
     nbytes: int = 0
+    checksum: int = 0
     signature: int = 0
     magic: int = MAGIC
     version: int = WIRE_VERSION
@@ -109,7 +116,7 @@ def encode(header: Header) -> np.ndarray:
             header.sequence,
             header.count,
             header.step | header.segment << 32,
-            header.nbytes,
+            header.nbytes | header.checksum << 32,
             header.signature,
         ],
         dtype="<u8",
@@ -118,7 +125,7 @@ def encode(header: Header) -> np.ndarray:
 
 def decode(words: np.ndarray) -> Header:
     """The fields of 8 words, dtype uint64; never fails, whatever they hold."""
-    first, job, who, sequence, count, where, nbytes, signature = (int(word) for word in words)
+    first, job, who, sequence, count, where, payload, signature = (int(word) for word in words)
     low = 0xFFFFFFFF
     return Header(
         kind=first >> 40 & 0xFF,
@@ -131,7 +138,8 @@ def decode(words: np.ndarray) -> Header:
         count=count,
         step=where & low,
         segment=where >> 32,
-        nbytes=nbytes,
+        nbytes=payload & low,
+        checksum=payload >> 32,
         signature=signature,
         magic=first & low,
         version=first >> 32 & 0xFF,
@@ -142,6 +150,15 @@ def signature_of(*parts: object) -> int:
     """64 bits that differ when `parts` differ: BLAKE2b of their text, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+def will_be_explained(received: Header, expected: Header) -> bool:
+    """Whether the sender is comparing what it is about to do while we have gone on as before.
+
+    So it is where its gradients have changed since the last step. It finds the same
+    disagreement, and knows which gradient it is.
+    """
+    return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:

@@ -53,6 +53,16 @@ def all_gather(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.atleast_1d(array) for array in arrays])
 
 
+def crc32c(message: bytes) -> int:
+    """The CRC-32C of `message`, bit by bit (RFC 3720, appendix B.4)."""
+    remainder = 0xFFFFFFFF
+    for byte in message:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF
+
+
 def integer_valued(rank: int, count: int, dtype: np.dtype) -> np.ndarray:
     """`count` small whole numbers that differ between ranks; sums and products are exact."""
     values = (np.arange(count) * 7 + rank * 3) % 5

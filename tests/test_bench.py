@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -371,3 +372,21 @@ def test_training_is_measured_for_all_three_systems(tmp_path):
     # The same weights, batches and steps: the losses differ by rounding alone.
     losses = [row["loss"] for row in rows.values()]
     assert max(losses) - min(losses) < 1e-3
+
+
+def test_the_cost_of_checksums_is_measured():
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "ringreduce", "run", "-n", "2"),
+            *("-m", "bench.integrity", "--mib", "1", "2", "--seconds", "0.1"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    number = r"-?\d+\.\d+"
+    for size in (1, 2):
+        line = rf"{size} MiB, \d+ calls each: {number} ms without, {number} ms with checksums"
+        assert re.search(line, result.stdout), result.stdout

@@ -120,10 +120,29 @@ def test_signature_is_the_same_for_equal_models(gradients, bucket_bytes):
     assert one.signature == BucketPlan.make(copies, ITEMSIZES, bucket_bytes).signature
 
 
-@given(models)
-def test_signature_ignores_paths(gradients):
-    renamed = [replace(gradient, path=f"other/{gradient.path}") for gradient in gradients]
+@given(models, st.integers(0, 99))
+def test_signature_ignores_the_numbers_of_automatic_names(gradients, number):
+    renamed = [replace(gradient, path=f"{gradient.path}_{number}") for gradient in gradients]
     assert plan_of(*gradients).signature == plan_of(*renamed).signature
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agree"),
+    [
+        ("dense/kernel", "dense_1/kernel", True),
+        ("sequential_3/dense_12/kernel", "sequential/dense/kernel", True),
+        ("adam/sequential_dense_1_kernel_momentum", "adam/sequential_dense_kernel_momentum", True),
+        ("kernel:0", "kernel_1:0", True),
+        ("dense/kernel", "dense/bias", False),
+        ("encoder/dense/kernel", "decoder/dense/kernel", False),
+        ("conv2d/kernel", "conv3d/kernel", False),
+        ("block1/kernel", "block2/kernel", False),
+    ],
+)
+def test_names_agree_but_for_automatic_numbers(ours, theirs, agree):
+    one, other = (GradientSpec(path, (3,), "float32") for path in (ours, theirs))
+    assert one.agrees_with(other) is agree
+    assert (plan_of(one).signature == plan_of(other).signature) is agree
 
 
 BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32"))
@@ -131,7 +150,7 @@ BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32")
 
 @pytest.mark.parametrize(
     "change",
-    [{"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}, {"present": False}],
+    [{"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}, {"present": False}, {"path": "z"}],
     ids=str,
 )
 @pytest.mark.parametrize("index", [0, 1])
@@ -150,13 +169,21 @@ def test_signature_reacts_to_the_size_of_buckets():
     assert plan_of(*BASE).signature != plan_of(*BASE, bucket_bytes=64).signature
 
 
+def test_buckets_are_described_by_number_and_first():
+    assert plan_of(*BASE, bucket_bytes=64).describe_buckets() == (
+        "2 buckets, the first of 16 float32"
+    )
+    assert plan_of(*BASE).describe_buckets() == "1 bucket, the first of 32 float32"
+    assert plan_of().describe_buckets() == "0 buckets"
+
+
 def test_signature_is_the_same_in_every_process():
-    assert plan_of(*BASE).signature == 18193057199762755388
+    assert plan_of(*BASE).signature == 7901789511547108362
 
 
 @given(models)
 def test_first_difference_of_equal_models_is_none(gradients):
-    assert first_difference(gradients, [replace(g, path="other") for g in gradients]) is None
+    assert first_difference(gradients, [replace(g, path=f"{g.path}_7") for g in gradients]) is None
 
 
 def test_first_difference_describes_both_sides():
@@ -176,7 +203,22 @@ def test_first_difference_says_when_a_gradient_is_missing():
 
 
 def test_first_difference_counts_when_one_model_is_longer():
-    assert first_difference(BASE, BASE[:1]) == ("2 gradients", "1 gradients")
+    assert first_difference(BASE, BASE[:1]) == (
+        "2 gradients, one of them b: float32 of shape (4,)",
+        "1 gradients",
+    )
+    assert first_difference(BASE[:1], BASE, "variables") == (
+        "1 variables",
+        "2 variables, one of them b: float32 of shape (4,)",
+    )
+
+
+def test_first_difference_finds_layers_of_one_shape_in_another_order():
+    first, second = (GradientSpec(f"{name}/kernel", (2, 2), "float32") for name in ("q", "k"))
+    assert first_difference((first, second), (second, first)) == (
+        "q/kernel: float32 of shape (2, 2)",
+        "k/kernel: float32 of shape (2, 2)",
+    )
 
 
 def test_first_difference_prefers_the_first_to_the_count():

@@ -31,10 +31,10 @@ def lengths(size: int) -> list[int]:
     return sorted({0, 1, size - 1, size, size + 1, 1009, 100_003})
 
 
-@pytest.fixture(params=["zmq", "shm", "shm+zmq"])
+@pytest.fixture(params=["zmq", "zmq, checked", "shm", "shm+zmq"])
 def way(request, monkeypatch):
-    """Rings of this module use each way to reach each other; names are `Communicator.transport`."""
-    if request.param != "zmq" and native.library() is None:
+    """Rings of this module use each way to reach each other, as `Communicator.transport` says."""
+    if "shm" in request.param and native.library() is None:
         pytest.skip(native.why_missing())
 
     def form(size, work, **settings):
@@ -43,12 +43,14 @@ def way(request, monkeypatch):
         hosts = [f"host {rank % 2}" for rank in range(size)] if levels else ()
 
         def checked(comm):
-            usual = "shm" if request.param == "shm+zmq" else request.param
+            usual = "shm" if "shm" in request.param else "zmq"
             assert comm.transport == ("none" if size == 1 else "shm+zmq" if levels else usual)
             return work(comm)
 
-        transport = "zmq" if request.param == "zmq" else "auto"
-        return testing.ring_of_threads(size, checked, hosts=hosts, transport=transport, **settings)
+        transport = "auto" if "shm" in request.param else "zmq"
+        integrity = "crc32" if "checked" in request.param else "off"
+        usual = {"transport": transport, "integrity": integrity}
+        return testing.ring_of_threads(size, checked, hosts=hosts, **(usual | settings))
 
     monkeypatch.setattr(request.module, "ring_of_threads", form)
     return request.param

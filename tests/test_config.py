@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,8 +39,11 @@ def test_every_variable_is_read():
         "RINGREDUCE_SEGMENT_BYTES": "4096",
         "RINGREDUCE_STREAMS": "3",
         "RINGREDUCE_TRANSPORT": "zmq",
+        "RINGREDUCE_INTEGRITY": "crc32",
         "RINGREDUCE_HOST_ID": "rack-3",
         "RINGREDUCE_LOG_DIR": "logs",
+        "RINGREDUCE_SECRET": "correct horse battery staple",
+        "RINGREDUCE_ENCRYPTION": "off",
     }
     assert Config.from_environment(LAUNCH | limits) == Config(
         rank=1,
@@ -52,8 +58,11 @@ def test_every_variable_is_read():
         segment_bytes=4096,
         streams=3,
         transport="zmq",
+        integrity="crc32",
         host_id="rack-3",
         log_dir="logs",
+        secret="correct horse battery staple",
+        encryption="off",
     )
 
 
@@ -189,7 +198,10 @@ members = st.integers(1, 1000).flatmap(
         segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
         streams=st.integers(1, 16),
         transport=st.sampled_from(config_module.TRANSPORTS),
+        integrity=st.sampled_from(config_module.INTEGRITIES),
         host_id=st.text("abc-_0", max_size=20),
+        secret=st.just("") | st.text("abc-_0", min_size=16, max_size=64),
+        encryption=st.sampled_from(config_module.ENCRYPTIONS),
     )
 )
 
@@ -254,6 +266,80 @@ def test_worker_keeps_the_users_number_of_threads(member, monkeypatch):
 def test_worker_has_two_threads_between_operations_at_least(member):
     environment = worker_environment(member, 1)
     assert environment["TF_NUM_INTEROP_THREADS"] == "2"
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_secret_comes_from_a_file_without_its_line_end(secret_file):
+    variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
+    assert Config.from_environment(variables).secret == SECRET
+
+
+def test_variable_goes_before_the_file_and_an_empty_one_does_not(secret_file):
+    variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
+    other = "0123456789abcdef"
+    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": other}).secret == other
+    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": ""}).secret == SECRET
+    assert Config.from_environment(variables, secret=other).secret == other
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601])
+def test_secret_file_that_others_reach_is_refused_with_the_remedy(secret_file, mode):
+    secret_file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"its mode is {mode:o}\)\. chmod 600 {secret_file}"):
+        config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(secret_file)})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "has 0 characters"),
+        (b"short", "has 5 characters"),
+        (b"x" * 100_000, "characters"),
+        (b"\xff" * 32, "is no text"),
+    ],
+)
+def test_file_that_holds_no_secret_is_refused(secret_file, content, why):
+    secret_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(secret_file)})
+
+
+def test_secret_file_that_is_none_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, why in (
+        (tmp_path / "pipe", "no regular file"),
+        (tmp_path, "no regular file|cannot"),
+        (tmp_path / "missing", "cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(path)})
+
+
+def test_secret_is_shown_nowhere():
+    config = Config(secret=SECRET)
+    assert SECRET not in repr(config)
+    assert SECRET not in str(config)
+    with pytest.raises(ConfigError) as caught:
+        Config(secret="hush hush")
+    assert "has 9 characters" in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_secret_goes_to_the_worker_when_the_launcher_has_made_it(member, monkeypatch):
+    monkeypatch.delenv("RINGREDUCE_SECRET", raising=False)
+    made = dataclasses.replace(member, secret=SECRET)
+    assert worker_environment(made, 1, decided=["secret"])["RINGREDUCE_SECRET"] == SECRET
+    assert "RINGREDUCE_SECRET" not in worker_environment(member, 1)
 
 
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", False)])

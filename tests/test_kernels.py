@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -250,3 +251,53 @@ def assert_same_bits(got: np.ndarray, expected: np.ndarray) -> None:
     assert np.array_equal(got_bits[~nan], expected_bits[~nan])
     sign = word.type(1 << (8 * got.itemsize - 1))
     assert np.array_equal(got_bits[nan] & sign, expected_bits[nan] & sign)
+
+
+FLOATS = [name for name in naive.DTYPES if name.endswith(("16", "32", "64")) and "float" in name]
+
+
+def naive_first_nonfinite(flat):
+    return next(
+        (i for i, value in enumerate(flat.astype(np.float64)) if not np.isfinite(value)), -1
+    )
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("count", [1, 3, 7, 64, 4097, 9001])
+def test_the_first_value_that_is_not_finite_is_found_wherever_it_is(name, bad, count):
+    largest = float(ml_dtypes.finfo(naive.DTYPES[name]).max)
+    edges = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        largest,
+        -largest,
+        float(ml_dtypes.finfo(naive.DTYPES[name]).tiny),
+    ]
+    flat = np.resize(np.array(edges).astype(naive.DTYPES[name]), count)
+    assert kernels.first_nonfinite(flat) == naive_first_nonfinite(flat) == -1
+    for index in {0, 1, 2, 3, count // 2, 4095, 4096, count - 2, count - 1} & set(range(count)):
+        changed = flat.copy()
+        changed[index] = bad
+        changed[index:][-1:] = bad  # a later one does not matter
+        assert kernels.first_nonfinite(changed) == index == naive_first_nonfinite(changed)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_every_half_is_finite_or_not_as_numpy_says(name):
+    every = np.arange(1 << 16, dtype=np.uint16).view(naive.DTYPES[name])
+    found = [kernels.first_nonfinite(every[i : i + 4]) for i in range(0, every.size, 4)]
+    with np.errstate(invalid="ignore"):  # some are signalling NaNs
+        quads = ~np.isfinite(every.reshape(-1, 4))
+    assert found == [int(q.argmax()) if q.any() else -1 for q in quads]
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int64"])
+def test_integers_are_finite(name):
+    assert kernels.first_nonfinite(np.full(100, -1).astype(naive.DTYPES[name])) == -1
+
+
+def test_nothing_is_finite():
+    assert kernels.first_nonfinite(np.empty(0, np.float32)) == -1

@@ -26,10 +26,20 @@ SOURCES = {
 # name stands for the module and everything below it.
 LAYERS = {
     "vocabulary": ("errors", "types", "config", "_version"),
-    "pure": ("schedule", "wire", "kernels", "buckets", "placement", "payload", "flight"),
+    "pure": (
+        "schedule",
+        "wire",
+        "kernels",
+        "checksum",
+        "buckets",
+        "placement",
+        "payload",
+        "liveness",
+        "flight",
+    ),
     "effects": ("native", "handover", "transport", "rendezvous", "recorder", "dumping"),
     "collectives": ("collectives",),
-    "engine": ("engine",),
+    "engine": ("engine", "watch"),
     "communicator": ("formation", "communicator"),
     "process": ("process",),
     "bridge": ("tensorflow",),
@@ -154,7 +164,10 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.rendezvous",
         "ringreduce.transport.channel",
+        "ringreduce.transport.control",
         "ringreduce.transport.libzmq",
+        "ringreduce.transport.monitor",
+        "ringreduce.transport.security",
         "ringreduce.transport.zeromq",
     }
 

@@ -206,3 +206,28 @@ def test_models_of_different_shape_are_an_error_that_names_the_variable():
 
     with pytest.raises(ringreduce.MismatchError, match=r"gamma: float64 of shape \(3,\)"):
         ring_of_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [({}, "off"), ({"check_numerics": "warn"}, "warn"), ({"check_numerics": "raise"}, "raise")],
+)
+def test_a_gradient_that_is_no_number_is_reported_as_asked(options, mode, caplog):
+    def work(comm):
+        variable = tf.Variable([1.0, 2.0], name="weights")
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), comm, **options)
+        try:
+            optimizer.apply([tf.constant([0.0, np.nan])], [variable])
+        except ringreduce.NumericsError as error:
+            return str(error)
+        return ""
+
+    texts = ring_of_threads(2, work)
+    warnings = [r.getMessage() for r in caplog.records if "nan at [1] of weights" in r.getMessage()]
+    assert len(warnings) == (2 if mode == "warn" else 0)
+    assert all(("nan at [1] of weights" in text) is (mode == "raise") for text in texts)
+
+
+def test_another_way_to_check_numerics_is_refused():
+    with pytest.raises(ringreduce.ConfigError, match="check_numerics is 'always'; accepted: warn"):
+        rr.DistributedOptimizer(keras.optimizers.SGD(0.1), check_numerics="always")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket as sockets
 import time
 from collections.abc import Iterator
@@ -102,13 +103,18 @@ def hello(**fields: Any) -> bytes:
         "rank": 1,
         "size": 2,
         "address": "tcp://127.0.0.1:9",
+        "control": "tcp://127.0.0.1:1,2",
         "host": "elsewhere",
         "memory": "",
         "settings": {
             "segment_bytes": Config().segment_bytes,
             "streams": Config().streams,
             "transport": 0,
+            "encryption": 0,
+            "mechanism": 0,
+            "integrity": 0,
         },
+        "key": "",
     }
     return msgspec.msgpack.encode({**usual, **fields})
 
@@ -236,6 +242,24 @@ def test_another_version_is_a_mismatch_that_names_both(meeting, fields, text):
     assert text in told["text"]
     with pytest.raises(MismatchError, match=text):
         first.result()
+
+
+@pytest.mark.parametrize("library", ["python", "numpy"])
+def test_another_python_or_numpy_is_one_warning_that_names_the_rank(meeting, caplog, library):
+    first = meeting.join(0, 3)
+    with handmade_member(meeting) as member:
+        ours = {"python": platform.python_version(), "numpy": np.__version__}
+        member.send(hello(size=3, **ours))
+        member.send(hello(size=3, rank=2, **{**ours, library: "2.7.99"}))
+        assert answer(member)["type"] == "_Welcome"
+    # These members have no sockets; what matters is that they were let in.
+    with pytest.raises(RendezvousError, match="has not 2 ports"):
+        first.result()
+    [warning] = [r.getMessage() for r in caplog.records if "different versions" in r.getMessage()]
+    assert warning.startswith("[0/3] ")
+    assert "; rank 2 Python" in warning
+    assert "2.7.99" in warning
+    assert "rank 1" not in warning
 
 
 def test_taken_port_is_named_with_a_remedy():
@@ -376,7 +400,9 @@ def test_host_that_does_not_resolve_is_named(rank):
 
 def test_rank_0_on_another_host_than_the_rendezvous_is_told_so():
     """192.0.2.1 is nobody's, by RFC 5737."""
-    config = Config(size=2, rendezvous="192.0.2.1:4000", job_id="ours", join_timeout_s=1)
+    config = Config(
+        size=2, rendezvous="192.0.2.1:4000", job_id="ours", join_timeout_s=1, secret="s" * 32
+    )
     with pytest.raises(RendezvousError, match=r"192\.0\.2\.1"):
         Communicator(config)
 

@@ -150,8 +150,15 @@ def test_two_sides_of_a_disagreement_are_both_named() -> None:
 
 
 def test_a_disagreement_that_was_told_names_who_found_it() -> None:
-    found = verdict(failed(2, "MismatchError", origin=0, peer=3))
+    found = verdict(failed(2, "MismatchError", origin=0, peer=3), dump(3))
     assert found.culprits == (0, 3)
+
+
+def test_a_rank_that_leaves_early_is_the_culprit_and_not_who_misses_it() -> None:
+    text = "rank 0 of 4 makes call 17, and rank 3 has left after 16"
+    found = verdict(*(failed(r, "MismatchError", peer=3, text=text) for r in (0, 1, 2)))
+    assert found.culprits == (3,)
+    assert found.text.startswith("Rank 3 is the culprit: ranks 0-2 name it, and it left no record")
 
 
 def test_a_rank_that_disagrees_with_nobody_in_particular() -> None:
@@ -368,7 +375,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (b"", "truncated or not JSON"),
         (encode_dump(dump(1))[:-20], "truncated or not JSON"),
         (b"\x00\xff" * 100, "truncated or not JSON"),
-        (b"[" * 100_000, "truncated or not JSON"),
+        (b'{"format": 1, "peers": ' + b"[" * 100_000, "truncated or not JSON"),
         (b"[]", "no flight record"),
         (b"{}", "no flight record"),
         (b'{"format": 2}', "format 2"),
@@ -470,7 +477,9 @@ def test_a_report_in_80_columns() -> None:
 def test_errors_get_a_column_of_their_own() -> None:
     lines = shown(Records(2, {0: lost(0, 1, text="rank 0 of 2 lost rank 1: it died.")}))
     assert any(line.split() == ["rank", "calls", "state", "error"] for line in lines)
-    assert "lost rank 1: it died" in " ".join(lines[-4:])
+    column = next(line.index("error") for line in lines if line.startswith("rank"))
+    error = " ".join(" ".join(line[column:] for line in lines[-3:-1]).split())
+    assert error == "PeerLostError: rank 0 of 2 lost rank 1: it died."
     assert max(map(len, lines)) <= 80
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import os
+import re
 import signal
 import socket
 import struct
@@ -22,7 +24,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError, ProtocolError, RendezvousError
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import shm, unix
-from ringreduce.transport.segment import Heap, Segment
+from ringreduce.transport.segment import Heap, Segment, functions
 from ringreduce.transport.unix import Mesh
 from ringreduce.types import ReduceOp
 from tests import naive
@@ -151,7 +153,7 @@ def test_garbage_that_is_found_while_memory_is_given_out_is_no_deadlock():
     """A collection can run at any line, also where the heap holds its own lock."""
     program = """
 import gc
-from ringreduce.transport.segment import Heap, Segment
+from ringreduce.transport.segment import Heap, Segment, functions
 
 class Cycle:
     def __init__(self, array):
@@ -262,6 +264,61 @@ def test_registered_array_of_a_failed_call_is_not_given_out_again():
         assert comm.empty(MIB).ctypes.data != place
 
     ring_of_threads(2, work, transport="shm")
+
+
+def anonymous_bytes(array: np.ndarray) -> int:
+    """Memory of this process's own in the mapping that `array` lies in."""
+    address, found = array.__array_interface__["data"][0], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, _, end = line.partition(" ")[0].partition("-")
+            found = int(start, 16) <= address < int(end, 16)
+        elif found and line.startswith("Anonymous:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("not mapped")
+
+
+def test_detached_arrays_keep_address_and_contents_and_are_out_of_reach(heap):
+    others = Segment(os.dup(heap._segment.descriptor))
+    array = heap.empty(MIB)
+    offset = array.ctypes.data - heap._segment.address
+    theirs = (ctypes.c_uint8 * MIB).from_address(others.address + offset)
+    view = array[::2]
+    array[:] = 7
+    assert theirs[5] == 7
+    assert heap.detach() == 0
+    ctypes.memset(theirs, 1, MIB)
+    assert (array == 7).all()
+    assert (view == 7).all()
+    array[0] = 8
+    assert view[0] == 8
+    assert theirs[0] == 1
+    assert heap.empty(1) is None
+
+
+def test_memory_of_a_detached_array_goes_back_with_its_last_view(heap):
+    kept, given_up = heap.empty(MIB), heap.empty(MIB)
+    address = given_up[-1:].__array_interface__["data"][0]
+    heap.detach()
+    probe = np.frombuffer((ctypes.c_uint8 * 1).from_address(address), np.uint8)
+    before = anonymous_bytes(probe)
+    assert before >= MIB
+    del given_up
+    gc.collect()
+    assert anonymous_bytes(probe) <= before - MIB
+    assert kept.sum() == 0
+
+
+def test_arrays_that_cannot_be_detached_are_counted_and_said(monkeypatch, caplog):
+    monkeypatch.setitem(functions(), "segment_detach", lambda *_: -errno.ENOMEM)
+
+    def work(comm: Communicator) -> None:
+        array = comm.empty(MIB + comm.rank)
+        with pytest.raises(MismatchError):
+            comm.all_reduce(array)
+
+    ring_of_threads(2, work, transport="shm")
+    assert "no memory to take 4194304 bytes of registered arrays out" in caplog.text
 
 
 # --- No memory to share ---------------------------------------------------------------------
@@ -399,7 +456,7 @@ def test_mesh_passes_each_rank_everybodys_memory():
         assert inodes == [os.fstat(descriptor).st_ino for descriptor in memory]
     assert all(mesh.gone() == {} for mesh in made)
     made[2].close()
-    assert made[0].gone() == {2: True}
+    assert made[0].gone() == {2: b""}
     finish(made, memory, results)
 
 
@@ -484,6 +541,56 @@ def test_a_rank_killed_in_shared_memory_is_named_soon(tmp_path: Path, registered
         assert_lost([{**fact, "seconds": 0.0} for fact in results], 1)
         # Promised is one second; three times that for a machine that does other things too.
         assert all(fact["seconds"] < 3.0 for fact in ring.wait("took", [0, 2]))
+
+
+WOKEN = """
+COUNT = {count}
+for number in range(len(CONFIGS)):
+    ring = join(number)
+    data, other = ring.empty(COUNT), ring.empty(1000)
+    segments, heap = ring._ring._link._segments, ring._ring._link._heap
+    data[:] = 0
+    def call():
+        ring.all_reduce(data)
+        say(f"round {{number}}")
+    attempt("result", lambda: until_error(call))
+    if RANK == 1:
+        # As a rank does that was stopped while it wrote: it goes on where it was.
+        for rank in (0, 2):
+            at = data.ctypes.data - segments[1].address
+            ctypes.memset(segments[rank].address + at, 0xFF, data.nbytes)
+        attempt("again", ring.barrier)
+        say("written")
+    else:
+        data[:], other[:] = 5, 6
+        say("filled")
+        sys.stdin.readline()
+        say("checked", intact=bool((data == 5).all() and (other == 6).all()))
+hold()
+"""
+
+
+def test_a_rank_woken_late_does_not_write_into_arrays_of_those_that_gave_up(
+    tmp_path: Path,
+) -> None:
+    """Stopped at any moment, most often while it reduces into everybody's arrays."""
+    rings = 4
+    program = "import ctypes\n" + WOKEN.format(count=8 << 20)
+    with Ring(tmp_path, 3, program, transport="shm", timeout_s=1.0, rings=rings) as ring:
+        for number in range(rings):
+            ring.wait(f"round {number}", times=2)
+            ring.workers[1].signal(signal.SIGSTOP)
+            ring.wait("filled", [0, 2], times=number + 1)
+            ring.workers[1].signal(signal.SIGCONT)
+            [late] = ring.wait("again", [1], times=number + 1)
+            assert late["kind"] in ("PeerTimeoutError", "PeerLostError"), late
+            ring.wait("written", [1], times=number + 1)
+            for rank in (0, 2):
+                ring.workers[rank].stdin.write(b"\n")
+                ring.workers[rank].stdin.flush()
+            for fact in ring.wait("checked", [0, 2], times=number + 1):
+                assert fact["intact"]
+        ring.release()
 
 
 def test_nothing_is_left_of_ranks_that_are_all_killed(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ WIDTHS = {
     "count": 64,
     "step": 32,
     "segment": 32,
-    "nbytes": 64,
+    "nbytes": 32,
+    "checksum": 32,
     "signature": 64,
     "magic": 32,
     "version": 8,
@@ -68,6 +69,7 @@ def test_describe_never_fails_whatever_arrived(words):
         ("step", 5, 0),
         ("segment", 5, 32),
         ("nbytes", 6, 0),
+        ("checksum", 6, 32),
         ("signature", 7, 0),
     ],
 )

@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Counted up with every change of this header; ringreduce/native.py names the one it needs. */
-#define RR_ABI 2
+#define RR_ABI 3
 
 /* What functions return. Errors of the system come as -errno. */
 enum {
@@ -108,6 +108,15 @@ RR_EXPORT int rr_segment_reserve(int descriptor, const void *address, uint64_t o
                                  uint64_t bytes);
 RR_EXPORT int rr_segment_release(int descriptor, const void *address, uint64_t offset,
                                  uint64_t bytes);
+
+/* Make bytes [offset, offset + bytes) of the heap, whole pages, this process's own: address and
+ * contents stay, but whoever still writes there in another process does it unseen. No write of
+ * this process's threads is lost meanwhile. What the others reach stays as it is now until the
+ * segment goes, so that who is late still reads what was there. -ENOMEM: not done. */
+RR_EXPORT int rr_segment_detach(int descriptor, void *address, uint64_t offset, uint64_t bytes);
+
+/* Give back the memory of a detached part that is not used any more. */
+RR_EXPORT int rr_segment_drop(void *address, uint64_t offset, uint64_t bytes);
 
 /* One rank's view of all segments of its host. One thread at a time. */
 typedef struct rr_shm rr_shm;

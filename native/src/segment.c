@@ -144,3 +144,45 @@ int rr_segment_release(int descriptor, const void *address, uint64_t offset, uin
         return -EINVAL;
     return allocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);
 }
+
+/* Have every page copied now, with what is in it at that moment. */
+static void copy_on_write(uint8_t *start, uint64_t bytes)
+{
+#ifdef MADV_POPULATE_WRITE
+    if (madvise(start, bytes, MADV_POPULATE_WRITE) == 0)
+        return;
+#endif
+    /* Kernels before 5.14: a write that changes nothing, whoever else writes there. */
+    for (uint64_t at = 0; at < bytes; at += page())
+        (void)__atomic_fetch_or(start + at, 0, __ATOMIC_RELAXED);
+}
+
+int rr_segment_detach(int descriptor, void *address, uint64_t offset, uint64_t bytes)
+{
+    const uint64_t at = in_heap(address, offset, bytes);
+    if (at == 0 || bytes == 0 || offset % page() != 0 || bytes % page() != 0)
+        return -EINVAL;
+    /* A private mapping of the same pages, each copied when it is first written. It is made
+     * elsewhere and moved over the shared one: what can fail fails before that is gone, and
+     * other threads never see a gap. Copying the bytes before the move would lose what they
+     * write in between. */
+    void *own = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, (off_t)at);
+    if (own == MAP_FAILED)
+        return -errno;
+    uint8_t *target = (uint8_t *)address + at;
+    if (mremap(own, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
+        const int status = -errno;
+        munmap(own, bytes);
+        return status;
+    }
+    copy_on_write(target, bytes);
+    return RR_DONE;
+}
+
+int rr_segment_drop(void *address, uint64_t offset, uint64_t bytes)
+{
+    const uint64_t at = in_heap(address, offset, bytes);
+    if (at == 0 || bytes == 0)
+        return -EINVAL;
+    return madvise((uint8_t *)address + at, bytes, MADV_DONTNEED) == 0 ? RR_DONE : -errno;
+}

@@ -228,6 +228,78 @@ static void test_heap_has_an_end(void)
     close(made);
 }
 
+/* Counts in the block until told to stop; returns how far it came. */
+static struct {
+    uint64_t *counter;
+    int is_over;
+} busy;
+
+static void *count_up(void *unused)
+{
+    (void)unused;
+    uint64_t count = 0;
+    while (!__atomic_load_n(&busy.is_over, __ATOMIC_RELAXED)) {
+        CHECK(__atomic_load_n(busy.counter, __ATOMIC_RELAXED) == count);
+        __atomic_store_n(busy.counter, ++count, __ATOMIC_RELAXED);
+    }
+    return (void *)(uintptr_t)count;
+}
+
+/* `theirs` is another process's mapping of our segment. */
+static void test_detached_block_is_out_of_reach(void)
+{
+    enum { BLOCK = 1 << 18, AT = 1 << 16 };
+    void *ours, *theirs;
+    uint64_t bytes, heap_bytes;
+    int made;
+    CHECK(rr_segment_create(STAGING, HEAP, &made) == RR_DONE);
+    CHECK(rr_segment_map(made, &ours, &bytes) == RR_DONE);
+    CHECK(rr_segment_map(made, &theirs, &bytes) == RR_DONE);
+    CHECK(rr_segment_reserve(made, ours, AT, BLOCK) == RR_DONE);
+    const uint64_t heap = rr_segment_heap(ours, &heap_bytes);
+    uint8_t *own = (uint8_t *)ours + heap + AT, *other = (uint8_t *)theirs + heap + AT;
+    memset(own, 1, BLOCK);
+    CHECK(other[BLOCK / 2] == 1);
+
+    /* A thread of ours goes on writing meanwhile: nothing of that is lost. */
+    pthread_t thread;
+    void *count;
+    busy.counter = (uint64_t *)(own + BLOCK - 8);
+    *busy.counter = 0;
+    CHECK(pthread_create(&thread, NULL, count_up, NULL) == 0);
+    while (__atomic_load_n(busy.counter, __ATOMIC_RELAXED) < 1000)
+        ;
+    CHECK(rr_segment_detach(made, ours, AT, BLOCK) == RR_DONE);
+    const uint64_t since = __atomic_load_n(busy.counter, __ATOMIC_RELAXED);
+    while (__atomic_load_n(busy.counter, __ATOMIC_RELAXED) < since + 1000)
+        ;
+    __atomic_store_n(&busy.is_over, 1, __ATOMIC_RELAXED);
+    CHECK(pthread_join(thread, &count) == 0);
+    CHECK(*busy.counter == (uintptr_t)count);
+
+    for (uint64_t i = 0; i < BLOCK - 8; i++)
+        CHECK(own[i] == 1);
+    memset(other, 2, BLOCK); /* who comes late */
+    own[0] = 3;
+    for (uint64_t i = 1; i < BLOCK - 8; i++)
+        CHECK(own[i] == 1);
+    CHECK(other[0] == 2);
+    own[-1] = 4; /* what lies around it is shared as before */
+    own[BLOCK] = 4;
+    CHECK(other[-1] == 4 && other[BLOCK] == 4);
+
+    CHECK(rr_segment_drop(ours, AT, BLOCK) == RR_DONE);
+    CHECK(own[0] == 2); /* the copy is gone */
+    CHECK(rr_segment_detach(made, ours, AT + 1, 4096) == -EINVAL);
+    CHECK(rr_segment_detach(made, ours, 0, 100) == -EINVAL);
+    CHECK(rr_segment_detach(made, ours, 4096, HEAP) == -EINVAL);
+    CHECK(rr_segment_detach(made, ours, 0, 0) == -EINVAL);
+    CHECK(rr_segment_drop(ours, 4096, HEAP) == -EINVAL);
+    CHECK(rr_segment_unmap(ours, bytes) == RR_DONE);
+    CHECK(rr_segment_unmap(theirs, bytes) == RR_DONE);
+    close(made);
+}
+
 int main(void)
 {
     for (uint32_t size = 1; size <= SIZE_MAX_HERE; size++) {
@@ -243,5 +315,6 @@ int main(void)
     close_host();
     test_foreign_segments();
     test_heap_has_an_end();
+    test_detached_block_is_out_of_reach();
     return 0;
 }

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from ringreduce.errors import RingReduceError
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.base import Flow, Traffic
 from ringreduce.types import ReduceOp
 from ringreduce.wire import Kind
 
@@ -51,11 +51,14 @@ class Collectives(Protocol):
     def abort(self, cause: RingReduceError) -> None:
         """Tell the other ranks why this one gives up; at most about a second. Never raises."""
 
-    def interrupt(self) -> None:
-        """Have a call that runs in another thread end soon, with PeerLostError about this rank."""
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
+        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
 
-    def close(self) -> None:
-        """Say goodbye and free everything; at most about a second. Never raises."""
+    def close(self, word: bytes = b"") -> None:
+        """Say goodbye with `word` and free everything; at most about a second. Never raises."""
 
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
+
+    def flow(self) -> Flow:
+        """Where the call under way stands; from any thread."""

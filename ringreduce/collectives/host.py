@@ -14,7 +14,7 @@ import numpy as np
 
 from ringreduce.errors import RingReduceError
 from ringreduce.schedule import Action, chunk_bounds
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.base import Flow, Traffic
 from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.types import ReduceOp, dtype_code
 from ringreduce.wire import Header, Kind, signature_of
@@ -72,9 +72,14 @@ class Host:
         bounds: tuple[int, ...],
         op: ReduceOp,
         signature: int = 0,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> None:
-        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged."""
-        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature)
+        """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged.
+
+        `called` is what the caller was asked for, where this is a part of it: that is what
+        ranks compare.
+        """
+        self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature, called)
 
     def all_gather(
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
@@ -90,9 +95,10 @@ class Host:
         bounds: tuple[int, ...],
         op: int,
         signature: int,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> None:
         if self._link is not None:
-            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature)
+            call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
             self._sequence += 1
             self._link.run(call, flat)
 
@@ -114,19 +120,23 @@ class Host:
         if self._link is not None:
             self._link.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
         if self._link is not None:
-            self._link.interrupt()
+            self._link.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Leave the others."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(word)
 
     def traffic(self) -> Traffic:
         """What has crossed this rank's memory so far."""
         return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
+
+    def flow(self) -> Flow:
+        """Where the call under way stands."""
+        return Flow() if self._link is None else self._link.flow()
 
     # Made once for each kind of call and kept: a training loop makes the same few for ever.
     def _make_call(
@@ -138,20 +148,22 @@ class Host:
         bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> HostCall:
+        named = (dtype, op) if called is None else called
         header = Header(
             kind=kind,
             job=self._job,
             rank=self._rank,
             sequence=0,
             epoch=self._epoch,
-            dtype=dtype_code(dtype),
-            op=op,
+            dtype=dtype_code(named[0]),
+            op=named[1],
             count=count,
             signature=signature,
         )
         chunks = chunk_bounds(count, self._size) if bounds is None else bounds
-        return HostCall(header, action, chunks, divisor=self._size)
+        return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
 
 
 _NOTHING = np.empty(0, np.uint8)

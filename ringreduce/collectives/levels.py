@@ -25,7 +25,7 @@ from ringreduce.errors import RingReduceError
 from ringreduce.payload import bounds_of
 from ringreduce.placement import Placement
 from ringreduce.schedule import chunk_bounds
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.base import Flow, Traffic
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Kind, signature_of
 
@@ -64,26 +64,32 @@ class Levels:
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
+        self._reduce(flat, op, signature, Kind.ALL_REDUCE)
+
+    def _reduce(self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind) -> None:
         self._sequence += 1
         if not is_half(dtype_code(flat.dtype)):
-            self._all_reduce(flat, op, signature_of(signature, flat.dtype.name))
+            self._all_reduce(flat, op, signature, kind, flat.dtype)
             return
         for start in range(0, max(1, flat.size), _HALF_BLOCK):
             block = flat[start : start + _HALF_BLOCK]
             wide = np.empty(block.size, np.float32)
             kernels.widen(block, wide)
-            self._all_reduce(wide, op, signature_of(signature, flat.dtype.name))
+            self._all_reduce(wide, op, signature, kind, flat.dtype)
             kernels.narrow(wide, block)
 
-    def _all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
+    def _all_reduce(
+        self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
+    ) -> None:
+        """Reduce `flat`, for a call of `kind` on elements of `called`: what ranks compare."""
         slices = self._slices(flat)
         # Divided once, by the last to add; a mean of means would be another number.
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        self._host.reduce_chunks(Kind.ALL_REDUCE, flat, slices, local, signature_of(signature, op))
+        self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
         own = flat[slices[self._place] : slices[self._place + 1]]
         if self._ring is not None and (own.size or self._place == 0):
-            self._ring.all_reduce(own, op, signature)
-        self._host.all_gather(Kind.ALL_REDUCE, flat, slices, signature)
+            self._ring.all_reduce(own, op, signature, (kind, called))
+        self._host.all_gather(kind, flat, slices, signature)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk.
@@ -91,7 +97,7 @@ class Levels:
         An all-reduce: chunks of ranks on one host need not lie together, so that less could
         cross between hosts only after sorting them.
         """
-        self.all_reduce(flat, op, signature_of("reduce_scatter", signature))
+        self._reduce(flat, op, signature, Kind.REDUCE_SCATTER)
         bounds = chunk_bounds(flat.size, self._size)
         return flat[bounds[self._rank] : bounds[self._rank + 1]]
 
@@ -147,7 +153,9 @@ class Levels:
             self._host.broadcast(kind, flat, self._members.index(root))
         slices = self._slices(flat)
         if self._ring is not None:
-            self._ring.broadcast(kind, flat[slices[self._place] : slices[self._place + 1]], source)
+            own = flat[slices[self._place] : slices[self._place + 1]]
+            # Any rank of the source's host may be the root: that must agree too.
+            self._ring.broadcast(kind, own, source, signature_of("root", root))
         if self._here != source:
             self._host.all_gather(kind, flat, slices, signature_of("root", root))
 
@@ -169,17 +177,21 @@ class Levels:
         if self._ring is not None:
             self._ring.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
-        self._host.interrupt()
+        self._host.interrupt(cause)
         if self._ring is not None:
-            self._ring.interrupt()
+            self._ring.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Leave both."""
         if self._ring is not None:
-            self._ring.close()
-        self._host.close()
+            self._ring.close(word)
+        self._host.close(word)
+
+    def flow(self) -> Flow:
+        """Where the pass between hosts stands."""
+        return Flow() if self._ring is None else self._ring.flow()
 
     def traffic(self) -> Traffic:
         """What has crossed this rank's memory and its links so far."""

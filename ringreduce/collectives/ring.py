@@ -21,7 +21,7 @@ import numpy as np
 
 from ringreduce import kernels, schedule
 from ringreduce.errors import RingReduceError
-from ringreduce.transport.base import ExchangeCall, Link, RingCall, Traffic
+from ringreduce.transport.base import ExchangeCall, Flow, Link, RingCall, Traffic
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.types import ReduceOp, dtype_code, is_half
 from ringreduce.wire import Header, Kind, signature_of
@@ -101,23 +101,36 @@ class Ring:
         """Number of the next pass around the ring."""
         return self._sequence
 
-    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
-        """Reduce `flat`, shape (n,), over all ranks, in place."""
+    def all_reduce(
+        self,
+        flat: np.ndarray,
+        op: ReduceOp,
+        signature: int = 0,
+        called: tuple[Kind, np.dtype] | None = None,
+    ) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place.
+
+        `called` is what the caller was asked for, where this is a part of it: that is what
+        ranks compare.
+        """
+        named = (Kind.ALL_REDUCE, flat.dtype) if called is None else called
         if self._is_small(flat.nbytes):
-            self._all_reduce_small(flat, op, signature)
+            self._all_reduce_small(flat, op, signature, *named)
             return
         if not is_half(dtype_code(flat.dtype)):
-            self._reduce(Kind.ALL_REDUCE, flat, flat.dtype, op, signature)
+            self._reduce(Kind.ALL_REDUCE, flat, named, op, signature)
             return
         for start in range(0, flat.size, _HALF_BLOCK):
             self._all_reduce_half(flat[start : start + _HALF_BLOCK], op, signature)
 
-    def _all_reduce_small(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
+    def _all_reduce_small(
+        self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
+    ) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
         if self._size == 1:
             self._sequence += 1
             return
-        own = self._exchanging(flat.dtype, flat.size, op, signature)
+        own = self._exchanging(kind, flat.dtype, called, flat.size, op, signature)
         own.rows[0] = flat
         self._exchange(own)
         rows, target = own.bytes, flat.view(np.uint8)
@@ -134,7 +147,7 @@ class Ring:
     def _all_reduce_half(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
         wide = np.empty(flat.size, np.float32)
         kernels.widen(flat, wide)
-        self._reduce(Kind.REDUCE_SCATTER, wide, flat.dtype, op, signature)
+        self._reduce(Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature)
         bounds = schedule.chunk_bounds(flat.size, self._size)
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         kernels.narrow(wide[own], flat[own])
@@ -147,10 +160,14 @@ class Ring:
         if is_half(dtype_code(flat.dtype)):
             wide = np.empty(flat.size, np.float32)
             kernels.widen(flat, wide)
-            self._reduce(Kind.REDUCE_SCATTER, wide, flat.dtype, op, signature)
+            self._reduce(
+                Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature
+            )
             kernels.narrow(wide[own], flat[own])
         else:
-            self._reduce(Kind.REDUCE_SCATTER, flat, flat.dtype, op, signature)
+            self._reduce(
+                Kind.REDUCE_SCATTER, flat, (Kind.REDUCE_SCATTER, flat.dtype), op, signature
+            )
         return flat[own]
 
     def all_gather(
@@ -170,10 +187,10 @@ class Ring:
             return
         self._run(self._gathering(kind, flat.dtype, bounds, signature), flat)
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
         if self._size > 1:
-            self._run(self._broadcasting(kind, flat.dtype, flat.size, root), flat)
+            self._run(self._broadcasting(kind, flat.dtype, flat.size, root, signature), flat)
 
     def barrier(self) -> None:
         """Return once every rank has called it: an exchange of nothing."""
@@ -189,26 +206,35 @@ class Ring:
         if self._link is not None:
             self._link.abort(cause)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """End a call that runs in another thread."""
         if self._link is not None:
-            self._link.interrupt()
+            self._link.interrupt(cause)
 
-    def close(self) -> None:
+    def close(self, word: bytes = b"") -> None:
         """Close the link."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(word)
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
         return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
 
+    def flow(self) -> Flow:
+        """Where the call under way stands."""
+        return Flow() if self._link is None else self._link.flow()
+
     def _reduce(
-        self, kind: Kind, flat: np.ndarray, dtype: np.dtype, op: ReduceOp, signature: int
+        self,
+        kind: Kind,
+        flat: np.ndarray,
+        called: tuple[Kind, np.dtype],
+        op: ReduceOp,
+        signature: int,
     ) -> None:
-        """Reduce `flat`; `dtype` is the caller's, which differs where halves are widened."""
+        """Do the `kind` of reduction; `called` is what the caller was asked for."""
         if self._size > 1:
-            call = self._reducing(kind, flat.dtype, dtype, flat.size, op, signature)
+            call = self._reducing(kind, flat.dtype, *called, flat.size, op, signature)
             self._run(call, flat)
 
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
@@ -234,6 +260,7 @@ class Ring:
         self,
         kind: Kind,
         computed: np.dtype,
+        called_kind: Kind,
         called: np.dtype,
         count: int,
         op: ReduceOp,
@@ -242,7 +269,7 @@ class Ring:
         steps = schedule.all_reduce if kind is Kind.ALL_REDUCE else schedule.reduce_scatter
         mean = op is ReduceOp.MEAN
         return RingCall.make(
-            self._header(kind, called, count, op=op, signature=signature),
+            self._header(called_kind, called, count, op=op, signature=signature),
             steps(self._rank, self._size),
             schedule.chunk_bounds(count, self._size),
             size=self._size,
@@ -253,12 +280,18 @@ class Ring:
         )
 
     def _make_exchanging(
-        self, dtype: np.dtype, count: int, op: ReduceOp, signature: int
+        self,
+        kind: Kind,
+        dtype: np.dtype,
+        called: np.dtype,
+        count: int,
+        op: ReduceOp,
+        signature: int,
     ) -> _Exchange:
         half = is_half(dtype_code(dtype))
         computed = np.dtype(np.float32) if half else dtype
         mean = op is ReduceOp.MEAN
-        header = self._header(Kind.ALL_REDUCE, dtype, count, op=op, signature=signature)
+        header = self._header(kind, called, count, op=op, signature=signature)
         plain = self._rows(header, dtype, count)
         return replace(
             plain,
@@ -292,9 +325,11 @@ class Ring:
             itemsize=dtype.itemsize,
         )
 
-    def _make_broadcasting(self, kind: Kind, dtype: np.dtype, count: int, root: int) -> RingCall:
+    def _make_broadcasting(
+        self, kind: Kind, dtype: np.dtype, count: int, root: int, signature: int
+    ) -> RingCall:
         return RingCall.make(
-            self._header(kind, dtype, count, signature=signature_of("root", root)),
+            self._header(kind, dtype, count, signature=signature_of("root", root, signature)),
             schedule.broadcast(self._rank, self._size, root),
             (0, count),
             size=self._size,

@@ -10,6 +10,8 @@ model.fit(rr.shard(dataset))
 import keras
 
 from ringreduce.errors import ConfigError
+from ringreduce.keras import callbacks
+from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.data import shard
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
 from ringreduce.process import (
@@ -25,6 +27,7 @@ from ringreduce.process import (
 __all__ = [
     "DistributedOptimizer",
     "broadcast_variables",
+    "callbacks",
     "init",
     "is_initialized",
     "local_rank",
@@ -33,6 +36,7 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "verify_replicas",
 ]
 
 if keras.backend.backend() != "tensorflow":

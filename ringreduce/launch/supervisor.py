@@ -29,7 +29,7 @@ from typing import IO, Any, TextIO
 
 import psutil
 
-from ringreduce.config import Config, color_wanted, worker_environment
+from ringreduce.config import Config, color_wanted, configured_secret, worker_environment
 from ringreduce.errors import ConfigError
 from ringreduce.launch import guard
 from ringreduce.launch.failure import Failure, first_cause, is_traceback_start, last_traceback
@@ -61,6 +61,7 @@ def run(
     threads: int | None = None,
     timeout_s: float | None = None,
     transport: str | None = None,
+    encryption: str | None = None,
     log_dir: str | None = None,
     prefix: bool = True,
     stdout: TextIO | None = None,
@@ -80,6 +81,7 @@ def run(
         threads: compute threads for each; by default the cores shared out, at least one.
         timeout_s: their ``RINGREDUCE_TIMEOUT_S``.
         transport: their ``RINGREDUCE_TRANSPORT``.
+        encryption: their ``RINGREDUCE_ENCRYPTION``.
         log_dir: their ``RINGREDUCE_LOG_DIR``, made when it is not there; what each worker
             prints is kept there too, in ``rank-0.log`` and so on.
         prefix: whether lines begin with the rank that wrote them.
@@ -96,6 +98,11 @@ def run(
                 choices |= {"timeout_s": timeout_s, "join_timeout_s": timeout_s}
             if transport is not None:
                 choices["transport"] = transport
+            if encryption is not None:
+                choices["encryption"] = encryption
+            # The user's own goes to the workers by the variables that it came in.
+            if not configured_secret():
+                choices["secret"] = secrets.token_hex(32)
             if log_dir is not None:
                 choices["log_dir"] = str(Path(log_dir).absolute())
                 job.keep_output(Path(log_dir), size)

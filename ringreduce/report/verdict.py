@@ -121,6 +121,8 @@ def _disagreement(records: Records) -> _Finding | None:
     if not found:
         return None
     _, _, rank, failure = min(found, key=lambda item: item[:3])
+    if failure.peer in records.missing:
+        return _blame(records, failure.peer)  # It left before a call that the others make.
     quoted = said(failure)
     odd = _odd_one_out(records)
     if odd is not None:

@@ -18,7 +18,9 @@ any more, which Python's reference count tells (`ringreduce.tensorflow.memory`).
 
 from __future__ import annotations
 
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +38,11 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.tensorflow import failures, ops
 from ringreduce.tensorflow.memory import Memory
+from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.types import ReduceOp, dtype_code
 
-__all__ = ["GradientBridge", "broadcast_variables", "is_initialized"]
+__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
 
 
 class GradientBridge:
@@ -50,6 +53,7 @@ class GradientBridge:
             before the ring is.
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
+        check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
     """
 
     def __init__(
@@ -57,14 +61,19 @@ class GradientBridge:
         communicator: Callable[[], Communicator],
         bucket_bytes: int,
         first_bytes: int | None = None,
+        check_numerics: str = "off",
     ) -> None:
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
+        self._agreeing: BucketPlan | None = None
+        self._explains: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._memory = Memory()
-        self._packed: dict[int, PackedPlan] = {}
+        # By the gradients, with their paths, and not by signature: errors name the paths.
+        self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
+        self._numerics = NumericsCheck(check_numerics)
 
     def mean(
         self,
@@ -95,6 +104,9 @@ class GradientBridge:
             return list(gradients)
         _refuse_unreachable_places(communicator)
         failures.watch(communicator)
+        if communicator not in self._explains:
+            communicator.explain_with(self._explained)
+            self._explains.add(communicator)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         plan = self._plan(dense, paths)
         present = [g for g in dense if g is not None]
@@ -127,15 +139,15 @@ class GradientBridge:
         before: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
-        known = self._packed.get(plan.signature)
+        known = self._packed.get(plan.gradients)
         if known is None or known.communicator is not communicator:
 
             def prepare() -> None:
                 before()
                 self._agree_once(communicator, plan)
 
-            known = PackedPlan(communicator, plan, present, prepare)
-            self._packed[plan.signature] = known
+            known = PackedPlan(communicator, plan, present, prepare, self._numerics)
+            self._packed[plan.gradients] = known
         return known
 
     def _plan(self, gradients: Sequence[Any], paths: Sequence[str]) -> BucketPlan:
@@ -161,7 +173,8 @@ class GradientBridge:
         """Pack, reduce bucket by bucket, and hand out views; runs in a thread of TensorFlow's."""
         by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}
-        for bucket in plan.buckets:
+        self._numerics.begin_step()
+        for number, bucket in enumerate(plan.buckets):
             dtype = by_gradient[bucket.slots[0].gradient].dtype
             memory = self._memory.take(bucket.count * dtype.itemsize).view(dtype)
             filled = 0
@@ -170,7 +183,9 @@ class GradientBridge:
                 filled = slot.start + slot.count
                 memory[slot.start : filled] = by_gradient[slot.gradient].reshape(-1)
             memory[filled:] = 0
+            self._numerics.check_own(communicator, plan, number, memory)
             communicator.all_reduce(memory, ReduceOp.MEAN, signature=plan.signature)
+            self._numerics.check_mean(communicator, plan, number, memory)
             for slot in bucket.slots:
                 view = memory[slot.start : slot.start + slot.count]
                 means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
@@ -182,41 +197,70 @@ class GradientBridge:
 
     def _agree(self, communicator: Communicator, plan: BucketPlan) -> None:
         """Compare a plan's gradients with those of every rank, before its first use."""
-        own = [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients]
+        buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
+        own = {
+            "gradients": [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients],
+            "signature": plan.signature,
+            "buckets": buckets,
+        }
+        self._agreeing = plan
         try:
             gathered = communicator.all_gather_object(own)
-        except MismatchError as error:
-            # The others go on with the plan of the step before: only this rank's changed.
-            if self._latest is None or error.origin is not None:
-                raise
-            change = first_difference(plan.gradients, self._latest.gradients)
-            if change is None:
-                raise
-            raise MismatchError(
-                f"has gradients that changed since the last step, from {change[1]} "
-                f"to {change[0]}, while rank {error.peer} goes on as before",
-                rank=communicator.rank,
-                size=communicator.size,
-                peer=error.peer,
-                operation="gradient reduction",
-                remedy=_ALIKE,
-            ) from error
+        finally:
+            self._agreeing = None
         for rank, theirs in enumerate(gathered):
-            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs]
-            if difference := first_difference(plan.gradients, specs):
-                raise communicator.fail(
-                    MismatchError(
-                        f"has other gradients than rank {rank}: here {difference[0]}; "
-                        f"there {difference[1]}",
-                        rank=communicator.rank,
-                        size=communicator.size,
-                        peer=rank,
-                        operation="gradient reduction",
-                        remedy=_ALIKE,
-                    )
+            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs["gradients"]]
+            what, difference = "gradients", first_difference(plan.gradients, specs)
+            if difference is None and theirs["signature"] != plan.signature:
+                what, difference = "buckets of gradients", (buckets, theirs["buckets"])
+            if difference is None:
+                continue
+            raise communicator.fail(
+                MismatchError(
+                    f"has other {what} than rank {rank}: here {difference[0]}; "
+                    f"there {difference[1]}",
+                    rank=communicator.rank,
+                    size=communicator.size,
+                    peer=rank,
+                    operation="gradient reduction",
+                    remedy=_ALIKE,
                 )
+            )
         self._agreed.add(plan.signature)
         self._latest = plan
+
+    def _explained(self, error: MismatchError) -> MismatchError | None:
+        """What `error`, in which ranks are seen to be in different calls, means for gradients."""
+        if self._agreeing is not None and self._latest is not None:
+            # The others go on with the plan of the step before: only this rank's changed.
+            change = first_difference(self._agreeing.gradients, self._latest.gradients)
+            if change is None:
+                return None
+            text = (
+                f"has gradients that changed since the last step, from {change[1]} "
+                f"to {change[0]}, while rank {error.peer} goes on as before"
+            )
+        else:
+            # All have used both plans before, and do not now use the same.
+            known = {plan.signature: plan for plan in self._plans.values()}
+            ours, theirs = (known.get(signature) for signature in error.signatures)
+            if ours is None or theirs is None or ours is theirs:
+                return None
+            difference = first_difference(ours.gradients, theirs.gradients)
+            if difference is None:
+                return None
+            text = (
+                f"has other gradients than rank {error.peer} in this step: here {difference[0]}; "
+                f"there {difference[1]}"
+            )
+        return MismatchError(
+            text,
+            rank=error.rank,
+            size=error.size,
+            peer=error.peer,
+            operation="gradient reduction",
+            remedy=_ALIKE,
+        )
 
 
 _ALIKE = (
@@ -240,27 +284,34 @@ def broadcast_variables(
         Whether any value on this rank differed from the root's.
 
     Raises:
-        MismatchError: the ranks' variables differ in number, shape or dtype; on all ranks.
+        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks
+            run different versions of TensorFlow or Keras; on all ranks.
     """
-    own = [(_path(v), tuple(v.shape), np.dtype(_value(v).dtype).name) for v in variables]
+    own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
+    versions = _versions()
+    gathered = communicator.all_gather_object({"versions": versions, "variables": own})
     specs = [GradientSpec(*spec) for spec in own]
-    for rank, theirs in enumerate(communicator.all_gather_object(own)):
-        others = [GradientSpec(path, tuple(shape), dtype) for path, shape, dtype in theirs]
-        if difference := first_difference(specs, others):
-            raise communicator.fail(
-                MismatchError(
-                    f"has another model than rank {rank}: here {difference[0]}; "
-                    f"there {difference[1]}",
-                    rank=communicator.rank,
-                    size=communicator.size,
-                    peer=rank,
-                    operation="broadcast of the initial weights",
-                    remedy="Build the same model and optimizer on every rank.",
-                )
+    for rank, theirs in enumerate(gathered):
+        others = [GradientSpec(p, tuple(s), d) for p, s, d in theirs["variables"]]
+        # Ranks that never import Keras have no version of it.
+        for library in versions.keys() & theirs["versions"].keys():
+            here, there = versions[library], theirs["versions"][library]
+            if here != there:
+                text = f"runs {library} {here}, rank {rank} runs {library} {there}"
+                remedy = "Install the same versions on every rank: results would differ silently."
+                raise communicator.fail(_other_model(communicator, rank, text, remedy))
+        if difference := first_difference(specs, others, "variables"):
+            text = (
+                f"has another model than rank {rank}: here {difference[0]}; there {difference[1]}"
             )
+            remedy = (
+                "Build the same model and optimizer on every rank, in the same order and under the "
+                "same names; only the numbers of automatic names may differ."
+            )
+            raise communicator.fail(_other_model(communicator, rank, text, remedy))
     differed = False
     for variable in variables:
-        before = _value(variable)
+        before = value_of(variable)
         after = before.copy()
         # As bytes, so that every dtype travels, booleans and 8-bit floats included.
         communicator.broadcast(after.reshape(-1).view(np.uint8), root)
@@ -268,6 +319,24 @@ def broadcast_variables(
             differed = True
             variable.assign(after)
     return differed
+
+
+def _other_model(communicator: Communicator, peer: int, text: str, remedy: str) -> MismatchError:
+    return MismatchError(
+        text,
+        rank=communicator.rank,
+        size=communicator.size,
+        peer=peer,
+        operation="broadcast of the initial weights",
+        remedy=remedy,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """What the ranks must have alike, as far as this process has it."""
+    keras = sys.modules.get("keras")
+    found = {"TensorFlow": tf.__version__, "Keras": getattr(keras, "__version__", "")}
+    return {library: version for library, version in found.items() if version}
 
 
 def is_initialized(variable: Any) -> bool:
@@ -280,11 +349,13 @@ def is_initialized(variable: Any) -> bool:
     return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
 
 
-def _value(variable: Any) -> np.ndarray:
+def value_of(variable: Any) -> np.ndarray:
+    """The value of a variable as an array; not to be written to."""
     return np.asarray(variable.numpy())
 
 
-def _path(variable: Any) -> str:
+def path_of(variable: Any) -> str:
+    """What messages call a variable."""
     return str(getattr(variable, "path", variable.name))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from ringreduce.buckets import BucketPlan
 from ringreduce.communicator import Communicator
 from ringreduce.tensorflow import ops
+from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.types import ReduceOp
 
 __all__ = ["PackedPlan"]
@@ -39,6 +40,7 @@ class PackedPlan:
         plan: which gradients lie where.
         present: the gradients that there are, for their dtypes.
         prepare: called by the engine's thread before the first bucket of each step.
+        numerics: looks at each bucket before it is reduced, and after.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PackedPlan:
         plan: BucketPlan,
         present: Sequence[Any],
         prepare: Callable[[], None],
+        numerics: NumericsCheck,
     ) -> None:
         self.communicator = communicator
         self._plan = plan
@@ -71,7 +74,10 @@ class PackedPlan:
             this = owner()
             if bucket == 0 and this is not None:
                 this._prepare()
+                numerics.begin_step()
+            numerics.check_own(communicator, plan, bucket, arrays[bucket])
             communicator.all_reduce(arrays[bucket], ReduceOp.MEAN, signature=plan.signature)
+            numerics.check_mean(communicator, plan, bucket, arrays[bucket])
 
         engine.serve(self._number, reduce)
         weakref.finalize(self, engine.forget, self._number).atexit = False

@@ -11,7 +11,7 @@ from ringreduce.errors import RingReduceError
 from ringreduce.schedule import FORWARD, Exchange, Schedule
 from ringreduce.wire import Header, Kind, encode
 
-__all__ = ["ExchangeCall", "Link", "RingCall", "Traffic"]
+__all__ = ["ExchangeCall", "Flow", "Link", "RingCall", "Traffic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +180,22 @@ class Traffic:
     bytes_received: int
 
 
+@dataclass(frozen=True)
+class Flow:
+    """Where a link stands, as any thread may ask while a call runs; for the watcher.
+
+    Attributes:
+        done: the part of its present pass that is done, 0 to 1.
+        sent: of each outgoing connection: receiver, channel, and frames sent, ever.
+        waits: of the connection on which a frame is due and has not come for a while: sender,
+            channel, frames received, ever, and for how many seconds not one byte has come.
+    """
+
+    done: float = 0.0
+    sent: tuple[tuple[int, int, int], ...] = ()
+    waits: tuple[int, int, int, float] | None = None
+
+
 class Link(Protocol):
     """The one-way channels of a rank: to the next ranks and from the previous ones."""
 
@@ -207,11 +223,18 @@ class Link(Protocol):
     def abort(self, cause: RingReduceError) -> None:
         """Tell the next ranks why this one gives up; at most about a second. Never raises."""
 
-    def interrupt(self) -> None:
-        """Have a call that runs in another thread end soon, with PeerLostError about this rank."""
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
+        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
 
-    def close(self) -> None:
-        """Say goodbye and free sockets and threads; at most about a second. Never raises."""
+    def close(self, word: bytes = b"") -> None:
+        """Say goodbye and free sockets and threads; at most about a second. Never raises.
+
+        Args:
+            word: what the others read of it (`ringreduce.transport.news.write_goodbye`).
+        """
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
+
+    def flow(self) -> Flow:
+        """Where it stands; from any thread."""

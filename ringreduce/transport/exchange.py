@@ -18,6 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from ringreduce.checksum import crc32c
 from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq_msg_init_size
 from ringreduce.transport.loop import (
     BYTES_RECEIVED,
@@ -29,6 +30,7 @@ from ringreduce.transport.loop import (
     STEP,
     receive_header,
     send_message,
+    verify,
 )
 
 # One frame may hold the rows of many ranks, but not more bytes than this: a receiver refuses
@@ -45,6 +47,7 @@ def run(
     counts: Any,
     outgoing: Any,
     incoming: Any,
+    checked: Any,
     state: Any,
     message: Any,
     received: Any,
@@ -58,6 +61,7 @@ def run(
         rows: uint8 of shape (size, row bytes), contiguous, row 0 filled.
         distances, counts: int64, the `Exchange`.
         outgoing, incoming: uint64 of shape (steps, 8), the headers we send and expect.
+        checked: whether frames carry the checksum of their payload; it is filled in here.
         state, message, received, control: as for `loop.run`.
     """
     memory = rows.ctypes.data
@@ -70,6 +74,9 @@ def run(
         if state[STARTED] == step:
             zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + nbytes))
             data = zmq_msg_data(msg)
+            if checked:
+                checksum = crc32c(memory, nbytes)
+                outgoing[step, 6] = np.uint64(nbytes) | (checksum << np.uint64(32))
             memcpy(data, outgoing.ctypes.data + HEADER_BYTES * step, np.uint64(HEADER_BYTES))
             memcpy(data + HEADER_BYTES, memory, np.uint64(nbytes))
             status = send_message(channels, channel, msg, 0, state)
@@ -78,10 +85,15 @@ def run(
             state[STARTED] += 1
             state[BYTES_SENT] += nbytes
         status = receive_header(
-            channels, channel, msg, incoming[step], received, nbytes, False, control, state
+            channels, channel, msg, incoming[step], received, nbytes, False, checked, control, state
         )
         if status != DONE:
             return status
+        if checked:
+            status = verify(zmq_msg_data(msg) + HEADER_BYTES, nbytes, received, state)
+            if status != DONE:
+                zmq_msg_close(msg)
+                return status
         target = memory + distances[step] * row_bytes
         memcpy(target, zmq_msg_data(msg) + HEADER_BYTES, np.uint64(nbytes))
         zmq_msg_close(msg)

@@ -5,6 +5,7 @@ send it on, all without Python and without the GIL:
 
       previous rank                      this rank                         next rank
       ------------->  header == expected?  combine/copy  finish?  forward  ------------->
+                      checksum right?
 
 Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets,
 and is received from there in that order: several connections, and nothing to put in order.
@@ -36,6 +37,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from ringreduce.checksum import crc32c
 from ringreduce.kernels import call_kernel
 from ringreduce.transport.libzmq import (
     memcpy,
@@ -64,6 +66,7 @@ MISSHAPEN = 5  # the header due, but a payload of another size
 CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
 UNSENDABLE = 7  # the next rank's connection is gone
 FAILED = 8  # libzmq reported the errno in state[ERRNO]
+CORRUPT = 9  # a payload whose checksum is state[COMPUTED] and not what its header says
 
 # Where the loop stands: indices into `state`, int64.
 STEP = 0
@@ -75,14 +78,17 @@ BYTES_SENT = 5
 BYTES_RECEIVED = 6
 CONTROL_BYTES = 7
 ERRNO = 8
-STATE_WORDS = 9
+COMPUTED = 9  # the checksum of the last payload that was checked
+STATE_WORDS = 10
 
 # What is kept of each pair of sockets: columns of `channels`, int64, one row for each pair.
 SENDER = 0  # address of the socket to a next rank
 RECEIVER = 1  # address of the socket from a previous rank
 BORROWED = 2  # frames handed to the sender without a copy, ever
 SOURCE = 3  # file descriptor the last frame came from; NO_SOURCE before the first
-CHANNEL_WORDS = 4
+SENT = 4  # frames sent, ever
+TAKEN = 5  # frames received, ever
+CHANNEL_WORDS = 6
 NO_SOURCE = -1
 
 # Payloads up to this ride behind the header in the same message, by a copy: below it, the
@@ -90,6 +96,8 @@ NO_SOURCE = -1
 INLINE_BYTES_MAX = 16384
 
 HEADER_BYTES = 64
+
+_NOT_KNOWN = -1  # no checksum
 
 # libzmq's constants: flags, errno values and message properties of the C API.
 _DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
@@ -116,6 +124,7 @@ def run(
     combine: Any,
     finish: Any,
     divisor: Any,
+    checked: Any,
     release: Any,
     released: Any,
     state: Any,
@@ -135,6 +144,7 @@ def run(
             segment and length words are filled in here.
         segment_bytes: payload bytes of a full frame, a multiple of `itemsize`.
         combine, finish: kernel addresses; `divisor`, uint8, is what finish takes as source.
+        checked: whether frames carry the checksum of their payload.
         release: address of the callback that counts channel c's released segments in
             ``released[c]``, int64.
         state: int64 of shape (STATE_WORDS,), see above.
@@ -151,7 +161,8 @@ def run(
         while state[STARTED] < segments:
             status = _send(
                 channels, state[STARTED] % streams, buffer, bounds, first, state[STARTED], offset,
-                outgoing, segment_bytes, release, released, state, first_msg,
+                outgoing, segment_bytes, checked, np.int64(_NOT_KNOWN), release, released, state,
+                first_msg,
             )  # fmt: skip
             if status != DONE:
                 return status
@@ -173,7 +184,7 @@ def run(
 
             status = receive_header(
                 channels, stream, first_msg, incoming, received, 0 if separate else nbytes,
-                separate, control, state,
+                separate, checked, control, state,
             )  # fmt: skip
             if status != DONE:
                 return status
@@ -189,6 +200,14 @@ def run(
                     zmq_msg_close(second_msg)
                     return MISSHAPEN
                 payload = zmq_msg_data(second_msg)
+
+            if checked:
+                status = verify(payload, nbytes, received, state)
+                if status != DONE:
+                    if separate:
+                        zmq_msg_close(second_msg)
+                    zmq_msg_close(first_msg)
+                    return status
 
             target = buffer + start
             if nbytes > 0:
@@ -206,9 +225,13 @@ def run(
             # Before sending: were the send to fail, this segment must not be awaited again.
             state[SEGMENT] += 1
             if action & 4:
+                known = np.int64(_NOT_KNOWN)
+                if action & 3 == 0:
+                    # What goes on as it came keeps its sum, which so guards our memory too.
+                    known = np.int64(received[6] >> np.uint64(32))
                 status = _send(
                     channels, stream, buffer, bounds, chunk, segment, step + offset + 1, outgoing,
-                    segment_bytes, release, released, state, first_msg,
+                    segment_bytes, checked, known, release, released, state, first_msg,
                 )  # fmt: skip
                 if status != DONE:
                     return status
@@ -251,6 +274,8 @@ def send_message(channels: Any, channel: Any, msg: Any, flags: Any, state: Any) 
         zmq_msg_close(msg)
         # The queue is unbounded, so "try again" can only mean that there is no connection.
         return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED
+    if flags & _SNDMORE == 0:
+        channels[channel, SENT] += 1
     return DONE
 
 
@@ -263,6 +288,7 @@ def receive_header(
     received: Any,
     inline_bytes: Any,
     is_more: Any,
+    checked: Any,
     control: Any,
     state: Any,
 ) -> Any:
@@ -277,6 +303,7 @@ def receive_header(
         received: where the one that came is left.
         inline_bytes: payload bytes due behind the header.
         is_more: whether a second part is due.
+        checked: whether the header holds a checksum, which the caller then is to `verify`.
         control, state: as for `run`.
     """
     state[CHANNEL] = channel
@@ -284,10 +311,20 @@ def receive_header(
     if zmq_msg_recv(msg, channels[channel, RECEIVER], 0) < 0:
         return _receive_failed(state)
     channels[channel, SOURCE] = zmq_msg_get(msg, _SRCFD)
-    status = _check(msg, expected, received, inline_bytes, is_more, control, state)
+    status = _check(msg, expected, received, inline_bytes, is_more, checked, control, state)
     if status != DONE:
         zmq_msg_close(msg)
-    return status
+        return status
+    channels[channel, TAKEN] += 1
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def verify(payload: Any, nbytes: Any, received: Any, state: Any) -> Any:
+    """DONE if `nbytes` at address `payload` have the checksum in `received`, else CORRUPT."""
+    checksum = crc32c(payload, nbytes)
+    state[COMPUTED] = np.int64(checksum)
+    return DONE if checksum == received[6] >> np.uint64(32) else CORRUPT
 
 
 @numba.njit(nogil=True, cache=True)
@@ -316,16 +353,24 @@ def _send(
     step: Any,
     outgoing: Any,
     segment_bytes: Any,
+    checked: Any,
+    known: Any,
     release: Any,
     released: Any,
     state: Any,
     msg: Any,
 ) -> Any:
-    """Queue one segment on `channel`; large ones are borrowed, not copied."""
+    """Queue one segment on `channel`; large ones are borrowed, not copied.
+
+    `known` is its checksum, if it need not be computed.
+    """
     start = bounds[chunk] + segment * segment_bytes
     nbytes = min(segment_bytes, bounds[chunk + 1] - start)
     outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
     outgoing[6] = np.uint64(nbytes)
+    if checked:
+        checksum = crc32c(buffer + start, nbytes) if known == _NOT_KNOWN else np.uint64(known)
+        outgoing[6] |= checksum << np.uint64(32)
     separate = nbytes > INLINE_BYTES_MAX
     inline_bytes = 0 if separate else nbytes
 
@@ -355,6 +400,7 @@ def _check(
     received: Any,
     inline_bytes: Any,
     is_more: Any,
+    checked: Any,
     control: Any,
     state: Any,
 ) -> Any:
@@ -373,7 +419,10 @@ def _check(
         memcpy(control.ctypes.data, data + HEADER_BYTES, np.uint64(state[CONTROL_BYTES]))
         return CONTROL
     for word in range(8):
-        if received[word] != expected[word]:
+        difference = received[word] ^ expected[word]
+        if checked and word == 6:
+            difference &= np.uint64(0xFFFFFFFF)
+        if difference != 0:
             return MISMATCH
     if size != HEADER_BYTES + inline_bytes or (zmq_msg_more(msg) != 0) != is_more:
         return MISSHAPEN

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from ringreduce import errors
-from ringreduce.errors import ProtocolError, RingReduceError
+from ringreduce.errors import MismatchError, PeerLostError, ProtocolError, RingReduceError
 
-__all__ = ["NEWS_BYTES_MAX", "read_news", "write_news"]
+__all__ = [
+    "GOODBYE_BYTES_MAX",
+    "NEWS_BYTES_MAX",
+    "left_error",
+    "read_goodbye",
+    "read_news",
+    "write_goodbye",
+    "write_news",
+]
 
 # News carry one error's text; what is longer is cut off.
 NEWS_BYTES_MAX = 16384
+
+
+# Of a goodbye: the end of the text of an exception says little.
+GOODBYE_BYTES_MAX = 1024
+
+
+class _Goodbye(msgspec.Struct):
+    calls: Annotated[int, msgspec.Meta(ge=0)]
+    why: str
 
 
 class _Cause(msgspec.Struct):
@@ -48,3 +65,49 @@ def read_news(payload: bytes, **where: Any) -> RingReduceError:
     kind = getattr(errors, cause.error, None) if cause.error in errors.__all__ else None
     report = f"was told by rank {cause.origin}: {cause.text.removesuffix('.')}"
     return (kind or ProtocolError)(report, **{**where, "peer": cause.peer, "origin": cause.origin})
+
+
+def write_goodbye(calls: int, why: str) -> bytes:
+    """What a rank leaves behind that closes its communicator after `calls` calls.
+
+    Args:
+        calls: collectives that it has completed.
+        why: the exception that made it, where one did; else empty.
+    """
+    text = why.encode(errors="replace").decode()[: GOODBYE_BYTES_MAX // 8]
+    return msgspec.msgpack.encode(_Goodbye(calls, text))
+
+
+def read_goodbye(payload: bytes, peer: int, **where: Any) -> RingReduceError:
+    """The error to raise for a goodbye of rank `peer` where a call of its own was due."""
+    try:
+        goodbye = msgspec.msgpack.decode(payload, type=_Goodbye)
+    except msgspec.MsgspecError:
+        goodbye = None
+    calls, why = (None, "") if goodbye is None else (goodbye.calls, goodbye.why)
+    return left_error(peer, calls, why, **where)
+
+
+def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingReduceError:
+    """The error of a rank that is in, or begins, a call which rank `peer` will never make.
+
+    Args:
+        peer: the rank that has closed its communicator.
+        calls: after how many calls; None if that is not known.
+        why: the exception that made it do so; empty if none is known.
+        where: fields of the error: rank and size at least.
+    """
+    where = {**where, "peer": peer}
+    if why:
+        return PeerLostError(
+            f"was left by rank {peer}, which ended with {why.removesuffix('.')}",
+            **where,
+            remedy=f"Read rank {peer}'s log first.",
+        )
+    after = "" if calls is None else f" after {calls} call{'' if calls == 1 else 's'}"
+    return MismatchError(
+        f"was left by rank {peer}, which closed its communicator{after} and makes no more",
+        **where,
+        remedy="All ranks must make equally many calls: shard the data so that all make equally "
+        f"many steps; read rank {peer}'s log.",
+    )

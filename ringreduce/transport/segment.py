@@ -51,6 +51,8 @@ def functions() -> dict[str, Any]:
         "segment_heap": (_u64, [_pointer, _pointer]),
         "segment_reserve": (_int, [_int, _pointer, _u64, _u64]),
         "segment_release": (_int, [_int, _pointer, _u64, _u64]),
+        "segment_detach": (_int, [_int, _pointer, _u64, _u64]),
+        "segment_drop": (_int, [_pointer, _u64, _u64]),
         "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
         "shm_free": (None, [_pointer]),
         "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
@@ -128,6 +130,10 @@ class Heap:
 
     A block belongs to the array that was handed out and to all its views; when the last is
     gone the memory goes back to the system. Blocks are found first-fit.
+
+    Other ranks write into blocks while a reduction runs. After one has failed, `detach` takes
+    them out of the others' reach, since a rank that was stopped in the middle of its part may
+    go on with it whenever it is woken.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -142,11 +148,16 @@ class Heap:
         # any line, also here in this thread while it holds the lock, so whoever gives back
         # must not wait for that.
         self._returned: deque[tuple[int, int]] = deque()
+        # Handed out and not given back: length by offset.
+        self._used: dict[int, int] = {}
+        self._is_detached = False
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes` zeros, dtype uint8, in the heap; None when there is no room."""
         length = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
         with self._lock:
+            if self._is_detached:
+                return None
             self._join_returned()
             place = next((i for i, (_, room) in enumerate(self._free) if room >= length), None)
             if place is None:
@@ -154,9 +165,11 @@ class Heap:
             offset, room = self._free.pop(place)
             if room > length:
                 self._free.insert(place, (offset + length, room - length))
+            self._used[offset] = length
         segment = self._segment
         status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
         if status < 0:
+            del self._used[offset]
             self._returned.append((offset, length))
             if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 return None
@@ -166,8 +179,32 @@ class Heap:
         finalizer.atexit = False
         return np.frombuffer(memoryview(block), np.uint8)
 
+    def detach(self) -> int:
+        """Make all arrays this process's own, at the same addresses; return how many bytes stay.
+
+        Afterwards no rank reaches them, and `empty` gives None. What stays shared, for want of
+        memory for the copies, is as before. Costs a copy of all arrays.
+        """
+        with self._lock:
+            if self._is_detached:
+                return 0
+            self._is_detached = True
+            used = self._used.copy()
+        segment, left = self._segment, 0
+        for offset, length in used.items():
+            arguments = segment.descriptor, segment.address, offset, length
+            if functions()["segment_detach"](*arguments) < 0:
+                left += length
+        return left
+
     def _release(self, offset: int, length: int) -> None:
         segment = self._segment
+        self._used.pop(offset, None)
+        if self._is_detached:
+            # Others may still read what was there, and take it for this rank's part. That goes
+            # with the segment; the copy goes now.
+            functions()["segment_drop"](segment.address, offset, length)
+            return
         functions()["segment_release"](segment.descriptor, segment.address, offset, length)
         self._returned.append((offset, length))
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.schedule import Action
-from ringreduce.transport.base import Traffic
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport.base import Flow, Traffic
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.wire import Header, Kind, encode
@@ -97,18 +97,26 @@ class HostCall:
         bounds: where the chunks begin, in elements, and where the last ends; one chunk for
             each rank of the host.
         divisor: of a mean.
+        dtype, op: codes of what is computed, where that is a part of what `header` says.
     """
 
     def __init__(
-        self, header: Header, action: Action, bounds: Sequence[int], *, divisor: int = 1
+        self,
+        header: Header,
+        action: Action,
+        bounds: Sequence[int],
+        *,
+        divisor: int = 1,
+        dtype: int | None = None,
+        op: int | None = None,
     ) -> None:
         self.header = header
         self._bounds = np.array(bounds, np.uint64)
         self._call = _Call(
             header=tuple(int(word) for word in encode(header)),
             action=action,
-            dtype=header.dtype,
-            op=header.op,
+            dtype=header.dtype if dtype is None else dtype,
+            op=header.op if op is None else op,
             divisor=divisor,
             bounds=self._bounds.ctypes.data,
         )
@@ -138,7 +146,7 @@ class HostLink:
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
-        self._interrupted = False
+        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
         # Any thread may ask for the traffic: held while it looks, and while the group goes.
         self._traffic_lock = threading.Lock()
         self._traffic = Traffic(0, 0, 0)
@@ -228,7 +236,7 @@ class HostLink:
         while status == _WAITING:
             facts, now = self._look(), time.monotonic()
             if self._interrupted:
-                raise self._closed_meanwhile(call)
+                raise self._cause or self._closed_meanwhile(call)
             if facts.progress != progress:
                 progress, since, doomed = facts.progress, now, None
             elif doomed is not None:
@@ -283,12 +291,8 @@ class HostLink:
             if news := self._news(teller):
                 return read_news(news, **self._where(call, teller))
         peer = self._members[index]
-        if self._mesh.gone()[index]:
-            return PeerLostError(
-                f"was left by rank {peer}, which closed its communicator",
-                **self._where(call, index),
-                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
-            )
+        if (word := self._mesh.gone()[index]) is not None:
+            return read_goodbye(word, **self._where(call, index))
         return PeerLostError(
             f"lost rank {peer} on the same host: it died",
             **self._where(call, index),
@@ -303,14 +307,27 @@ class HostLink:
         if status == _MISMATCH:
             theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
+            if wire.will_be_explained(theirs, ours) and (news := self._await_news(index)):
+                return read_news(news, **self._where(call, index))
             named = f"rank {self._members[index]}"
-            return MismatchError(
+            error = MismatchError(
                 wire.disagreement(theirs, ours, lambda _: named), **self._where(call, index)
             )
+            error.signatures = ours.signature, theirs.signature
+            return error
         return ProtocolError(
             f"found what cannot be in the memory of rank {self._members[index]}",
             **self._where(call, index),
         )
+
+    def _await_news(self, index: int) -> bytes:
+        """What that rank says about why it gives up, if it does so soon."""
+        deadline = time.monotonic() + wire.EXPLANATION_S
+        while not (news := self._news(index)) and time.monotonic() < deadline:
+            if self._interrupted:
+                break
+            time.sleep(_SLICE_MS / 1e4)  # It has no way to wake us: it is in no step with us.
+        return news
 
     def _news(self, index: int) -> bytes:
         buffer = ctypes.create_string_buffer(NEWS_BYTES_MAX)
@@ -318,13 +335,24 @@ class HostLink:
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
-        """Leave word why this rank gives up where the others look when they wait."""
+        """Leave word why this rank gives up where the others look when they wait.
+
+        Registered arrays are their owners' alone from then on: a rank that was stopped while it
+        wrote into them may be woken at any time.
+        """
         if self._group is not None:
             news = write_news(cause, self._rank)
             self._functions["shm_abort"](self._group, news, len(news))
+            if self._heap is not None and (left := self._heap.detach()):
+                _log.warning(
+                    "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
+                    "ranks' reach; a rank that was stopped may still write into them",
+                    *(self._rank, self._size, left),
+                )
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` in another thread raise at its next slice."""
+        self._cause = cause
         self._interrupted = True
 
     def traffic(self) -> Traffic:
@@ -339,9 +367,13 @@ class HostLink:
                 )
             return self._traffic
 
-    def close(self) -> None:
+    def flow(self) -> Flow:
+        """Nothing: whether shared memory moves is seen by its traffic."""
+        return Flow()
+
+    def close(self, word: bytes = b"") -> None:
         """Say goodbye; memory goes when the last registered array does."""
-        self._mesh.close()
+        self._mesh.close(word)
         self.traffic()
         with self._traffic_lock:
             group, self._group = self._group, None

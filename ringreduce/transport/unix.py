@@ -18,6 +18,8 @@ import time
 from collections.abc import Sequence
 
 from ringreduce.errors import RendezvousError
+from ringreduce.transport import inherited
+from ringreduce.transport.news import GOODBYE_BYTES_MAX
 
 __all__ = ["Mesh", "memory_domain"]
 
@@ -56,8 +58,9 @@ class Mesh:
             raise
         self._connections: dict[int, socket.socket] = {}
         self._poll = select.poll()
-        # What is known of those who have gone: whether they said goodbye.
-        self._gone: dict[int, bool] = {}
+        # Those who have gone, and the word they left; None of those who said no goodbye.
+        self._gone: dict[int, bytes | None] = {}
+        inherited.watch(self)
 
     def connect(
         self,
@@ -172,30 +175,37 @@ class Mesh:
             os.close(descriptor)
         return None
 
-    def gone(self) -> dict[int, bool]:
-        """Index of each rank whose connection has ended, and whether it said goodbye."""
+    def gone(self) -> dict[int, bytes | None]:
+        """Index of each rank whose connection has ended, and its goodbye; None if it said none."""
         ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._connections else ()
         for index, connection in list(self._connections.items()):
             if connection.fileno() not in ready:
                 continue
             try:
-                said = connection.recv(16)
+                said = connection.recv(len(_GOODBYE) + GOODBYE_BYTES_MAX)
             except BlockingIOError:
                 continue
             except OSError:
                 said = b""
-            self._gone[index] = self._gone.get(index, False) or said == _GOODBYE
+            is_goodbye = said.startswith(_GOODBYE)
+            self._gone[index] = said.removeprefix(_GOODBYE) if is_goodbye else None
             self._poll.unregister(connection)
             connection.close()
             del self._connections[index]
         return self._gone
 
-    def close(self) -> None:
-        """Say goodbye and close all connections."""
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies, without a goodbye, which would be the parent's."""
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+
+    def close(self, word: bytes = b"") -> None:
+        """Say goodbye with `word` and close all connections."""
         self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.send(_GOODBYE)
+                connection.send(_GOODBYE + word[:GOODBYE_BYTES_MAX])
             connection.close()
         self._connections.clear()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zmq
@@ -25,6 +25,7 @@ import zmq
 from ringreduce import schedule, wire
 from ringreduce.errors import (
     ClosedError,
+    CorruptionError,
     MismatchError,
     PeerLostError,
     PeerTimeoutError,
@@ -32,12 +33,13 @@ from ringreduce.errors import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.transport import exchange, libzmq, loop
-from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
-from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news, write_news
+from ringreduce.transport import exchange, inherited, libzmq, loop
+from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
+from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
+from ringreduce.transport.security import Security
 
-__all__ = ["ZmqLink"]
+__all__ = ["ZmqLink", "distances"]
 
 # How long the loop waits for a frame before it asks the clock, the monitors and Python's
 # signal handlers: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
@@ -48,6 +50,8 @@ _SLICE_MS = 50
 _QUIET_S = 3.0
 # A goodbye, an abort and the segments before it get this long to leave.
 _LINGER_S = 1.0
+# Those who connect while the ring forms get this long to have done so after its first call.
+_LOCK_S = 5.0
 
 _Call = RingCall | ExchangeCall
 
@@ -64,6 +68,7 @@ class ZmqLink:
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
         streams: connections to the next rank that segments take turns on, equal on all ranks.
+        security: who may connect; by default nobody is asked.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`: an address with the
@@ -83,6 +88,7 @@ class ZmqLink:
         segment_bytes: int,
         timeout_s: float,
         streams: int = 1,
+        security: Security | None = None,
     ) -> None:
         libzmq.load()
         libzmq.keep_large_blocks()
@@ -91,21 +97,27 @@ class ZmqLink:
         self._place, self._members = rank, tuple(range(size))
         self._streams = streams
         # Of each pair of sockets: how far ahead its sender goes.
-        self._distances = _distances(size, streams)
+        self._distances = distances(size, streams)
         self._segment_bytes = segment_bytes
         self._timeout_s = timeout_s
         self._job = self._sequence = 0
         self._has_failed = False
+        self._checked = False
 
         self._context = zmq.Context(io_threads=streams)
         frame_bytes_max = wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
+        self._security = security or Security(rank=rank, size=size)
+        self._doorkeeper = self._security.doorkeeper(self._context)
+        limits = frame_bytes_max, _SLICE_MS
         try:
-            for _ in self._distances:
-                pulling = Incoming(self._context, bind, frame_bytes_max, _SLICE_MS)
+            for channel in range(len(self._distances)):
+                domain = _domain(channel)
+                pulling = Incoming(self._context, bind, *limits, self._security, domain)
                 self._incoming.append(pulling)
         except zmq.ZMQError as error:
+            self._doorkeeper.close()
             self._context.destroy(linger=0)
             raise RendezvousError(
                 f"cannot listen on {bind}: {error.strerror}",
@@ -113,7 +125,7 @@ class ZmqLink:
                 size=self._world_size,
                 remedy="The rendezvous host must be one of rank 0's own addresses.",
             ) from error
-        self.address = _joined([pulling.address for pulling in self._incoming])
+        self.address = join_ports([pulling.address for pulling in self._incoming])
         self._addresses: tuple[str, ...] = ()
 
         self._state = np.zeros(loop.STATE_WORDS, np.int64)
@@ -124,12 +136,22 @@ class ZmqLink:
         self._received = np.zeros(wire.HEADER_WORDS, np.uint64)
         self._control = np.zeros(NEWS_BYTES_MAX, np.uint8)
         self._release = libzmq.count_release_address()
-        self._interrupted = False
+        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
+        # The channel that has been waited on for a while, and since when it has been dry.
+        self._dry: tuple[int, float] | None = None
+        # Of the call under way, for `flow`.
+        self._steps = 0
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
+        inherited.watch(self)
 
     def connect(
-        self, *, job: int, addresses: Sequence[str], members: Sequence[int] | None = None
+        self,
+        *,
+        job: int,
+        addresses: Sequence[str],
+        members: Sequence[int] | None = None,
+        checked: bool = False,
     ) -> None:
         """Open the ways to the ranks ahead, which have bound their sockets already.
 
@@ -137,21 +159,22 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each rank's link.
             members: the ranks of this ring, in its order; all of them by default.
+            checked: whether frames carry the checksum of their payload; equal on all members.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._job = job
+        self._job, self._checked = job, checked
         if members is not None:
             self._members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
-        self._distances = _distances(self._size, self._streams)
+        self._distances = distances(self._size, self._streams)
         for unneeded in self._incoming[len(self._distances) :]:
             unneeded.close()
         del self._incoming[len(self._distances) :]
         for channel, distance in enumerate(self._distances):
             peer = self._members[(self._place + distance) % self._size]
-            ports = _split(addresses[peer])
+            ports = split_ports(addresses[peer])
             if len(ports) != ports_per_rank:
                 raise RendezvousError(
                     f"got the address {addresses[peer][:200]!r} of rank {peer}, "
@@ -161,19 +184,42 @@ class ZmqLink:
                     peer=peer,
                     remedy="Start all ranks with the same ringreduce.",
                 )
-            pushing = Outgoing(self._context, ports[channel], peer)
+            pushing = Outgoing(self._context, ports[channel], peer, self._security)
             self._outgoing.append(pushing)
             self._channels[channel, loop.SENDER] = pushing.socket.underlying
             self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying
         self._addresses = tuple(addresses[member] for member in self._members)
+        for channel in range(len(self._distances)):
+            self._doorkeeper.allow(_domain(channel), [self._behind(channel)[0]])
+
+    def lock(self) -> None:
+        """Let nobody connect any more; call it once all ranks have taken part in a call.
+
+        A port whose rank has not come within _LOCK_S stays open for it, and the doorkeeper stays.
+        Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq refuses
+        everyone who does not find a doorkeeper.
+        """
+        if self._context.closed or self._has_failed or not self._outgoing:
+            return
+        deadline = time.monotonic() + _LOCK_S
+        sources = self._channels[:, loop.SOURCE].tolist()
+        # Each is tried, also after one that has not come.
+        if all([p.lock(s, deadline) for p, s in zip(self._incoming, sources, strict=False)]):
+            self._doorkeeper.close()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether its frames are encrypted, and with that proven to be whole."""
+        return self._security.mechanism == "CURVE"
 
     @property
     def _size(self) -> int:
         """Number of places in this ring."""
         return len(self._members)
 
-    def interrupt(self) -> None:
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a `run` or `exchange` in another thread raise at its next slice."""
+        self._cause = cause
         self._interrupted = True
 
     def traffic(self) -> Traffic:
@@ -202,6 +248,7 @@ class ZmqLink:
             call.combine,
             call.finish,
             call.divisor,
+            self._checked,
             self._release,
             self._released,
             self._state,
@@ -221,6 +268,7 @@ class ZmqLink:
             call.counts_array,
             call.outgoing,
             call.incoming,
+            self._checked,
             self._state,
             self._message,
             self._received,
@@ -247,7 +295,7 @@ class ZmqLink:
                 )
             if not call.steps:
                 # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
-                self._read_events()
+                self.read_events()
                 if self._lost_outgoing((1,)):
                     raise self._lost(call)
             status = run(*arguments)
@@ -263,16 +311,36 @@ class ZmqLink:
         self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
     ) -> None:
         """Go on with a call whose first turn did not reach the end."""
+        self._steps = call.steps
+        try:
+            self._go_on(status, run, arguments, call)
+        finally:
+            self._dry = None
+
+    def _go_on(
+        self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
+    ) -> None:
         progress, since, doomed = self._progress(), time.monotonic(), False
+        arrived: tuple[int, int | None] | None = None
         while status != loop.DONE:
             if status not in (loop.WAITING, loop.DRAINING):
                 raise self._error(status, call)
             now = time.monotonic()
             if self._interrupted:
+                if self._cause is not None:
+                    raise self._cause
                 raise PeerLostError(
                     "closed its communicator in the middle of a collective",
                     **self._where(call, self._rank),
                 )
+            if status == loop.WAITING:
+                channel = int(self._state[loop.CHANNEL])
+                before, arrived = arrived, (channel, self._arrived_bytes(channel))
+                if arrived != before or self._dry is None:
+                    # Unknown counts as wet: a link that is merely slow must not look dead.
+                    self._dry = None if arrived[1] is None else (channel, now)
+            else:
+                self._dry = None
             if self._progress() != progress:
                 progress, since, doomed = self._progress(), now, False
             elif doomed:
@@ -283,12 +351,35 @@ class ZmqLink:
             doomed = self._is_neighbour_lost(call, now - since)
             status = run(*arguments)
 
+    def _arrived_bytes(self, channel: int) -> int | None:
+        self._incoming[channel].read_events()
+        return self._incoming[channel].arrived_bytes(int(self._channels[channel, loop.SOURCE]))
+
+    def flow(self) -> Flow:
+        """Where the link stands; numbers that the loop is changing may be a little old."""
+        dry, now = self._dry, time.monotonic()
+        return Flow(
+            done=min(1.0, int(self._state[loop.STEP]) / max(1, self._steps)),
+            sent=tuple(
+                (pushing.peer, channel, int(self._channels[channel, loop.SENT]))
+                for channel, pushing in enumerate(self._outgoing)
+            ),
+            waits=None
+            if dry is None
+            else (
+                self._behind(dry[0])[0],
+                dry[0],
+                int(self._channels[dry[0], loop.TAKEN]),
+                now - dry[1],
+            ),
+        )
+
     def _progress(self) -> tuple[int, int]:
         return int(self._state[loop.FRAMES]), int(self._released.sum())
 
     def _is_neighbour_lost(self, call: _Call, waited_s: float) -> bool:
         """Whether a neighbour that this call still needs has gone."""
-        self._read_events()
+        self.read_events()
         step, started = int(self._state[loop.STEP]), int(self._state[loop.STARTED])
         if step < call.steps and self._is_source_lost(waited_s):
             return True
@@ -300,7 +391,7 @@ class ZmqLink:
         needed = call.sends_to(step, started) + ((1,) if self._borrows() else ())
         return bool(self._lost_outgoing(needed))
 
-    def _read_events(self) -> None:
+    def read_events(self) -> None:
         """Take note of what has happened to our connections."""
         for pulling in self._incoming:
             pulling.read_events()
@@ -334,7 +425,7 @@ class ZmqLink:
     def _behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and where that rank listens itself."""
         place = (self._place - self._distances[channel]) % self._size
-        return self._members[place], _split(self._addresses[place])[channel]
+        return self._members[place], split_ports(self._addresses[place])[channel]
 
     def _source(self) -> tuple[int, str]:
         """The rank that the channel used last receives from, and where that rank listens."""
@@ -389,7 +480,13 @@ class ZmqLink:
             return self._told(received, call, peer)
         if status == loop.MISMATCH:
             expected = wire.decode(call.expected(int(self._state[loop.STEP])))
-            return MismatchError(wire.disagreement(received, expected, self._name), **where)
+            if wire.will_be_explained(received, expected) and (news := self._await_news(call)):
+                return news
+            error = MismatchError(wire.disagreement(received, expected, self._name), **where)
+            error.signatures = expected.signature, received.signature
+            return error
+        if status == loop.CORRUPT:
+            return self._corrupted(received, call)
         if status == loop.UNSENDABLE:
             self._outgoing[self._state[loop.CHANNEL]].is_lost = True
             return self._lost(call)
@@ -410,11 +507,33 @@ class ZmqLink:
             remedy="Keep other programs and jobs away from this port.",
         )
 
+    def _corrupted(self, received: wire.Header, call: _Call) -> RingReduceError:
+        peer, address = self._source()
+        return CorruptionError(
+            f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
+            f"({address}): their CRC-32C is "
+            f"0x{int(self._state[loop.COMPUTED]):08x}, rank {peer} sent 0x{received.checksum:08x}; "
+            "nothing of them was used",
+            **self._where(call, peer),
+            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
+            f"the network of the hosts of ranks {peer} and {self._rank}, and what lies between.",
+        )
+
     def _name(self, place: int) -> str:
         """What errors call the rank at a place of this ring, as a header gives it."""
         if place < self._size:
             return f"rank {self._members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
+
+    def _await_news(self, call: _Call) -> RingReduceError | None:
+        """What the rank of the channel used last says about the end of the ring, if soon."""
+        deadline = time.monotonic() + wire.EXPLANATION_S
+        incoming = self._incoming[int(self._state[loop.CHANNEL])]
+        while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
+            incoming.socket.poll(min(_SLICE_MS, int(left * 1e3) + 1))
+            if (news := self._queued_news(call)) is not None:
+                return news
+        return None
 
     def _queued_news(self, call: _Call) -> RingReduceError | None:
         """What another rank has said about the end of the ring, if that is still unread."""
@@ -443,13 +562,9 @@ class ZmqLink:
     def _told(self, header: wire.Header, call: _Call, peer: int) -> RingReduceError:
         """The error that a control frame from `peer` stands for."""
         where = self._where(call, peer)
-        if header.kind == wire.Kind.GOODBYE:
-            return PeerLostError(
-                f"was left by rank {peer}, which closed its communicator",
-                **where,
-                remedy=f"Ranks must make the same calls: read rank {peer}'s log first.",
-            )
         payload = self._control[: self._state[loop.CONTROL_BYTES]].tobytes()
+        if header.kind == wire.Kind.GOODBYE:
+            return read_goodbye(payload, **where)
         return read_news(payload, **where)
 
     def abort(self, cause: RingReduceError) -> None:
@@ -504,35 +619,36 @@ class ZmqLink:
     def _borrows(self) -> bool:
         return any(self._borrows_on(channel) for channel in range(len(self._outgoing)))
 
-    def close(self) -> None:
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, and nothing else."""
+        own = [pulling.address for pulling in self._incoming]
+        inherited.close_connections(own + [pushing.address for pushing in self._outgoing])
+
+    def close(self, word: bytes = b"") -> None:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
+        self._doorkeeper.close()
         if not self._has_failed:  # otherwise an abort has said more
-            self._send_control(wire.Kind.GOODBYE, b"", [True] * len(self._outgoing))
+            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
+        # libzmq lets go of what it has encrypted before that has left.
+        linger_ms = int(_LINGER_S * 1000) if self.is_encrypted else 0
         for pushing in self._outgoing:
-            pushing.close()
+            pushing.close(linger_ms)
         for pulling in self._incoming:
             pulling.close()
         self._context.destroy(linger=0)
         self._lent.clear()
 
 
-def _distances(size: int, streams: int) -> tuple[int, ...]:
+def distances(size: int, streams: int) -> tuple[int, ...]:
     """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
     return (1,) * streams + schedule.exchange(size).distances[1:]
 
 
-def _joined(addresses: Sequence[str]) -> str:
-    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
-    ports = [address.rpartition(":")[2] for address in addresses]
-    return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
-
-
-def _split(address: str) -> list[str]:
-    """The addresses that `_joined` has made one of."""
-    host, _, ports = address.rpartition(":")
-    return [f"{host}:{port}" for port in ports.split(",")]
+def _domain(channel: int) -> str:
+    """What the doorkeeper knows the port of `channel` by."""
+    return f"data.{channel}"
 
 
 def format_bytes(nbytes: int) -> str:

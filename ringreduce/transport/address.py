@@ -1,0 +1,58 @@
+"""Where ranks listen: names made numeric, numbers as libzmq writes them, and what is loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+from ringreduce.config import Config, host_and_port
+from ringreduce.errors import RendezvousError
+
+__all__ = ["endpoint", "is_loopback", "listens_on_loopback", "resolve", "unreachable"]
+
+_ENDPOINT = re.compile(r"tcp://(\[[^\]]*\]|[^:]*):")
+
+
+def resolve(config: Config) -> tuple[int, tuple[str, int]]:
+    """Address family and numeric address of the rendezvous; libzmq binds no host names.
+
+    Raises:
+        RendezvousError: the host's name does not resolve.
+    """
+    host, port = host_and_port(config.rendezvous)
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise unreachable(config, error) from error
+    return family, (str(target[0]), port)
+
+
+def unreachable(config: Config, error: Exception) -> RendezvousError:
+    """What to raise when the rendezvous has no address that this rank can use."""
+    why = (error.strerror if isinstance(error, OSError) else None) or error
+    return RendezvousError(
+        f"cannot reach the rendezvous {config.rendezvous}: {why}",
+        rank=config.rank,
+        size=config.size,
+        remedy="Check RINGREDUCE_RENDEZVOUS.",
+    )
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """``tcp://host:port``, with an IPv6 address in brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the numeric address `host` is reached from this host alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def listens_on_loopback(address: str) -> bool:
+    """Whether every endpoint in what a rank has announced is a loopback address."""
+    hosts = [host.strip("[]") for host in _ENDPOINT.findall(address)]
+    return bool(hosts) and all(is_loopback(host) for host in hosts)

@@ -1,0 +1,91 @@
+"""What a forked child must not keep open: its parent's connections with other ranks.
+
+A connection ends when the last process that has it open closes it. With a copy in a child
+that outlives its parent (a worker of a data pipeline, say) the other ranks would not see
+the parent's death but only its silence. So a child closes its copies at once, without a
+word on them. Children that are started by exec inherit nothing: all descriptors here and
+libzmq's are close-on-exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = ["Inheritable", "close_connections", "watch"]
+
+# Linux; elsewhere the other name.
+_DESCRIPTORS = ("/proc/self/fd", "/dev/fd")
+
+
+class Inheritable(Protocol):
+    """What holds connections."""
+
+    def close_inherited(self) -> None:
+        """Close this process's copies; called in a forked child. Nobody may be told."""
+
+
+_watched: weakref.WeakSet[Inheritable] = weakref.WeakSet()
+
+
+def watch(holder: Inheritable) -> None:
+    """Have `holder.close_inherited` called in every child that this process forks."""
+    _watched.add(holder)
+
+
+def close_connections(endpoints: Iterable[str]) -> None:
+    """Close this process's TCP sockets that listen on, or are connected with, `endpoints`.
+
+    For those that libzmq has made: it does not tell their descriptors.
+
+    Args:
+        endpoints: numeric, as ``tcp://127.0.0.1:41873``.
+    """
+    wanted = {_address(endpoint) for endpoint in endpoints}
+    for descriptor in _open_descriptors():
+        try:
+            probe = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue  # no socket
+        with probe:
+            ours = probe.family in (socket.AF_INET, socket.AF_INET6) and any(
+                end in wanted for end in _ends(probe)
+            )
+        if ours:
+            os.close(descriptor)
+
+
+def _ends(probe: socket.socket) -> list[tuple[str, int]]:
+    ends = []
+    for ask in (probe.getsockname, probe.getpeername):
+        with contextlib.suppress(OSError):
+            host, port = ask()[:2]
+            ends.append((host.removeprefix("::ffff:"), port))
+    return ends
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]").removeprefix("::ffff:"), int(port)
+
+
+def _open_descriptors() -> list[int]:
+    for folder in _DESCRIPTORS:
+        with contextlib.suppress(OSError):
+            return [int(name) for name in os.listdir(folder)]
+    return []
+
+
+def _close_all() -> None:
+    """In the child: it has no use for them, since communicators refuse to work there."""
+    for holder in list(_watched):
+        with contextlib.suppress(OSError):
+            holder.close_inherited()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_close_all)
