@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ringreduce._version import __version__
+from ringreduce.config import log_dir_wanted
 from ringreduce.errors import RingReduceError
 from ringreduce.launch import supervisor
 
@@ -81,6 +83,10 @@ def run(
         Transport | None,
         typer.Option(help="How ranks reach each other [default: auto]."),
     ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what workers print, and for flight records."),
+    ] = None,
     encryption: Annotated[
         Encryption | None,
         typer.Option(help="Whether data between ranks is encrypted [default: auto]."),
@@ -99,12 +105,33 @@ def run(
             threads=threads_per_worker,
             timeout_s=timeout,
             transport=None if transport is None else transport.value,
+            log_dir=str(log_dir or log_dir_wanted()) or None,
             encryption=None if encryption is None else encryption.value,
         )
     except RingReduceError as error:
         typer.echo(f"ringreduce: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(code)
+
+
+@app.command(no_args_is_help=True)
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --log-dir was.")],
+) -> None:
+    """Say from all ranks' flight records who stood where, and which rank is the culprit.
+
+    Ranks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.
+    """
+    # Loaded here: `run` has no use for it.
+    from ringreduce.report.records import read_records
+    from ringreduce.report.view import show
+
+    try:
+        records = read_records(folder)
+    except RingReduceError as error:
+        typer.echo(f"ringreduce: {error}", err=True)
+        raise typer.Exit(2) from error
+    show(records)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from ringreduce.buckets import ALIGNMENT
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.config import Config
+from ringreduce.dumping import FlightFile
 from ringreduce.engine import Engine
 from ringreduce.errors import (
     ArrayError,
@@ -103,6 +104,7 @@ class Communicator:
         self._explanations: list[weakref.WeakMethod[_Explanation]] = []
         self._closed = False
         self._recorder = Recorder(config.rank, config.size)
+        self._flight = FlightFile(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
         self._transport = "none"
@@ -115,12 +117,20 @@ class Communicator:
         self._watcher: Watcher | None = None
         self._has_aborted = False
         if config.size > 1:
-            self._form(config)
+            try:
+                self._form(config)
+            except BaseException as error:
+                if self._failure is None:  # Else it was dumped when it broke.
+                    self._recorder.fail(error)
+                    self._dump(_described(error))
+                self._flight.close()
+                raise
         _open.add(self)
 
     def _form(self, config: Config) -> None:
         formed = form(config)
         self._ring, self._transport = formed.collectives, formed.transport
+        self._flight.transport = formed.transport
         if config.local_rank is None:
             self.local_rank = formed.local_rank
         if config.local_size is None:
@@ -464,6 +474,10 @@ class Communicator:
         engine = self._engine
         if engine is not None:
             engine.fail(error)
+        if self._recorder.standing().operation is None:
+            # A call that fails is recorded when it does; in user code there is none.
+            self._recorder.fail(error)
+            self._dump(_described(error))
 
     def explain_with(self, explain: _Explanation) -> None:
         """Have a method asked what it means when ranks are seen to be in different calls.
@@ -510,6 +524,7 @@ class Communicator:
         """
         # Set by Python when an exception has ended the program.
         error = getattr(sys, "last_value", None)
+        self._record_end(error)
         self._leave("" if error is None else _described(error))
 
     def _leave(self, why: str) -> None:
@@ -534,6 +549,7 @@ class Communicator:
             self._ring.close(word)
             if self._watcher is not None:
                 self._watcher.join()
+            self._flight.close()
             if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
@@ -548,6 +564,7 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None:
         """Close; the others are told of the exception that ended the block, if one did."""
+        self._record_end(value)
         self._leave("" if value is None else _described(value))
 
     def __repr__(self) -> str:
@@ -630,6 +647,22 @@ class Communicator:
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
+            # Last: the others and whoever waits here need not wait for a disk.
+            self._dump(_described(error))
+
+    def _record_end(self, error: BaseException | None) -> None:
+        """Write a flight record of the program's error that makes this rank leave, if one does."""
+        if error is None or self._failure is not None or self._closed:
+            return
+        if isinstance(error, SystemExit) and not error.code:
+            return  # The usual end of a program.
+        if self._process == os.getpid():
+            self._recorder.fail(error)
+            self._dump(_described(error))
+
+    def _dump(self, why: str) -> None:
+        """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
+        self._flight.dump(why)
 
     def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
         """One number from each rank, in rank order; checked not to be negative."""

@@ -21,6 +21,7 @@ __all__ = [
     "Config",
     "color_wanted",
     "configured_secret",
+    "log_dir_wanted",
     "native_wanted",
     "worker_environment",
 ]
@@ -38,6 +39,7 @@ _CHOICES = (
     "RINGREDUCE_TRANSPORT",
     "RINGREDUCE_INTEGRITY",
     "RINGREDUCE_HOST_ID",
+    "RINGREDUCE_LOG_DIR",
     "RINGREDUCE_SECRET",
     "RINGREDUCE_ENCRYPTION",
 )
@@ -109,6 +111,8 @@ class Config:
         host_id: name of this host, equal for the ranks that share its memory; empty: the
             system's own. Different names make processes of one host act as if they were on
             several, which is how tests form rings of hosts.
+        log_dir: folder for flight records (`ringreduce report`), written when the ring breaks
+            and on SIGUSR1; made when it is not there; empty: none are written.
         secret: what only ranks of this job know; needed off the loopback interface. It is never
             shown, logged or passed as an argument of a program.
         encryption: one of `ENCRYPTIONS`; equal on all ranks.
@@ -132,6 +136,7 @@ class Config:
     transport: str = "auto"
     integrity: str = "auto"
     host_id: str = ""
+    log_dir: str = ""
     secret: str = field(default="", repr=False)
     encryption: str = "auto"
 
@@ -322,6 +327,11 @@ def worker_environment(
 def color_wanted() -> bool:
     """Whether the user's environment allows coloured output (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
+
+
+def log_dir_wanted() -> str:
+    """The folder for flight records that the user's environment names; empty for none."""
+    return os.environ.get("RINGREDUCE_LOG_DIR", "")
 
 
 def native_wanted() -> bool:

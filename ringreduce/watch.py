@@ -276,6 +276,7 @@ class Watcher:
         """This rank has found out by itself that the ring is at its end."""
         if self._cause is None and not self._is_closing:
             self.abort(error)
+            self._send_words()  # before this rank writes its flight record
             self._tell(error)
 
     def _look_for_losses(self, now: float) -> None:

@@ -41,6 +41,7 @@ def test_every_variable_is_read():
         "RINGREDUCE_TRANSPORT": "zmq",
         "RINGREDUCE_INTEGRITY": "crc32",
         "RINGREDUCE_HOST_ID": "rack-3",
+        "RINGREDUCE_LOG_DIR": "logs",
         "RINGREDUCE_SECRET": "correct horse battery staple",
         "RINGREDUCE_ENCRYPTION": "off",
     }
@@ -59,6 +60,7 @@ def test_every_variable_is_read():
         transport="zmq",
         integrity="crc32",
         host_id="rack-3",
+        log_dir="logs",
         secret="correct horse battery staple",
         encryption="off",
     )

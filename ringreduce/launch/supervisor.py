@@ -30,6 +30,7 @@ from typing import IO, Any, TextIO
 import psutil
 
 from ringreduce.config import Config, color_wanted, configured_secret, worker_environment
+from ringreduce.errors import ConfigError
 from ringreduce.launch import guard
 from ringreduce.launch.failure import Failure, first_cause, is_traceback_start, last_traceback
 from ringreduce.launch.output import LineBuffer
@@ -42,6 +43,8 @@ _POLL_S = 0.05
 _CAUSE_WAIT_S = 1.5
 # From SIGTERM to SIGKILL.
 _GRACE_S = 3.0
+# Before that, where flight records are kept: the others notice within a second and write theirs.
+_RECORD_WAIT_S = 1.5
 # Output that a dead worker's children still hold open is read this long.
 _DRAIN_S = 0.5
 _TAIL_LINES = 400
@@ -59,6 +62,7 @@ def run(
     timeout_s: float | None = None,
     transport: str | None = None,
     encryption: str | None = None,
+    log_dir: str | None = None,
     prefix: bool = True,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -78,8 +82,13 @@ def run(
         timeout_s: their ``RINGREDUCE_TIMEOUT_S``.
         transport: their ``RINGREDUCE_TRANSPORT``.
         encryption: their ``RINGREDUCE_ENCRYPTION``.
+        log_dir: their ``RINGREDUCE_LOG_DIR``, made when it is not there; what each worker
+            prints is kept there too, in ``rank-0.log`` and so on.
         prefix: whether lines begin with the rank that wrote them.
         stdout, stderr: where lines go; the process's own by default.
+
+    Raises:
+        ConfigError: `log_dir` cannot be written to.
     """
     job = _Job(prefix=prefix, stdout=stdout or sys.stdout, stderr=stderr or sys.stderr)
     with job.signals(), job.guard():
@@ -94,10 +103,14 @@ def run(
             # The user's own goes to the workers by the variables that it came in.
             if not configured_secret():
                 choices["secret"] = secrets.token_hex(32)
+            if log_dir is not None:
+                choices["log_dir"] = str(Path(log_dir).absolute())
+                job.keep_output(Path(log_dir), size)
             job.start(command, size, threads or default_threads(size), choices)
             job.watch()
         finally:
             job.stop(grace_s=0.0)
+            job.close_output()
     return job.conclude()
 
 
@@ -131,6 +144,11 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
+    def ask_for_record(self) -> None:
+        """Have the worker write its flight record; its children would die of the signal."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+
     def has_exited(self) -> bool:
         """Whether it has ended; left unreaped, so that its number stays its own."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -156,6 +174,9 @@ class _Job:
         self._ended_by: int | None = None
         self._stop_s: float | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._kept: list[TextIO] = []
+        self._keeps_records = False
+        self._asked_s: float | None = None
 
     @contextlib.contextmanager
     def signals(self):  # type: ignore[no-untyped-def]
@@ -193,6 +214,28 @@ class _Job:
         with contextlib.suppress(OSError):
             self._guard.stdin.write(f"{change}{worker.process.pid}\n".encode())
             self._guard.stdin.flush()
+
+    def keep_output(self, folder: Path, size: int) -> None:
+        """Write what each worker prints into a file of `folder` too, as it comes."""
+        self._keeps_records = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(size):
+                path = folder / f"rank-{rank}.log"
+                self._kept.append(path.open("w", encoding="utf-8"))
+        except OSError as error:
+            self.close_output()
+            raise ConfigError(
+                f"cannot keep the workers' output in {folder}: {error}",
+                remedy="Give --log-dir, or RINGREDUCE_LOG_DIR, a folder that can be written to.",
+            ) from error
+
+    def close_output(self) -> None:
+        """Close the files of `keep_output`."""
+        kept, self._kept = self._kept, []
+        for file in kept:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def start(
         self, command: Sequence[str], size: int, threads: int, choices: Mapping[str, Any]
@@ -232,7 +275,7 @@ class _Job:
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=inherited,
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=_prepare(os.getpid(), ignored=self._record_signals()),
         )
         worker = _Worker(rank, process)
         self._workers.append(worker)
@@ -252,7 +295,7 @@ class _Job:
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._reap()
-            if self._stop_s is None and self._is_doomed():
+            if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self.stop(_GRACE_S)
             elif self._stop_s is not None and time.monotonic() >= self._stop_s:
                 self._kill()
@@ -279,6 +322,17 @@ class _Job:
                     worker.traceback_s = now
         text = "".join(f"{self._mark(worker, target)}{line}\n" for line in lines)
         _write(target, text)
+        if self._kept:
+            self._keep(worker, lines)
+
+    def _keep(self, worker: _Worker, lines: list[str]) -> None:
+        try:
+            self._kept[worker.rank].writelines(f"{line}\n" for line in lines)
+            self._kept[worker.rank].flush()
+        except OSError as error:
+            # The job is worth more than its log; the lines were shown.
+            self._say(f"no longer keeps the workers' output: {error}")
+            self.close_output()
 
     def _mark(self, worker: _Worker, target: TextIO) -> str:
         if not self._prefix:
@@ -291,11 +345,20 @@ class _Job:
     def _pass_on(self, number: int) -> None:
         repeated = self._ended_by is not None and number in _STOPPING
         for worker in self._workers:
-            if worker.alive:
+            if worker.alive and number in self._record_signals():
+                worker.ask_for_record()
+            elif worker.alive:
                 worker.send(signal.SIGKILL if repeated else number)
         if number in _STOPPING and not repeated:
             self._ended_by = number
             self._stop_s = time.monotonic() + _GRACE_S
+
+    def _record_signals(self) -> tuple[int, ...]:
+        """What asks workers for flight records in this job.
+
+        Such a signal must not end one that has no communicator yet, and so no handler.
+        """
+        return (signal.SIGUSR1,) if self._keeps_records else ()
 
     def _reap(self) -> None:
         for worker in self._workers:
@@ -319,6 +382,19 @@ class _Job:
             return True
         first_exit = min(w.exit_s for w in self._workers if w.failure() and w.exit_s is not None)
         return time.monotonic() - first_exit >= _CAUSE_WAIT_S
+
+    def _have_recorded(self) -> bool:
+        """Whether the workers that still run have had the time to write flight records."""
+        if not self._keeps_records:
+            return True
+        now = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now
+            # One in user code may not notice by itself, and where it is may tell something.
+            for worker in self._workers:
+                if worker.alive:
+                    worker.ask_for_record()
+        return now - self._asked_s >= _RECORD_WAIT_S
 
     def stop(self, grace_s: float) -> None:
         """Ask the workers that still run to end; `watch` kills them after `grace_s`."""
@@ -395,15 +471,20 @@ class _Reader:
         return bool(data)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
+def _prepare(parent: int, *, ignored: Sequence[int]) -> Callable[[], None] | None:
     """Run in the child before its program: have the kernel kill it when the launcher dies."""
-    if sys.platform != "linux":
+    on_linux = sys.platform == "linux"
+    if not on_linux and not ignored:
         return None
-    prctl = ctypes.CDLL(None).prctl
+    prctl = ctypes.CDLL(None).prctl if on_linux else None
 
-    def ask() -> None:
+    def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        if prctl is None:
+            return
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # It died before we asked.
             os._exit(1)
 
-    return ask
+    return prepare

@@ -1,0 +1,175 @@
+"""What a flight record on disk holds: the format that one side writes and another reads.
+
+One JSON file for each rank. Whoever reads it may find a truncated file, one of another
+program or one made to harm: it is decoded into typed records with limits, or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+__all__ = [
+    "FILE_BYTES_MAX",
+    "FORMAT",
+    "FRAMES_MAX",
+    "TEXT_MAX",
+    "THREADS_MAX",
+    "Call",
+    "Dump",
+    "Failure",
+    "Frame",
+    "Stack",
+    "decode_dump",
+    "encode_dump",
+    "file_name",
+]
+
+# Raised by every change that an older reader would misunderstand.
+FORMAT = 1
+
+# A dump with every list at its limit stays below the file's.
+FILE_BYTES_MAX = 1 << 24
+TEXT_MAX = 4096
+FRAMES_MAX = 48
+THREADS_MAX = 64
+
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+
+
+class Call(msgspec.Struct):
+    """One collective, as in `Recorder.entries`."""
+
+    number: _Count
+    operation: _Name
+    nbytes: _Count
+    started: _Time
+    seconds: _Time | None = None
+    thread: _Name = ""
+    error: _Text | None = None
+
+
+class Frame(msgspec.Struct):
+    """One line of a stack.
+
+    Attributes:
+        text: the line's source, where it can be read.
+        library: whether it belongs to Python, an installed package or ringreduce, rather
+            than to the user's program.
+    """
+
+    file: _Text
+    line: _Count
+    function: _Name
+    text: _Name = ""
+    library: bool = False
+
+
+class Failure(msgspec.Struct):
+    """What broke the communicator; fields that `RingReduceError` has mean what they do there.
+
+    Attributes:
+        kind: the error's class.
+        when: seconds since the epoch.
+        standing: the collective that this rank was in; None in user code.
+        trace: the frames that the error has passed, innermost last.
+    """
+
+    kind: _Name
+    text: _Text
+    when: _Time
+    peer: _Rank | None = None
+    origin: _Rank | None = None
+    operation: _Name | None = None
+    sequence: _Count | None = None
+    step: _Name | None = None
+    standing: _Name | None = None
+    trace: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)] = []
+
+
+class Stack(msgspec.Struct):
+    """Where one thread is, innermost frame last."""
+
+    thread: _Name
+    main: bool
+    frames: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)]
+
+
+class Dump(msgspec.Struct):
+    """One rank's flight record.
+
+    Attributes:
+        why: what it was written for.
+        when, iso: when, in seconds since the epoch and for people.
+        job: the job's id, by which records of several jobs are told apart.
+        calls, operation, nbytes: as in `Standing`.
+        since: as in `Standing`, in seconds since the epoch.
+        failure: None while the communicator works.
+        peers: what was last known of other ranks; see `Recorder.peers`.
+        entries: the last calls, oldest first.
+    """
+
+    format: int
+    why: _Text
+    when: _Time
+    iso: _Name
+    rank: _Rank
+    size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    host: _Name
+    pid: _Count
+    job: _Name
+    versions: dict[str, _Name]
+    transport: _Name
+    calls: _Count
+    operation: _Name | None
+    nbytes: _Count
+    since: _Time
+    failure: Failure | None = None
+    peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
+    entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
+    stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
+
+
+def file_name(rank: int) -> str:
+    """Name of a rank's file in the folder of the job's logs."""
+    return f"flight-rank{rank}.json"
+
+
+def encode_dump(dump: Dump) -> bytes:
+    """`dump` as JSON, indented; what JSON has no form for becomes its text."""
+    return msgspec.json.format(msgspec.json.encode(dump, enc_hook=str), indent=1) + b"\n"
+
+
+def decode_dump(data: bytes) -> Dump:
+    """The record in `data`.
+
+    Raises:
+        ValueError: it is none, or of another format; the text says what is wrong.
+    """
+    if len(data) > FILE_BYTES_MAX:
+        raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
+    try:
+        found = _FORMAT.decode(data).format
+        if found != FORMAT:
+            raise ValueError(f"format {found}, and this is ringreduce for format {FORMAT}")
+        dump = _DUMP.decode(data)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no flight record: {error}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"truncated or not JSON: {error}") from error
+    if dump.rank >= dump.size:
+        raise ValueError(f"rank {dump.rank} of {dump.size}")
+    return dump
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+_FORMAT = msgspec.json.Decoder(_Format)
+_DUMP = msgspec.json.Decoder(Dump)
