@@ -52,6 +52,7 @@ COMMUNICATOR = [
     "config",
     "empty",
     "engine",
+    "explain_with",
     "fail",
     "failure",
     "rank",
