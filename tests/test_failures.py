@@ -400,7 +400,7 @@ def disagreements(
     for ring in open_rings:
         ring.close()
     """
-    if transport == "shm" and native.library() is None:
+    if transport != "zmq" and native.library() is None:
         pytest.skip(native.why_missing())
     directory = tmp_path_factory.mktemp("disagreements")
     rings = len(DISAGREEMENTS)
@@ -467,7 +467,7 @@ def test_a_mismatch_says_where_in_the_call_it_was(
     disagreements: dict[str, list[dict[str, Any]]],
 ) -> None:
     facts = disagreements["order"]
-    places = "hop 1|step 1 of 1|exchange 1 of 2|segment 1 of 1 in shared memory"
+    places = "hop 1|exchange step 1 of [12]|segment 1 of 1 in shared memory"
     assert any(re.search(rf", in \w+ #\d, ({places})\.", f["text"]) for f in facts), facts
 
 

@@ -54,6 +54,7 @@ COMMUNICATOR = [
     "config",
     "empty",
     "engine",
+    "explain_with",
     "fail",
     "failure",
     "rank",
