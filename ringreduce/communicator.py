@@ -636,6 +636,7 @@ class Communicator:
     def _break(self, error: RingReduceError) -> None:
         if self._failure is None:
             self._failure = error
+        error = self._failure
         self._recorder.fail(error)
         if self._has_aborted:
             return

@@ -354,7 +354,7 @@ def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -
     assert "rank 1 failed first (exit code 1)" in done.stderr
     assert "ringreduce:   ValueError: bad data" in done.stderr
     for rank in (0, 2):
-        assert re.search(rf"then rank {rank} \(exit code 1\): .*PeerLostError: .*", done.stderr)
+        assert re.search(rf"then rank {rank} \(exit code 1\): .*MismatchError: .*", done.stderr)
 
 
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:

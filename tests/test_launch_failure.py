@@ -22,6 +22,7 @@ LOST = (
 )
 TIMED_OUT = (*LOST[:3], "ringreduce.errors.PeerTimeoutError: rank 0 of 2 waited 30.0 s.")
 TOLD = (*LOST[:3], "ringreduce.errors.MismatchError: rank 0 of 3 was told by rank 1: it is in")
+LEFT = (*LOST[:3], "ringreduce.errors.MismatchError: rank 0 of 3 was left by rank 1, which closed")
 MISMATCH = (*LOST[:3], "ringreduce.errors.MismatchError: rank 1 of 3 is in barrier #3 while")
 DIRECT = "The above exception was the direct cause of the following exception:"
 HANDLING = "During handling of the above exception, another exception occurred:"
@@ -47,7 +48,7 @@ def test_of_two_at_the_same_time_the_lower_rank_is_the_cause() -> None:
     assert first_cause([high, low]) is low
 
 
-@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD])
+@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT])
 def test_an_earlier_consequence_is_not_the_cause(report: tuple[str, ...]) -> None:
     consequence = failure(0, 1.0, traceback=report)
     cause = failure(1, 2.0, traceback=VALUE_ERROR)
@@ -83,7 +84,7 @@ def test_the_cause_is_a_consequence_only_if_all_are(failures: list[Failure]) -> 
     assert cause.is_consequence == all(f.is_consequence for f in failures)
 
 
-@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD])
+@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT])
 def test_a_report_of_another_rank_is_a_consequence(report: tuple[str, ...]) -> None:
     assert failure(traceback=report).is_consequence
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 __all__ = ["Failure", "first_cause", "is_traceback_start", "last_traceback"]
 
-_REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was told by rank \d")
+_REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was (told|left) by rank \d")
 _TRACEBACK = "Traceback (most recent call last):"
 # Of an exception's text and what follows it.
 _TEXT_LINES_MAX = 60
