@@ -87,6 +87,11 @@ class RingCall:
         """How many chunks this rank receives."""
         return len(self.schedule.chunks)
 
+    def segments(self, segment_bytes: int) -> int:
+        """How many frames the longest chunk takes, at least 1."""
+        longest = int(np.diff(self.bounds_array).max(initial=0))
+        return max(1, -(-longest // segment_bytes))
+
     def number(self, sequence: int) -> None:
         """Make this the call `sequence` of the ring, in all headers."""
         self.outgoing[3] = self.incoming[3] = sequence
@@ -152,6 +157,10 @@ class ExchangeCall:
     def steps(self) -> int:
         """How many frames this rank receives."""
         return len(self.plan.distances)
+
+    def segments(self, segment_bytes: int) -> int:
+        """How many frames a step takes: one."""
+        return 1
 
     def number(self, sequence: int) -> None:
         """Make this the call `sequence` of the ring, in all headers."""

@@ -157,8 +157,8 @@ class ZmqLink:
         self._release = libzmq.count_release_address()
         self._interrupted, self._cause = False, cast("RingReduceError | None", None)
         self._dry: _Dry | None = None
-        # Of the call under way, for `flow`.
-        self._steps = 0
+        # Of the call under way, for `flow`: its steps, and the segments of each.
+        self._steps, self._segments = 0, 1
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
         inherited.watch(self)
@@ -339,7 +339,7 @@ class ZmqLink:
         self, status: int, run: Callable[..., int], arguments: tuple[Any, ...], call: _Call
     ) -> None:
         """Go on with a call whose first turn did not reach the end."""
-        self._steps = call.steps
+        self._steps, self._segments = call.steps, call.segments(self._segment_bytes)
         try:
             self._go_on(status, run, arguments, call)
         finally:
@@ -392,13 +392,18 @@ class ZmqLink:
     def flow(self) -> Flow:
         """Where the link stands; numbers that the loop is changing may be a little old."""
         return Flow(
-            done=min(1.0, int(self._state[loop.STEP]) / max(1, self._steps)),
+            done=self._done(),
             sent=tuple(
                 (pushing.peer, channel, int(self._channels[channel, loop.SENT]))
                 for channel, pushing in enumerate(self._outgoing)
             ),
             waits=self._waits(),
         )
+
+    def _done(self) -> float:
+        """The part of the call under way that is done; roughly, since it goes on meanwhile."""
+        steps = int(self._state[loop.STEP]) + int(self._state[loop.SEGMENT]) / self._segments
+        return min(1.0, steps / max(1, self._steps))
 
     def _waits(self) -> tuple[int, int, int, float] | None:
         dry, now = self._dry, time.monotonic()
