@@ -476,8 +476,8 @@ class Communicator:
             engine.fail(error)
         if self._recorder.standing().operation is None:
             # A call that fails is recorded when it does; in user code there is none.
-            self._recorder.fail(error)
-            self._dump(_described(error))
+            self._recorder.fail(self._failure)
+            self._dump(_described(self._failure))
 
     def explain_with(self, explain: _Explanation) -> None:
         """Have a method asked what it means when ranks are seen to be in different calls.
