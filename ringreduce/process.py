@@ -33,10 +33,14 @@ def init(
     job_id: str | None = None,
     timeout_s: float | None = None,
     join_timeout_s: float | None = None,
+    link_timeout_s: float | None = None,
     segment_bytes: int | None = None,
     transport: str | None = None,
     integrity: str | None = None,
     host_id: str | None = None,
+    secret: str | None = None,
+    encryption: str | None = None,
+    log_dir: str | None = None,
 ) -> Communicator:
     """Form the ring and make it this process's default; return its communicator.
 
@@ -53,12 +57,18 @@ def init(
         job_id: any text, equal on all ranks of the job.
         timeout_s: seconds without progress after which a collective gives up (30).
         join_timeout_s: seconds for all ranks to meet (120, or `timeout_s` where given).
+        link_timeout_s: seconds that a connection may carry nothing of what is due (2).
         segment_bytes: payload of a full frame, equal on all ranks.
         transport: ``"auto"`` (shared memory within a host, ZeroMQ between hosts), ``"shm"`` or
             ``"zmq"``; equal on all ranks.
         integrity: ``"crc32"`` or ``"off"``: whether frames over ZeroMQ carry a checksum;
             ``"auto"``: those that leave the host do, unless encrypted. Equal on all ranks.
         host_id: name of this host, where the system's own does not tell hosts apart.
+        secret: text of 16 characters or more that only ranks of this job know; needed where
+            the rendezvous is not a loopback address. Not to be written into a program that
+            others can read: leave it to ``RINGREDUCE_SECRET_FILE``.
+        encryption: ``"auto"`` (between hosts), ``"on"`` or ``"off"``; equal on all ranks.
+        log_dir: folder for flight records; see ``ringreduce report``.
 
     Raises:
         ConfigError: settings are impossible or incomplete, or differ from the open default's.
@@ -74,10 +84,14 @@ def init(
         job_id=job_id,
         timeout_s=timeout_s,
         join_timeout_s=join_timeout_s,
+        link_timeout_s=link_timeout_s,
         segment_bytes=segment_bytes,
         transport=transport,
         integrity=integrity,
         host_id=host_id,
+        secret=secret,
+        encryption=encryption,
+        log_dir=log_dir,
     )
     with _lock:
         if _default is not None and not _default.closed:

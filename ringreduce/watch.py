@@ -405,7 +405,7 @@ class Watcher:
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(_SLOW_WARN_S, 2 * waited_s)
             self._warn(standing, suspicion, waited_s)
-        elif now - self._slow_s >= _SLOW_AGAIN_S:
+        elif not self._has_warned and now - self._slow_s >= _SLOW_AGAIN_S:
             self._look_for_stragglers(now)
 
     def _warn(self, standing: Standing, suspicion: Suspicion | None, waited_s: float) -> None:

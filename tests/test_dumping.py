@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -23,7 +24,7 @@ from ringreduce.dumping import FlightFile
 from ringreduce.flight import Dump, decode_dump, file_name
 from ringreduce.recorder import Recorder
 from ringreduce.testing import ring_of_threads
-from tests.processes import Process, wait_until
+from tests.processes import Process, clean_environment, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -393,3 +394,27 @@ def test_a_communicator_made_in_another_thread_hears_no_signal_but_dumps_errors(
     ring_of_threads(1, work, log_dir=str(tmp_path))
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     assert read(tmp_path).failure is not None
+
+
+def test_a_process_that_is_asked_while_python_ends_is_not_killed(tmp_path: Path) -> None:
+    # What Python does last: the signal comes when handlers are set back already, or nearly so.
+    program = f"""
+import atexit, os, signal
+import ringreduce
+ring = ringreduce.Communicator(ringreduce.Config(log_dir={str(tmp_path / "logs")!r}))
+
+class Late:
+    def __del__(self):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+os.late = Late()  # goes when modules do
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
