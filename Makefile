@@ -5,12 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types native check check-without-native clean
+.PHONY: demo test lint types native check check-without-native soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint types native check check-without-native
+test: lint types native check check-without-native soak
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -35,7 +35,11 @@ check: $(VENV)/.installed
 
 # Everything works without the native library, over sockets and Python.
 check-without-native: $(VENV)/.installed
-	RINGREDUCE_NATIVE=0 $(BIN)/python -m pytest -n 2
+	RINGREDUCE_NATIVE=0 $(BIN)/python -m pytest -n 2 -m "not once"
+
+# Whole jobs with random faults.
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.soak --minutes 2
 
 $(VENV)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 	$(PYTHON) -m venv $(VENV)
