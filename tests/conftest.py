@@ -1,10 +1,19 @@
-"""Which tests need no second run without the native library, since it is nowhere near them."""
+"""What every test is held to: no thread of a ring outlives the test that formed it.
+
+And which tests need no second run without the native library, since it is nowhere near them.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-ONCE = {
+_ONCE = {
     "test_buckets",
     "test_checksum",
     "test_config",
@@ -27,9 +36,39 @@ ONCE = {
     "test_types",
     "test_wire",
 }
+# The kernel takes a moment to forget a thread that has been joined.
+_SETTLE_S = 5.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in ONCE:
+        if item.path.stem in _ONCE:
             item.add_marker("once")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Fail a test that leaves a thread of Python's, or of libzmq's, which own all sockets."""
+    before = _threads()
+    yield
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := _threads() - before) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not left, f"still running: {sorted(left)}"
+
+
+def _threads() -> set[tuple[int, str]]:
+    """Kernel id and name of each thread that a ring may have started."""
+    found = {
+        (thread.native_id or 0, thread.name)
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    }
+    for task in Path("/proc/self/task").glob("*"):  # Empty where there is no such folder.
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:
+            continue  # It has just ended.
+        if name.startswith("ZMQbg"):
+            found.add((int(task.name), name))
+    return found
