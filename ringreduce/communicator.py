@@ -116,6 +116,9 @@ class Communicator:
         self._blocked_s = 0.0
         self._watcher: Watcher | None = None
         self._has_aborted = False
+        # The thread that is in a call, and why it is to leave the ring after it, if it is.
+        self._caller: int | None = None
+        self._leaves_with: str | None = None
         if config.size > 1:
             try:
                 self._form(config)
@@ -135,18 +138,23 @@ class Communicator:
             self.local_rank = formed.local_rank
         if config.local_size is None:
             self.local_size = formed.local_size
-        self._watcher = Watcher(
-            formed.control,
-            rank=config.rank,
-            size=config.size,
-            link_timeout_s=config.link_timeout_s,
-            standing=self._recorder.standing,
-            flow=self._ring.flow,
-            progress=self._ring.traffic,
-            tell=self._hear,
-        )
-        self._recorder.peers = self._watcher.peers
+        _formed.add(self)
         try:
+            try:
+                self._watcher = Watcher(
+                    formed.control,
+                    rank=config.rank,
+                    size=config.size,
+                    link_timeout_s=config.link_timeout_s,
+                    standing=self._recorder.standing,
+                    flow=self._ring.flow,
+                    progress=self._ring.traffic,
+                    tell=self._hear,
+                )
+            except BaseException:  # No thread is to be had, say.
+                formed.control.close()
+                raise
+            self._recorder.peers = self._watcher.peers
             self.barrier()
         except BaseException:
             self._leave("")
@@ -462,8 +470,10 @@ class Communicator:
             self._watcher.abort(error)
         # A call of another thread ends, and with it its hold of the lock.
         self._ring.interrupt(error)
-        with self._lock:
-            self._break(error)
+        if self._caller != threading.get_ident():
+            with self._lock:
+                self._break(error)
+        # Else this is a signal handler's, and the call that it has interrupted breaks the ring.
         return error
 
     def _hear(self, error: RingReduceError) -> None:
@@ -532,6 +542,10 @@ class Communicator:
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         self._ring.interrupt()
+        if self._caller == threading.get_ident():
+            # A signal handler, in the midst of a call, which still uses what would be freed here.
+            self._leaves_with = why
+            return
         with self._engine_lock:
             self._is_closing = True
             engine = self._engine
@@ -542,6 +556,10 @@ class Communicator:
                 return
             self._closed = True
             calls = self._recorder.calls
+            if self._failure is not None and not self._has_aborted:
+                # Heard of in user code. A goodbye would look as if this rank had left by itself.
+                self._has_aborted = True
+                self._ring.abort(self._failure)
             # Asked before the others hear of it: what they make of it is no failure of this rank's.
             word = b"" if self._failure is not None else write_goodbye(calls, why)
             if self._watcher is not None:
@@ -550,6 +568,7 @@ class Communicator:
             if self._watcher is not None:
                 self._watcher.join()
             self._flight.close()
+            _formed.discard(self)
             if self.size > 1:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
@@ -587,6 +606,7 @@ class Communicator:
             if self._closed or self._failure is not None:
                 self._refuse()
             self._recorder.begin(name, nbytes)
+            self._caller = threading.get_ident()
             try:
                 result = run(*arguments)
             except RingReduceError as error:
@@ -598,6 +618,11 @@ class Communicator:
             except BaseException as error:
                 self._break(self._cut(error))
                 raise
+            finally:
+                self._caller = None
+                if self._leaves_with is not None:
+                    self._recorder.end()  # Does nothing after a failure.
+                    self._leave(self._leaves_with)
             self._recorder.end()
         if _log.isEnabledFor(logging.DEBUG):
             number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
@@ -714,6 +739,9 @@ def _described(error: BaseException) -> str:
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Those with sockets live until they are closed: collected as garbage, a context of libzmq waits
+# for its sockets for ever, in whatever thread the collector runs.
+_formed: set[Communicator] = set()
 
 
 @atexit.register

@@ -65,6 +65,8 @@ _LOOKS, _LOOKS_SLOW, _SLOW_AGAIN_S = 20, 16, 60.0
 _COMPLAINTS_MAX = 8
 # Whoever leaves waits so long for its neighbours to have heard of it, unless they are gone.
 _CONFIRM_S = 1.0
+# Beyond that its thread is stuck: it writes to a dead disk, or to a terminal that nobody reads.
+_JOIN_S = 2.0
 _SEEN = liveness.encode(Seen())
 
 
@@ -143,9 +145,9 @@ class Watcher:
         self._control.wake()
 
     def join(self) -> None:
-        """Return once the thread has ended, after at most about a second."""
+        """Return once the thread has ended, after about a second; a stuck one is left alone."""
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
 
     def explain(self, error: RingReduceError) -> RingReduceError:
         """What a call should raise that met `error` by itself: the cause, where that is known.
@@ -208,6 +210,8 @@ class Watcher:
         now = time.monotonic()
         if now - self._ticked_s >= liveness.SILENT_S:
             self._paused = now, now - self._ticked_s
+            # What was not sent while all stood still is no sign of a dead connection.
+            self._sent = {key: (frames, now) for key, (frames, _) in self._sent.items()}
         self._ticked_s = now
         for neighbour, word in words:
             self._take(neighbour, word, now)
@@ -280,7 +284,11 @@ class Watcher:
             self._tell(error)
 
     def _look_for_losses(self, now: float) -> None:
-        for neighbour in self._control.lost():
+        lost = self._control.lost()
+        # A word may come before the news of the connection that it came on, which for a moment
+        # looks lost; that must not count when it is.
+        self._lost = {n: since for n, since in self._lost.items() if n in lost}
+        for neighbour in lost:
             since = self._lost.setdefault(neighbour, now)
             if self._is_closing or self._cause is not None or self._board.has_left(neighbour):
                 continue

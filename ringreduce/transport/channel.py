@@ -137,8 +137,9 @@ class Incoming:
         None where the system does not tell, or nobody has connected yet. The only visitor counts
         as the source before the first frame.
         """
-        if source < 0 and len(self._visitors) == 1:
-            source = next(iter(self._visitors))
+        # A copy, since the watcher asks while the link may be taking note of who comes and goes.
+        if source < 0 and len(visitors := self._visitors.copy()) == 1:
+            source = visitors.pop()
         return None if source < 0 else _arrived_bytes(source)
 
     def sockets_to_poll(self) -> tuple[Any, ...]:

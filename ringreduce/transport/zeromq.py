@@ -381,7 +381,11 @@ class ZmqLink:
         if arrived is None:
             # Unknown counts as wet: a link that is merely slow must not look dead.
             self._dry = None
-        elif self._dry is None or (channel, arrived) != self._dry[:2]:
+        elif (
+            self._dry is None
+            or (channel, arrived) != self._dry[:2]
+            or now - self._dry.looked_s > _LOOKED_S  # stood still itself
+        ):
             self._dry = _Dry(channel, arrived, now, now)
         else:
             self._dry = self._dry._replace(looked_s=now)
