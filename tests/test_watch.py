@@ -1,167 +1,128 @@
-"""What ranks know of each other beside the data: failures in user code, stalls, slow ranks."""
+"""What the watcher concludes, with a control channel and a clock that follow a script."""
 
 from __future__ import annotations
 
-import signal
-import time
-from pathlib import Path
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from ringreduce import native
-from tests.figures import record
-from tests.processes import wait_until
-from tests.rings import Ring
-
-# Three times what is promised.
-TOLD_S = 3.0
-
-
-@pytest.fixture(params=["zmq", "shm", "hosts"])
-def way(request: pytest.FixtureRequest) -> dict[str, object]:
-    """Ring's options for each way that four ranks can reach each other."""
-    if request.param != "zmq" and native.library() is None:
-        pytest.skip(native.why_missing())
-    if request.param == "hosts":
-        return {"transport": "auto", "hosts": ["a", "a", "b", "b"]}
-    return {"transport": request.param}
+from ringreduce import liveness, watch
+from ringreduce.errors import MismatchError, PeerLostError, RingReduceError
+from ringreduce.liveness import Beats, News
+from ringreduce.recorder import Recorder
+from ringreduce.transport.base import Flow
+from ringreduce.transport.control import Control
+from ringreduce.transport.news import write_news
+from ringreduce.watch import Watcher
 
 
-# Ranks that compute look at what the watcher has told them, as a training loop might.
-COMPUTING = """
-ring = join()
-ring.barrier()
-say("ready")
-if RANK == 3:
-    hold()
-    {failing}
-deadline = time.monotonic() + 20
-while ring.failure is None and time.monotonic() < deadline:
-    sum(range(1000))
-say("told", at=time.monotonic())
-attempt("result", ring.barrier)
-hold()
-"""
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of the watcher meets: the time, words of rank 1, and whether it looks lost."""
+
+    at_s: float
+    words: Sequence[bytes] = ()
+    is_lost: bool = False
 
 
-def test_a_death_is_known_to_ranks_in_user_code(tmp_path: Path, way: dict[str, object]) -> None:
-    with Ring(tmp_path, 4, COMPUTING.format(failing=""), **way) as ring:  # type: ignore[arg-type]
-        ring.wait("ready")
-        killed_s = time.monotonic()
-        ring.workers[3].signal(signal.SIGKILL)
-        for fact in ring.wait("told", [0, 1, 2]):
-            assert fact["at"] - killed_s < TOLD_S
-            record(f"SIGKILL in user code, known in user code, {way['transport']}",
-                   fact["at"] - killed_s)  # fmt: skip
-        for fact in ring.wait("result", [0, 1, 2]):
-            assert (fact["kind"], fact["peer"]) == ("PeerLostError", 3), fact
-            assert fact["seconds"] < 0.5
+class Scripted:
+    """A control channel of rank 0 with rank 1, which goes through `turns` and then is quiet."""
+
+    neighbours = (1,)
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = list(turns)
+        self.turn = self._turns[0]
+        self.said: list[bytes] = []
+        self.is_over, self._awake = threading.Event(), threading.Event()
+
+    def receive(self, _: int) -> list[tuple[int, bytes]]:
+        if not self._turns:
+            self.is_over.set()
+            assert self._awake.wait(10)
+            return []
+        self.turn = self._turns.pop(0)
+        return [(1, word) for word in self.turn.words]
+
+    def send(self, word: bytes, but: Collection[int] = ()) -> None:
+        self.said.append(word)
+
+    def lost(self) -> list[int]:
+        return [1] if self.turn.is_lost else []
+
+    def has_ended(self, _: int) -> bool:
+        return False
+
+    def lock(self) -> bool:
+        return True
+
+    def wake(self) -> None:
+        # Not for words: only `leave` comes after the script.
+        if self.is_over.is_set():
+            self._awake.set()
+
+    def close(self) -> None:
+        pass
 
 
-def test_a_failure_goes_both_ways_round_past_a_stopped_rank(
-    tmp_path: Path, way: dict[str, object]
+def play(
+    monkeypatch: pytest.MonkeyPatch, turns: Sequence[Turn], flow: Flow
+) -> tuple[list[RingReduceError], list[Beats]]:
+    """What a watcher tells that meets `turns`, and the beats that it sends."""
+    control = Scripted(turns)
+    clock = SimpleNamespace(monotonic=lambda: control.turn.at_s)
+    monkeypatch.setattr(watch, "time", clock)
+    told: list[RingReduceError] = []
+    watcher = Watcher(
+        cast(Control, control),
+        rank=0,
+        size=2,
+        link_timeout_s=10.0,
+        standing=Recorder(0, 2).standing,
+        flow=lambda: flow,
+        progress=lambda: None,
+        tell=told.append,
+    )
+    assert control.is_over.wait(10)
+    # Rank 1 says nothing of it, so the watcher must not wait for that.
+    control.turn = Turn(control.turn.at_s, is_lost=True)
+    watcher.leave(0, "")
+    watcher.join()
+    said = [liveness.decode(word, 2) for word in control.said]
+    return told, [message for message in said if isinstance(message, Beats)]
+
+
+def test_a_loss_that_was_none_does_not_cut_short_the_patience_with_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing = """ring.fail(rr.MismatchError("has seen enough", rank=RANK, size=SIZE))"""
-    program = COMPUTING.format(failing=failing)
-    with Ring(tmp_path, 4, program, **way) as ring:  # type: ignore[arg-type]
-        ring.wait("ready")
-        # Between 3 and 1 there are two ways: by 0 and by 2.
-        ring.workers[2].signal(signal.SIGSTOP)
-        ring.workers[3].stdin.close()
-        for fact in ring.wait("result", [0, 1]):
-            assert fact["kind"] == "MismatchError", fact
-            assert "rank 3 of 4 has seen enough" in fact["text"]
-            assert fact["seconds"] < 0.5
-        ring.workers[2].signal(signal.SIGCONT)
-        [fact] = ring.wait("result", [2])
-        assert fact["kind"] == "MismatchError", fact
-        assert "rank 3 of 4 has seen enough" in fact["text"]
+    news = liveness.encode(News(write_news(MismatchError("is the cause", rank=1, size=2), 1)))
+    turns = [
+        Turn(0.0, is_lost=True),  # its first word has come before the news of its connection
+        *(Turn(0.2 * number) for number in range(1, 20)),
+        Turn(4.0, is_lost=True),
+        Turn(4.1, [news], is_lost=True),
+    ]
+    [error], _ = play(monkeypatch, turns, Flow())
+    assert isinstance(error, MismatchError)
+    assert "was told by rank 1: rank 1 of 2 is the cause" in str(error)
 
 
-SLOW = """
-ring = join()
-for number in range({rounds}):
-    if RANK == 1:
-        time.sleep({pause_s})
-    ring.barrier()
-say("done")
-hold()
-"""
+def test_a_loss_that_lasts_ends_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [Turn(0.0), Turn(0.5, is_lost=True), Turn(1.4, is_lost=True), Turn(1.6, is_lost=True)]
+    [error], _ = play(monkeypatch, turns, Flow())
+    assert isinstance(error, PeerLostError)
+    assert error.peer == 1
 
 
-@pytest.mark.parametrize("transport", ["zmq", "shm"])
-def test_a_rank_in_user_code_is_named_after_five_seconds_and_waited_for(
-    tmp_path: Path, transport: str
+def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if transport == "shm" and native.library() is None:
-        pytest.skip(native.why_missing())
-    program = SLOW.format(rounds=1, pause_s=6.5)
-    with Ring(tmp_path, 4, program, transport=transport) as ring:
-        ring.wait("done")
-        for rank in (0, 2):  # its neighbours
-            text = ring.workers[rank].stderr
-            assert f"[{rank}/4] has waited 5." in text
-            assert "in barrier after 1 calls: rank 1 is alive and has been in user code" in text
-        assert ring.workers[3].stderr == ""
-        assert ring.workers[1].stderr == ""
-
-
-def test_a_rank_that_is_slower_all_the_time_is_named(tmp_path: Path) -> None:
-    with Ring(tmp_path, 3, SLOW.format(rounds=8, pause_s=1.2)) as ring:
-        ring.wait("done")
-        for rank in (0, 2):
-            text = ring.workers[rank].stderr
-            assert f"[{rank}/3] has waited for rank 1 most of the last 5 s: it is slower" in text
-
-
-THROTTLED = """
-ring = join()
-ring.barrier()
-say("ready")
-hold()
-data = np.full(1 << 21, RANK + 1.0)
-attempt("result", lambda: ring.all_reduce(data))
-assert (data == sum(range(1, SIZE + 1))).all()
-say("right")
-"""
-
-
-def test_a_slow_connection_is_named_after_five_seconds_and_waited_for(tmp_path: Path) -> None:
-    with Ring(tmp_path, 3, THROTTLED, proxied=True) as ring:
-        ring.wait("ready")
-        # Two thirds of 16 MiB, twice, in about seven seconds.
-        ring.proxy.set("1>2/addresses/*", bytes_per_s=3 << 20)
-        for worker in ring.workers:
-            worker.stdin.close()
-        ring.wait("right")
-        assert [fact["kind"] for fact in ring.said(0, "result")] == [""]
-        said = "".join(worker.stderr for worker in ring.workers)
-        assert "in all_reduce after 2 calls: rank 2 is the slowest" in said
-        assert "lost" not in said
-
-
-GARBAGE = """
-ring = join()
-if RANK == 1:
-    from ringreduce import liveness
-    for number in range(5000):
-        ring._watcher._words.append(os.urandom(number % 300))
-    ring._watcher._words.append(liveness.encode(liveness.Left(0, 0))[:-1])
-for number in range(50):
-    data = np.full(1000, RANK + 1.0)
-    ring.all_reduce(data)
-    assert (data == 6).all()
-    time.sleep(0.01)
-say("done")
-hold()
-"""
-
-
-def test_words_that_cannot_be_read_are_ignored_with_few_complaints(tmp_path: Path) -> None:
-    with Ring(tmp_path, 3, GARBAGE) as ring:
-        ring.wait("done")
-        for rank in (0, 2):
-            worker = ring.workers[rank]
-            wait_until(lambda w=worker: w.stderr.count("ignored a word of rank 1") >= 8, "words")
-            assert worker.stderr.count("ignored a word") == 8
-        ring.release()
+    flow = Flow(sent=((1, 0, 7),))
+    turns = [Turn(0.0), Turn(0.5), Turn(30.0), Turn(30.5)]
+    _, beats = play(monkeypatch, turns, flow)
+    quiet_s = [message.beats[0][0].sent[0].quiet_s for message in beats]
+    assert quiet_s == pytest.approx([0.0, 0.5, 0.0, 0.5])
