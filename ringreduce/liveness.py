@@ -341,7 +341,11 @@ class Board:
         for sent in own.sent:
             told = self._fresh(sent.receiver, now_s)
             wait = None if told is None else told.wait
-            if wait is not None and wait.sender == self._rank and is_dead(sent, wait, limit_s):
+            if wait is None or wait.sender != self._rank:
+                continue
+            # What it said before the frame was overdue says nothing: it may have stopped since.
+            quiet_s = max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))
+            if is_dead(msgspec.structs.replace(sent, quiet_s=quiet_s), wait, limit_s):
                 return self._rank, sent.receiver
         return None
 

@@ -210,6 +210,7 @@ class Watcher:
         now = time.monotonic()
         if now - self._ticked_s >= liveness.SILENT_S:
             self._paused = now, now - self._ticked_s
+        if now - self._ticked_s > 2 * liveness.BEAT_S:
             # What was not sent while all stood still is no sign of a dead connection.
             self._sent = {key: (frames, now) for key, (frames, _) in self._sent.items()}
         self._ticked_s = now

@@ -239,3 +239,14 @@ def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
     assert slowest is not None
     assert slowest.rank == 2
     assert known.slowest(Here(), 0.2) is None
+
+
+@pytest.mark.parametrize(("age_s", "dead"), [(0.4, None), (0.05, (0, 1))])
+def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
+    age_s: float, dead: tuple[int, int] | None
+) -> None:
+    # It waited for long, said so, and was stopped as soon as the frame was on its way.
+    known = board(2, 0.0)
+    known.hear(Beat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
+    own = Beat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
+    assert known.dead(own, 0.5, 10.0) == dead

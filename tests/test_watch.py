@@ -122,7 +122,7 @@ def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flow = Flow(sent=((1, 0, 7),))
-    turns = [Turn(0.0), Turn(0.5), Turn(30.0), Turn(30.5)]
+    turns = [Turn(0.0), Turn(0.5), Turn(1.1), Turn(1.6)]
     _, beats = play(monkeypatch, turns, flow)
     quiet_s = [message.beats[0][0].sent[0].quiet_s for message in beats]
     assert quiet_s == pytest.approx([0.0, 0.5, 0.0, 0.5])
