@@ -368,6 +368,21 @@ def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
         assert process.stderr == ""
 
 
+def test_a_signal_while_python_ends_is_harmless(tmp_path: Path) -> None:
+    """Python puts default actions back for its own handlers before it clears the modules."""
+    text = """
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+            kill(pid, number)
+            print("late", flush=True)
+
+    late = Late()
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0
+        assert process.stdout == "late\n"
+
+
 def test_a_signal_to_a_forked_child_is_not_its_parents(tmp_path: Path) -> None:
     text = """
     child = os.fork()
