@@ -13,7 +13,8 @@ dumps: in such a process that is the main thread at its event loop, which reache
 The thread begins with the first communicator that has a `log_dir`, made in the main thread,
 and ends with the last one's `close`, which writes a 0, no signal's number, to the descriptor;
 it is a daemon, so that a process that never closes can end too. The handler stays, and then
-does nothing: a signal that comes a moment too late shall not kill a job that saves its model.
+does nothing, and when Python ends the signal is ignored: one that comes a moment too late shall
+not kill a job that saves its model, nor change the exit code of one that ends.
 """
 
 from __future__ import annotations
@@ -362,6 +363,11 @@ class _Listener:
                 signal.set_wakeup_fd(before, warn_on_full_buffer=False)
         _dump_all()
 
+    def end(self) -> None:
+        """Ignore SIGUSR1 from now on: Python is about to put its default action back, to kill."""
+        if _SIGNAL is not None and signal.getsignal(_SIGNAL) == self._heard:
+            signal.signal(_SIGNAL, signal.SIG_IGN)
+
     def _forget(self) -> None:
         """In a forked child: the thread is its parent's, and so is what it would dump."""
         self._lock = threading.Lock()
@@ -392,3 +398,7 @@ def _dump_all() -> None:
 
 _files: weakref.WeakSet[FlightFile] = weakref.WeakSet()
 _listener = _Listener()
+
+
+# Runs after the communicators were closed, which is registered later.
+atexit.register(_listener.end)

@@ -63,7 +63,7 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.failure is not None
         assert (dump.failure.kind, dump.failure.text) == ("MismatchError", str(error))
         assert (dump.failure.peer, dump.failure.origin) == (error.peer, error.origin)
-        assert dump.failure.operation == "all_reduce"
+        assert dump.failure.operation == error.operation
         assert dump.failure.sequence == error.sequence
         assert dump.failure.standing == "all_reduce"
         assert [call.operation for call in dump.entries] == ["barrier", "all_reduce", "all_reduce"]
@@ -367,6 +367,21 @@ def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
     with program(tmp_path, "print('end')") as process:
         assert process.wait() == 0
         assert process.stderr == ""
+
+
+def test_a_signal_while_python_ends_is_harmless(tmp_path: Path) -> None:
+    """Python puts default actions back for its own handlers before it clears the modules."""
+    text = """
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+            kill(pid, number)
+            print("late", flush=True)
+
+    late = Late()
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0
+        assert process.stdout == "late\n"
 
 
 def test_a_signal_to_a_forked_child_is_not_its_parents(tmp_path: Path) -> None:
