@@ -298,7 +298,6 @@ class _Listener:
                 signal.signal(_SIGNAL, self._heard)
                 # Calls of the system's in the middle of anything go on, as if nothing were.
                 signal.siginterrupt(_SIGNAL, False)
-                atexit.register(self._no_longer_hear)
             elif handler != self._heard:
                 return
             if not self._watches_forks:
@@ -338,11 +337,6 @@ class _Listener:
             if before not in (-1, self._ends[1]):
                 signal.set_wakeup_fd(before, warn_on_full_buffer=False)
             self._close_ends()
-
-    def _no_longer_hear(self) -> None:
-        """Python is about to end, and sets its handlers back to what ends the process."""
-        if _SIGNAL is not None and signal.getsignal(_SIGNAL) == self._heard:
-            signal.signal(_SIGNAL, signal.SIG_IGN)
 
     def is_current(self) -> bool:
         """Whether the caller is the thread."""
