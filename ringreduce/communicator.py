@@ -532,10 +532,7 @@ class Communicator:
         gets a PeerLostError; what had not begun, a ClosedError. Never raises, takes at most
         about two seconds.
         """
-        # Set by Python when an exception has ended the program.
-        error = getattr(sys, "last_value", None)
-        self._record_end(error)
-        self._leave("" if error is None else _described(error))
+        self._end_with(_ending_error())
 
     def _leave(self, why: str) -> None:
         """Close; `why` is the exception that makes this rank leave, where one does."""
@@ -583,8 +580,7 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None:
         """Close; the others are told of the exception that ended the block, if one did."""
-        self._record_end(value)
-        self._leave("" if value is None else _described(value))
+        self._end_with(value)
 
     def __repr__(self) -> str:
         """Place and state."""
@@ -676,15 +672,15 @@ class Communicator:
             # Last: the others and whoever waits here need not wait for a disk.
             self._dump(_described(error))
 
-    def _record_end(self, error: BaseException | None) -> None:
-        """Write a flight record of the program's error that makes this rank leave, if one does."""
-        if error is None or self._failure is not None or self._closed:
+    def _end_with(self, error: BaseException | None) -> None:
+        """Leave, because of `error` if there is one: with a flight record, and a word of it."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._leave("")  # The usual end of a program.
             return
-        if isinstance(error, SystemExit) and not error.code:
-            return  # The usual end of a program.
-        if self._process == os.getpid():
+        if self._failure is None and not self._closed and self._process == os.getpid():
             self._recorder.fail(error)
             self._dump(_described(error))
+        self._leave(_described(error))
 
     def _dump(self, why: str) -> None:
         """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
@@ -732,6 +728,15 @@ def _again(error: RingReduceError) -> RingReduceError:
     anew = copy.copy(error)
     anew.__cause__ = error
     return anew
+
+
+def _ending_error() -> BaseException | None:
+    """The exception that makes the caller leave: the one being handled, or the program's last."""
+    error = sys.exc_info()[1]
+    if error is None and not threading.main_thread().is_alive():
+        # Python is ending. Before that this would be an old one, of an interactive session, say.
+        error = getattr(sys, "last_value", None)
+    return error
 
 
 def _described(error: BaseException) -> str:

@@ -212,6 +212,21 @@ def test_broken_communicator_raises_the_same_error_again_at_once():
     ring_of_threads(2, work, timeout_s=60)
 
 
+def test_an_old_exception_is_no_reason_to_leave(monkeypatch):
+    """As an interactive session, or a test run, keeps the last one."""
+    monkeypatch.setattr(sys, "last_value", ValueError("long ago"), raising=False)
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.close()
+            return
+        with pytest.raises(MismatchError) as caught:
+            comm.barrier()
+        assert "after 1 call and makes no more" in str(caught.value)
+
+    ring_of_threads(2, work, timeout_s=60)
+
+
 def test_mismatch_tells_both_sides():
     def work(comm: Communicator) -> str:
         with pytest.raises(MismatchError) as caught:

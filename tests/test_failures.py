@@ -130,10 +130,20 @@ hold()
 """
 
 
+# At the end of the program, and of a block that sees to it that the ring is left.
+FINALLY = """
+    try:
+        raise ValueError("bad data")
+    finally:
+        ring.close()
+"""
+
+
+@pytest.mark.parametrize("ending", ["raise ValueError('bad data')", FINALLY])
 def test_a_rank_that_ends_with_an_exception_is_named_with_it(
-    tmp_path: Path, transport: str
+    tmp_path: Path, transport: str, ending: str
 ) -> None:
-    program = EARLY.format(ending="raise ValueError('bad data')")
+    program = EARLY.format(ending=ending)
     with Ring(tmp_path, 3, program, transport=transport) as ring:
         results = ring.wait("result", [0, 2])
         assert_lost(results, 1)
@@ -141,7 +151,13 @@ def test_a_rank_that_ends_with_an_exception_is_named_with_it(
         assert ring.workers[1].wait() == 1
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "ring.close(); hold()"])
+LEAVES_BLOCK = """
+    with ring:
+        sys.exit()
+"""
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "ring.close(); hold()", LEAVES_BLOCK])
 def test_a_rank_that_makes_fewer_calls_is_named(
     tmp_path: Path, transport: str, ending: str
 ) -> None:
