@@ -33,7 +33,7 @@ FORMAT = 1
 FILE_BYTES_MAX = 1 << 24
 TEXT_MAX = 4096
 FRAMES_MAX = 48
-THREADS_MAX = 64
+THREADS_MAX = 256
 
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 _Name = Annotated[str, msgspec.Meta(max_length=512)]

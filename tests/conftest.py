@@ -62,7 +62,8 @@ def _threads() -> set[tuple[int, str]]:
     found = {
         (thread.native_id or 0, thread.name)
         for thread in threading.enumerate()
-        if not thread.daemon and thread is not threading.main_thread()
+        if thread is not threading.main_thread()
+        and (not thread.daemon or thread.name.startswith("ringreduce"))
     }
     for task in Path("/proc/self/task").glob("*"):  # Empty where there is no such folder.
         try:

@@ -44,7 +44,7 @@ def stand_before(link: ZmqLink, flip: Flip) -> None:
 
 def _listen(port: int, flip: Flip) -> int:
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(60)
+    listener.settimeout(20)
 
     def serve() -> None:
         with listener, contextlib.suppress(OSError):

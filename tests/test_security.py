@@ -25,7 +25,8 @@ from ringreduce.transport.security import Doorkeeper, Security
 
 SECRET = "correct horse battery staple"
 # Nobody is let in or told no in more than a few milliseconds; a refusal is the absence of news.
-_SOON_MS = 5000
+# Longer than libzmq waits for a handshake: who asks while the doorkeeper goes is refused then.
+_SOON_MS = 15_000
 
 
 def members(size: int, *, is_encrypted: bool = False, **fields: Any) -> list[Security]:
