@@ -293,11 +293,12 @@ class Watcher:
             since = self._lost.setdefault(neighbour, now)
             if self._is_closing or self._cause is not None or self._board.has_left(neighbour):
                 continue
-            patience_s = _ENDED_S if self._control.has_ended(neighbour) else _HALF_ENDED_S
-            if now - since < patience_s:
+            silent_s = self._board.silent_s(neighbour, since)
+            # Of one that was silent already no word is to be expected.
+            is_over = self._control.has_ended(neighbour) or silent_s >= liveness.SILENT_S
+            if now - since < (_ENDED_S if is_over else _HALF_ENDED_S):
                 self._beat_s = min(self._beat_s, now + 0.02)  # Look again soon.
                 continue
-            silent_s = self._board.silent_s(neighbour, since)
             how = (
                 f"nothing was heard of it for {silent_s:.1f} s: it is cut off, or its host is down"
                 if silent_s >= liveness.SILENT_S

@@ -48,8 +48,9 @@ _SLICE_MS = 50
 # have ours. While the ring forms, a connection that has not come yet cannot be told from one
 # that never will. Silence of this length then counts against one that has left.
 _QUIET_S = 3.0
-# A goodbye, an abort and the segments before it get this long to leave.
-_LINGER_S = 1.0
+# A goodbye, an abort and the segments before it get this long to leave. Of an abort the ranks
+# hear by the watcher too, and whoever has failed should say so soon.
+_LINGER_S, _ABORT_LINGER_S = 1.0, 0.5
 # Those who connect while the ring forms get this long to have done so after its first call.
 _LOCK_S = 5.0
 
@@ -623,25 +624,27 @@ class ZmqLink:
         self._has_failed = True
         # Where the news came from it need not go: it has gone all the way round.
         told = [pushing.peer != cause.origin for pushing in self._outgoing]
-        self._send_control(wire.Kind.ABORT, write_news(cause, self._rank), told)
+        self._send_control(wire.Kind.ABORT, write_news(cause, self._rank), told, _ABORT_LINGER_S)
         for channel, pushing in enumerate(self._outgoing):
             if self._borrows_on(channel):
                 # The caller may now overwrite the buffer; the neighbour must not get to see that.
                 pushing.close()
 
-    def _send_control(self, kind: wire.Kind, payload: bytes, wanted: Sequence[bool]) -> None:
+    def _send_control(
+        self, kind: wire.Kind, payload: bytes, wanted: Sequence[bool], linger_s: float
+    ) -> None:
         """Send a frame that speaks of the ring itself on `wanted` channels, and see it out.
 
         On every stream, since a rank ahead may wait on any of them. Waits until it has left
         this process, not for an answer, since the sockets may be closed next. A neighbour
-        that is stopped or far away costs at most _LINGER_S; one that is gone, nothing.
+        that is stopped or far away costs at most `linger_s`; one that is gone, nothing.
         """
         header = wire.Header(
             kind=kind, job=self._job, rank=self._place, sequence=0, nbytes=len(payload)
         )
         frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
         self._lent.append(frame)
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + linger_s
         posted = []
         for channel, pushing in enumerate(self._outgoing):
             pushing.read_events()
@@ -678,7 +681,7 @@ class ZmqLink:
             return
         self._doorkeeper.close()
         if not self._has_failed:  # otherwise an abort has said more
-            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing))
+            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing), _LINGER_S)
         # libzmq lets go of what it has encrypted before that has left.
         linger_ms = int(_LINGER_S * 1000) if self.is_encrypted else 0
         for pushing in self._outgoing:
