@@ -261,6 +261,7 @@ def test_a_short_pause_is_no_fault(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_joins_is_named_on_all_ranks_at_the_limit(tmp_path: Path) -> None:
     program = """
+    rr.Communicator  # what it imports is no part of joining
     if RANK != 1:
         attempt("result", join)
     hold()
@@ -354,7 +355,10 @@ def test_a_slow_network_is_slow_and_nothing_else(
         ring.proxy.clear()
         ring.wait("round", times=len(ring.said(0, "round")) + 20)
         end_rounds(ring)
-        assert [worker.stderr for worker in ring.workers] == [""] * 3
+        for worker in ring.workers:
+            # That it is slow may be said.
+            assert "lost" not in worker.stderr
+            assert "Error" not in worker.stderr
 
 
 # --- Nothing is left ------------------------------------------------------------------------
