@@ -107,7 +107,7 @@ class Communicator:
         self._flight = FlightFile(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._ring: Collectives = Ring(None, rank=0, size=1)
-        self._transport = "none"
+        self._transport, self._shares_memory = "none", False
         # Made while this is held, never `_lock`: that is the engine's while it runs a collective,
         # and handing more over must not wait for it.
         self._engine_lock = threading.Lock()
@@ -133,6 +133,7 @@ class Communicator:
     def _form(self, config: Config) -> None:
         formed = form(config)
         self._ring, self._transport = formed.collectives, formed.transport
+        self._shares_memory = formed.shares_memory
         self._flight.transport = formed.transport
         if config.local_rank is None:
             self.local_rank = formed.local_rank
@@ -230,7 +231,7 @@ class Communicator:
         # Without the lock, which the engine holds while it runs a collective.
         found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
         if found is None:
-            if "shm" in self._transport and nbytes and not self._closed and not self._failure:
+            if self._shares_memory and nbytes and not self._closed and not self._failure:
                 _log.warning(
                     "[%d/%d] no shared memory is left for %d bytes; ordinary memory is used",
                     *(self.rank, self.size, nbytes),

@@ -42,6 +42,7 @@ class Formed:
         collectives: ready to be called.
         control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
+        shares_memory: whether this rank shares memory with another.
         local_rank, local_size: this rank's place on its host, as the table has it.
         finish: call it after the first barrier; until then rank 0 may still be answering, and
             ranks may still be connecting. Nobody can afterwards.
@@ -50,6 +51,7 @@ class Formed:
     collectives: Collectives
     control: Control
     transport: str
+    shares_memory: bool
     local_rank: int
     local_size: int
     finish: Callable[[], None]
@@ -120,7 +122,13 @@ def form(config: Config) -> Formed:
         *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
     )
     return Formed(
-        collectives, control, placement.transport, here.index(config.rank), len(here), finish
+        collectives=collectives,
+        control=control,
+        transport=placement.transport,
+        shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
+        local_rank=here.index(config.rank),
+        local_size=len(here),
+        finish=finish,
     )
 
 

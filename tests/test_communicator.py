@@ -468,3 +468,14 @@ class TestProcess:
         with pytest.raises(ConfigError, match="RINGREDUCE_SIZE"):
             ringreduce.init()
         assert not ringreduce.is_initialized()
+
+
+def test_a_rank_alone_on_its_host_does_not_complain_of_memory(caplog):
+    def work(comm: Communicator) -> float:
+        array = comm.empty(1000)
+        array[:] = comm.rank
+        return float(comm.all_reduce(array)[0])
+
+    with caplog.at_level("WARNING", logger="ringreduce"):
+        assert ring_of_threads(3, work, hosts=["a", "b", "a"], timeout_s=60) == [3.0] * 3
+    assert [record.message for record in caplog.records] == []
