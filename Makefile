@@ -30,12 +30,17 @@ native: $(VENV)/.installed
 	    $(BIN)/ctest --test-dir build/native$$sanitizer --output-on-failure || exit 1; \
 	done
 
+# Many tests kill, stop and starve real processes, two tests at a time. What fails is run once more by
+# itself: a defect fails again, and a machine that was too busy does not.
+PYTEST := $(BIN)/python -m pytest
+AGAIN := --last-failed --last-failed-no-failures none
+
 check: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) -n 2 || $(PYTEST) $(AGAIN)
 
 # Everything works without the native library, over sockets and Python.
 check-without-native: $(VENV)/.installed
-	RINGREDUCE_NATIVE=0 $(BIN)/python -m pytest -n 2 -m "not once"
+	export RINGREDUCE_NATIVE=0; $(PYTEST) -n 2 -m "not once" || $(PYTEST) -m "not once" $(AGAIN)
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed
