@@ -31,7 +31,7 @@ native: $(VENV)/.installed
 	done
 
 # Many tests kill, stop and starve real processes, two tests at a time. What fails is run once more by
-# itself: a defect fails again, and a machine that was too busy does not.
+# itself; both runs are shown, since a race may pass the second time.
 PYTEST := $(BIN)/python -m pytest
 AGAIN := --last-failed --last-failed-no-failures none
 
