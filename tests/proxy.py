@@ -138,6 +138,12 @@ class _Stream:
             self.target.shutdown(socket.SHUT_WR)
 
 
+def _reset(end: socket.socket) -> None:
+    """Close with RST instead of FIN."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+
+
 class _Connection:
     """Somebody who came, and the target on the other side."""
 
@@ -248,15 +254,17 @@ class _Server:
             self._watch(end, 0, connection)
             del self._interest[end]
             if reset:
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            end.close()
+                _reset(end)
+            else:
+                end.close()
 
     def _accept(self, way: _Way) -> None:
         visitor, _ = way.listener.accept()
         try:
             target = socket.create_connection(way.target, timeout=_CONNECT_TIMEOUT_S)
         except OSError:
-            visitor.close()
+            # Refused, or reset as soon as it stood: to the visitor that is a reset as well.
+            _reset(visitor)
             return
         for end in (visitor, target):
             end.setblocking(False)
