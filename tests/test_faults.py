@@ -356,9 +356,10 @@ def test_a_slow_network_is_slow_and_nothing_else(
         ring.wait("round", times=len(ring.said(0, "round")) + 20)
         end_rounds(ring)
         for worker in ring.workers:
-            # That it is slow may be said.
-            assert "lost" not in worker.stderr
-            assert "Error" not in worker.stderr
+            # That it is slow may be said, and of whom, but nobody may be taken for stopped or gone.
+            slow = ("it is slower", "is the slowest", "is alive and")
+            said = worker.stderr.splitlines()
+            assert [line for line in said if not any(word in line for word in slow)] == []
 
 
 # --- Nothing is left ------------------------------------------------------------------------
