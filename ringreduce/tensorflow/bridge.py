@@ -26,12 +26,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util
-from tensorflow.python.ops.control_flow_v2_func_graphs import (
-    CondBranchFuncGraph,
-    ControlFlowFuncGraph,
-)
 
 from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.communicator import Communicator
@@ -40,6 +34,7 @@ from ringreduce.tensorflow import failures, ops
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
+from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.types import ReduceOp, dtype_code
 
 __all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
@@ -102,7 +97,7 @@ class GradientBridge:
         communicator = self._communicator()
         if communicator.size == 1:
             return list(gradients)
-        _refuse_unreachable_places(communicator)
+        refuse_unreachable_places(communicator)
         failures.watch(communicator)
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
@@ -366,32 +361,3 @@ def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
             remedy="Give the variable a fixed shape.",
         )
     return tuple(gradient.shape)
-
-
-def _refuse_unreachable_places(communicator: Communicator) -> None:
-    """Raise where the reduction could not run, or not on all ranks, while tracing."""
-    if tf.executing_eagerly():
-        return
-    graph = tf_ops.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise ConfigError(
-            "cannot reduce gradients inside a function compiled with jit_compile=True",
-            rank=communicator.rank,
-            size=communicator.size,
-            remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
-            "inner function that computes only the loss and its gradients.",
-        )
-    # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
-    # the iterator has another batch.
-    while isinstance(graph, ControlFlowFuncGraph):
-        if isinstance(graph, CondBranchFuncGraph):
-            raise ConfigError(
-                "cannot reduce gradients inside a branch of tf.cond: a rank that takes the "
-                "other branch would never answer",
-                rank=communicator.rank,
-                size=communicator.size,
-                remedy="Make DistributedOptimizer the outermost wrapper. For mixed_float16: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer)) and "
-                "compile(..., auto_scale_loss=False).",
-            )
-        graph = graph.outer_graph
