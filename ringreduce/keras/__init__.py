@@ -13,7 +13,10 @@ from ringreduce.errors import ConfigError
 from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.data import shard
+from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
+from ringreduce.keras.tape import DistributedGradientTape
+from ringreduce.keras.tensors import all_gather, all_reduce, broadcast, reduce_scatter
 from ringreduce.process import (
     init,
     is_initialized,
@@ -25,7 +28,12 @@ from ringreduce.process import (
 )
 
 __all__ = [
+    "DistributedGradientTape",
     "DistributedOptimizer",
+    "SyncBatchNormalization",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
     "broadcast_variables",
     "callbacks",
     "init",
@@ -33,6 +41,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "reduce_scatter",
     "shard",
     "shutdown",
     "size",

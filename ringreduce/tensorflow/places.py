@@ -15,8 +15,10 @@ from ringreduce.errors import ConfigError
 
 __all__ = ["refuse_unreachable_places"]
 
+_GRADIENTS = "reduce gradients"
 
-def refuse_unreachable_places(communicator: Communicator, what: str = "reduce gradients") -> None:
+
+def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS) -> None:
     """Raise where a collective could not run, or not on all ranks, while tracing.
 
     Args:
@@ -35,7 +37,10 @@ def refuse_unreachable_places(communicator: Communicator, what: str = "reduce gr
             rank=communicator.rank,
             size=communicator.size,
             remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
-            "inner function that computes only the loss and its gradients.",
+            "inner function that computes only the loss and its gradients."
+            if what == _GRADIENTS
+            else "Leave jit_compile=True to inner functions that do without, and call "
+            "model.compile(..., jit_compile=False).",
         )
     # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
     # the iterator has another batch.
@@ -48,6 +53,8 @@ def refuse_unreachable_places(communicator: Communicator, what: str = "reduce gr
                 size=communicator.size,
                 remedy="Make DistributedOptimizer the outermost wrapper. For mixed_float16: "
                 "DistributedOptimizer(LossScaleOptimizer(optimizer)) and "
-                "compile(..., auto_scale_loss=False).",
+                "compile(..., auto_scale_loss=False)."
+                if what == _GRADIENTS
+                else "Do it outside, on every rank, and choose between values with tf.where.",
             )
         graph = graph.outer_graph
