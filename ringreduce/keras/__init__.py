@@ -12,11 +12,15 @@ import keras
 from ringreduce.errors import ConfigError
 from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
+from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
+from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
+from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import all_gather, all_reduce, broadcast, reduce_scatter
+from ringreduce.keras.weighting import step_weight
 from ringreduce.process import (
     init,
     is_initialized,
@@ -28,6 +32,7 @@ from ringreduce.process import (
 )
 
 __all__ = [
+    "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "SyncBatchNormalization",
@@ -36,8 +41,11 @@ __all__ = [
     "broadcast",
     "broadcast_variables",
     "callbacks",
+    "fold_seeds",
     "init",
     "is_initialized",
+    "join",
+    "joined",
     "local_rank",
     "local_size",
     "rank",
@@ -45,6 +53,7 @@ __all__ = [
     "shard",
     "shutdown",
     "size",
+    "step_weight",
     "verify_replicas",
 ]
 

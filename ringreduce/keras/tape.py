@@ -10,8 +10,10 @@ import tensorflow as tf
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras import weighting
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ringreduce.process import default_communicator
+from ringreduce.tensorflow.accumulation import Kind, weighted
 from ringreduce.tensorflow.bridge import path_of
 
 __all__ = ["DistributedGradientTape"]
@@ -38,7 +40,8 @@ class DistributedGradientTape:
             `watch_accessed_variables`.
         communicator: whose ranks; by default the process's, when `gradient` is called.
         persistent, watch_accessed_variables: as for `tf.GradientTape`; refused with a `tape`.
-        bucket_bytes, check_numerics: as for `DistributedOptimizer`.
+        bucket_bytes, check_numerics, compression, sparse_as_dense: as for
+            `DistributedOptimizer`.
 
     Raises:
         ConfigError: `tape` is no tape, or an option is impossible.
@@ -53,6 +56,8 @@ class DistributedGradientTape:
         watch_accessed_variables: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
+        compression: str = "none",
+        sparse_as_dense: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
@@ -73,6 +78,8 @@ class DistributedGradientTape:
             "bucket_bytes": bucket_bytes,
             "first_bytes": min(bucket_bytes, FIRST_BUCKET_BYTES),
             "check_numerics": check_numerics,
+            "compression": compression,
+            "sparse_as_dense": sparse_as_dense,
         }
         # Made once only for its errors, so that they come where the mistake is.
         bridge.GradientBridge(default_communicator, **self._options)
@@ -117,8 +124,8 @@ class DistributedGradientTape:
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         gradients, flat = tf.nest.flatten(own), tf.nest.flatten(sources)
-        if all(gradient is None for gradient in gradients):
-            return own
+        if (weight := weighting.current()) is not None:
+            gradients = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in gradients]
         paths = [_name(source, number) for number, source in enumerate(flat)]
         kept = _bridge_of(self._communicator or default_communicator(), self._options)
         return tf.nest.pack_sequence_as(own, kept.mean(gradients, paths))

@@ -37,7 +37,19 @@ from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.types import ReduceOp, dtype_code
 
-__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
+__all__ = [
+    "COMPRESSIONS",
+    "GradientBridge",
+    "broadcast_variables",
+    "is_initialized",
+    "path_of",
+    "value_of",
+]
+
+
+# 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
+# rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
+COMPRESSIONS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class GradientBridge:
@@ -49,6 +61,12 @@ class GradientBridge:
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
+        compression: one of `COMPRESSIONS`: what 32- and 64-bit gradients are rounded to before they
+            travel.
+        sparse_as_dense: make dense tensors of sparse gradients first.
+
+    Raises:
+        ConfigError: there is no such mode or compression.
     """
 
     def __init__(
@@ -57,7 +75,14 @@ class GradientBridge:
         bucket_bytes: int,
         first_bytes: int | None = None,
         check_numerics: str = "off",
+        compression: str = "none",
+        sparse_as_dense: bool = False,
     ) -> None:
+        if compression not in COMPRESSIONS:
+            accepted = ", ".join(COMPRESSIONS)
+            raise ConfigError(f"compression is {compression!r}; accepted: {accepted}")
+        self._wire = COMPRESSIONS[compression]
+        self._sparse_as_dense = sparse_as_dense
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
@@ -102,7 +127,8 @@ class GradientBridge:
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
             self._explains.add(communicator)
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        given = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        dense = [None if g is None else self._compressed(g) for g in given]
         plan = self._plan(dense, paths)
         present = [g for g in dense if g is not None]
 
@@ -124,7 +150,12 @@ class GradientBridge:
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
         remaining = iter(means)
-        return [None if g is None else next(remaining) for g in dense]
+        return [None if g is None else tf.cast(next(remaining), g.dtype) for g in given]
+
+    def _compressed(self, gradient: Any) -> Any:
+        if self._wire is None or gradient.dtype not in (tf.float32, tf.float64):
+            return gradient
+        return tf.cast(gradient, self._wire)
 
     def _packed_plan(
         self,

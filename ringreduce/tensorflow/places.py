@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
@@ -13,9 +16,16 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 
-__all__ = ["refuse_unreachable_places"]
+__all__ = ["refuse_unreachable_places", "vouch_for_branch"]
 
 _GRADIENTS = "reduce gradients"
+_vouched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def vouch_for_branch() -> None:
+    """Say of the branch of `tf.cond` that is being traced that all ranks take it together."""
+    if not tf.executing_eagerly():
+        _vouched.add(tf_ops.get_default_graph())
 
 
 def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS) -> None:
@@ -45,15 +55,14 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
     # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
     # the iterator has another batch.
     while isinstance(graph, ControlFlowFuncGraph):
-        if isinstance(graph, CondBranchFuncGraph):
+        if isinstance(graph, CondBranchFuncGraph) and graph not in _vouched:
             raise ConfigError(
                 f"cannot {what} inside a branch of tf.cond: a rank that takes the "
                 "other branch would never answer",
                 rank=communicator.rank,
                 size=communicator.size,
-                remedy="Make DistributedOptimizer the outermost wrapper. For mixed_float16: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer)) and "
-                "compile(..., auto_scale_loss=False)."
+                remedy="Make DistributedOptimizer the outermost wrapper, and apply gradients on "
+                "every rank in every step."
                 if what == _GRADIENTS
                 else "Do it outside, on every rank, and choose between values with tf.where.",
             )
