@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras import weighting
 from ringreduce.process import default_communicator
 from ringreduce.tensorflow import collectives
 from ringreduce.tensorflow.places import refuse_unreachable_places
@@ -80,6 +81,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return moments
         refuse_unreachable_places(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
+        if (weight := weighting.current()) is not None:
+            # What stands for the batch of a rank that has none left is no part of the moments.
+            own = tf.where(weight.own > 0, own, tf.zeros_like(own))
         return _combined(collectives.all_gather(own[tf.newaxis], ring, equal_rows=True))
 
 
