@@ -71,6 +71,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             ``"off"``, since it reads all gradients once more: that took 3.5 % of a step of the
             benchmarks' MLP, which has many weights and little arithmetic for each. Leave it off
             around a LossScaleOptimizer, whose business such steps are: it skips them.
+        sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
+            before they are reduced. By default only their rows travel, unless so many are
+            used that the whole is less.
 
     Raises:
         ConfigError: `inner` is no Keras optimizer or already distributed, `check_numerics`
@@ -91,6 +94,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         *,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
+        sparse_as_dense: bool = False,
     ) -> None:
         _refuse_unusable(inner)
         if bucket_bytes < 1:
@@ -101,7 +105,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._communicator = communicator
         first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
         self._bridge = bridge.GradientBridge(
-            self._ring, bucket_bytes, first_bytes, check_numerics=check_numerics
+            self._ring,
+            bucket_bytes,
+            first_bytes,
+            check_numerics=check_numerics,
+            sparse_as_dense=sparse_as_dense,
         )
         self._synchronized = False
 

@@ -40,6 +40,7 @@ from ringreduce.tensorflow import failures, ops
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
+from ringreduce.tensorflow.sparse import SparseMean, as_tensors
 from ringreduce.types import ReduceOp, dtype_code
 
 __all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
@@ -54,6 +55,7 @@ class GradientBridge:
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
+        sparse_as_dense: reduce sparse gradients as tensors, and return them so.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GradientBridge:
         bucket_bytes: int,
         first_bytes: int | None = None,
         check_numerics: str = "off",
+        sparse_as_dense: bool = False,
     ) -> None:
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
@@ -74,7 +77,10 @@ class GradientBridge:
         # By the gradients, with their paths, and not by signature: errors name the paths.
         self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
         self._numerics = NumericsCheck(check_numerics)
+        self._sparse, self._sparse_as_dense = SparseMean(self._numerics), sparse_as_dense
 
+    # Python that runs while tracing or as an op; there is nothing in it for AutoGraph to convert.
+    @tf.autograph.experimental.do_not_convert
     def mean(
         self,
         gradients: Sequence[Any],
@@ -83,12 +89,13 @@ class GradientBridge:
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
-        Sparse gradients (`tf.IndexedSlices`) come back dense. In a graph this adds the op
-        that does it; nothing travels while tracing, since ranks may trace at other times.
+        Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
+        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`. In a graph this adds the
+        ops that do it; nothing travels while tracing, since ranks may trace at other times.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
-                order, shape and dtype.
+                order, shape, dtype and whether they are sparse; not in the rows those have.
             paths: a name for each, for messages.
             before: called each time before they travel, in the thread that reduces them;
                 the same in every call.
@@ -107,45 +114,55 @@ class GradientBridge:
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
             self._explains.add(communicator)
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        plan = self._plan(dense, paths)
-        present = [g for g in dense if g is not None]
+        gradients = [as_tensors(g, self._sparse_as_dense) for g in gradients]
+        plan = self._plan(gradients, paths)
+        sparse = [gradients[index] for index in plan.sparse]
+        present = [gradients[index] for index in plan.present]
+
+        def prepare() -> None:
+            before()
+            self._agree_once(communicator, plan)
+
+        def sparse_means() -> list[Any]:
+            return self._sparse.mean(communicator, plan, sparse, prepare) if sparse else []
 
         def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
             started = time.perf_counter()
             try:
-                before()
-                self._agree_once(communicator, plan)
+                prepare()
                 return self._reduce(communicator, plan, arrays)
             finally:
                 communicator.blocked_for(time.perf_counter() - started)
 
-        if tf.executing_eagerly():
+        # Whatever the way, the buckets go first: ranks need not take the same one.
+        if sparse and not present:
+            means, others = [], sparse_means()
+        elif tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
+            others = sparse_means()
         elif PackedPlan.can_take(present) and ops.are_available():
-            means = self._packed_plan(communicator, plan, present, before).means(dense)
+            packed = self._packed_plan(communicator, plan, present, prepare)
+            tokens = packed.start(gradients)
+            others = sparse_means()
+            means = packed.wait(gradients, tokens)
         else:
             means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
-        remaining = iter(means)
-        return [None if g is None else next(remaining) for g in dense]
+            others = sparse_means()
+        found = dict(zip((*plan.present, *plan.sparse), (*means, *others), strict=True))
+        return [found.get(index) for index in range(len(gradients))]
 
     def _packed_plan(
         self,
         communicator: Communicator,
         plan: BucketPlan,
         present: Sequence[Any],
-        before: Callable[[], None],
+        prepare: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
         known = self._packed.get(plan.gradients)
         if known is None or known.communicator is not communicator:
-
-            def prepare() -> None:
-                before()
-                self._agree_once(communicator, plan)
-
             known = PackedPlan(communicator, plan, present, prepare, self._numerics)
             self._packed[plan.gradients] = known
         return known
@@ -154,7 +171,12 @@ class GradientBridge:
         specs = tuple(
             GradientSpec(path, (), "", present=False)
             if gradient is None
-            else GradientSpec(path, _static_shape(gradient, path), gradient.dtype.name)
+            else GradientSpec(
+                path,
+                _static_shape(gradient, path),
+                gradient.dtype.name,
+                sparse=isinstance(gradient, tf.IndexedSlices),
+            )
             for gradient, path in zip(gradients, paths, strict=True)
         )
         if specs not in self._plans:
@@ -199,7 +221,7 @@ class GradientBridge:
         """Compare a plan's gradients with those of every rank, before its first use."""
         buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
         own = {
-            "gradients": [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients],
+            "gradients": [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients],
             "signature": plan.signature,
             "buckets": buckets,
         }
@@ -209,7 +231,7 @@ class GradientBridge:
         finally:
             self._agreeing = None
         for rank, theirs in enumerate(gathered):
-            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs["gradients"]]
+            specs = [GradientSpec(p, tuple(s), *rest) for p, s, *rest in theirs["gradients"]]
             what, difference = "gradients", first_difference(plan.gradients, specs)
             if difference is None and theirs["signature"] != plan.signature:
                 what, difference = "buckets of gradients", (buckets, theirs["buckets"])
