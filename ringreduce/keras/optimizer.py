@@ -71,7 +71,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             counts what is applied. What is left over at the end of an epoch counts for the next.
         compression: ``"none"``, ``"fp16"`` or ``"bf16"``: what 32- and 64-bit gradients are rounded
             to for their journey (`Compression`). Ranks end bit-identical all the same.
-        sparse_as_dense: make dense tensors of `tf.IndexedSlices` before they travel.
+        sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
+            before they are reduced. By default only their rows travel, unless so many are
+            used that the whole is less.
         local_variables: variables that every rank keeps to itself; see `register_local_var`.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
             its own gradients just before they are averaged, since afterwards nobody could

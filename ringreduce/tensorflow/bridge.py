@@ -35,6 +35,7 @@ from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow.sparse import SparseMean, as_tensors
 from ringreduce.types import ReduceOp, dtype_code
 
 __all__ = [
@@ -63,7 +64,7 @@ class GradientBridge:
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
         compression: one of `COMPRESSIONS`: what 32- and 64-bit gradients are rounded to before they
             travel.
-        sparse_as_dense: make dense tensors of sparse gradients first.
+        sparse_as_dense: reduce sparse gradients as tensors, and return them so.
 
     Raises:
         ConfigError: there is no such mode or compression.
@@ -82,7 +83,6 @@ class GradientBridge:
             accepted = ", ".join(COMPRESSIONS)
             raise ConfigError(f"compression is {compression!r}; accepted: {accepted}")
         self._wire = COMPRESSIONS[compression]
-        self._sparse_as_dense = sparse_as_dense
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
@@ -94,7 +94,10 @@ class GradientBridge:
         # By the gradients, with their paths, and not by signature: errors name the paths.
         self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
         self._numerics = NumericsCheck(check_numerics)
+        self._sparse, self._sparse_as_dense = SparseMean(self._numerics), sparse_as_dense
 
+    # Python that runs while tracing or as an op; there is nothing in it for AutoGraph to convert.
+    @tf.autograph.experimental.do_not_convert
     def mean(
         self,
         gradients: Sequence[Any],
@@ -103,12 +106,13 @@ class GradientBridge:
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
-        Sparse gradients (`tf.IndexedSlices`) come back dense. In a graph this adds the op
-        that does it; nothing travels while tracing, since ranks may trace at other times.
+        Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
+        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`. In a graph this adds the
+        ops that do it; nothing travels while tracing, since ranks may trace at other times.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
-                order, shape and dtype.
+                order, shape, dtype and whether they are sparse; not in the rows those have.
             paths: a name for each, for messages.
             before: called each time before they travel, in the thread that reduces them;
                 the same in every call.
@@ -127,51 +131,63 @@ class GradientBridge:
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
             self._explains.add(communicator)
-        given = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        dense = [None if g is None else self._compressed(g) for g in given]
-        plan = self._plan(dense, paths)
-        present = [g for g in dense if g is not None]
+        given = [as_tensors(g, self._sparse_as_dense) for g in gradients]
+        gradients = [self._compressed(g) for g in given]
+        plan = self._plan(gradients, paths)
+        sparse = [gradients[index] for index in plan.sparse]
+        present = [gradients[index] for index in plan.present]
+
+        def prepare() -> None:
+            before()
+            self._agree_once(communicator, plan)
+
+        def sparse_means() -> list[Any]:
+            return self._sparse.mean(communicator, plan, sparse, prepare) if sparse else []
 
         def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
             started = time.perf_counter()
             try:
-                before()
-                self._agree_once(communicator, plan)
+                prepare()
                 return self._reduce(communicator, plan, arrays)
             finally:
                 communicator.blocked_for(time.perf_counter() - started)
 
-        if tf.executing_eagerly():
+        # Whatever the way, the buckets go first: ranks need not take the same one.
+        if sparse and not present:
+            means, others = [], sparse_means()
+        elif tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
+            others = sparse_means()
         elif PackedPlan.can_take(present) and ops.are_available():
-            means = self._packed_plan(communicator, plan, present, before).means(dense)
+            packed = self._packed_plan(communicator, plan, present, prepare)
+            tokens = packed.start(gradients)
+            others = sparse_means()
+            means = packed.wait(gradients, tokens)
         else:
             means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
-        remaining = iter(means)
-        return [None if g is None else tf.cast(next(remaining), g.dtype) for g in given]
+            others = sparse_means()
+        found = dict(zip((*plan.present, *plan.sparse), (*means, *others), strict=True))
+        return [
+            None if g is None else _cast(found[index], g.dtype) for index, g in enumerate(given)
+        ]
 
     def _compressed(self, gradient: Any) -> Any:
-        if self._wire is None or gradient.dtype not in (tf.float32, tf.float64):
+        if gradient is None or self._wire is None or gradient.dtype not in (tf.float32, tf.float64):
             return gradient
-        return tf.cast(gradient, self._wire)
+        return _cast(gradient, self._wire)
 
     def _packed_plan(
         self,
         communicator: Communicator,
         plan: BucketPlan,
         present: Sequence[Any],
-        before: Callable[[], None],
+        prepare: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
         known = self._packed.get(plan.gradients)
         if known is None or known.communicator is not communicator:
-
-            def prepare() -> None:
-                before()
-                self._agree_once(communicator, plan)
-
             known = PackedPlan(communicator, plan, present, prepare, self._numerics)
             self._packed[plan.gradients] = known
         return known
@@ -180,7 +196,12 @@ class GradientBridge:
         specs = tuple(
             GradientSpec(path, (), "", present=False)
             if gradient is None
-            else GradientSpec(path, _static_shape(gradient, path), gradient.dtype.name)
+            else GradientSpec(
+                path,
+                _static_shape(gradient, path),
+                gradient.dtype.name,
+                sparse=isinstance(gradient, tf.IndexedSlices),
+            )
             for gradient, path in zip(gradients, paths, strict=True)
         )
         if specs not in self._plans:
@@ -225,7 +246,7 @@ class GradientBridge:
         """Compare a plan's gradients with those of every rank, before its first use."""
         buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
         own = {
-            "gradients": [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients],
+            "gradients": [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients],
             "signature": plan.signature,
             "buckets": buckets,
         }
@@ -235,7 +256,7 @@ class GradientBridge:
         finally:
             self._agreeing = None
         for rank, theirs in enumerate(gathered):
-            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs["gradients"]]
+            specs = [GradientSpec(p, tuple(s), *rest) for p, s, *rest in theirs["gradients"]]
             what, difference = "gradients", first_difference(plan.gradients, specs)
             if difference is None and theirs["signature"] != plan.signature:
                 what, difference = "buckets of gradients", (buckets, theirs["buckets"])
@@ -383,6 +404,13 @@ def value_of(variable: Any) -> np.ndarray:
 def path_of(variable: Any) -> str:
     """What messages call a variable."""
     return str(getattr(variable, "path", variable.name))
+
+
+def _cast(gradient: Any, dtype: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
 
 
 def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
