@@ -14,7 +14,7 @@ from ringreduce.keras import weighting
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ringreduce.process import default_communicator
 from ringreduce.tensorflow.accumulation import Kind, weighted
-from ringreduce.tensorflow.bridge import path_of
+from ringreduce.tensorflow.variables import path_of
 
 __all__ = ["DistributedGradientTape"]
 
