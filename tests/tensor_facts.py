@@ -6,15 +6,20 @@ import json
 from functools import cache
 from typing import Any
 
-from ringreduce.testing import ring_of_processes
+from ringreduce.testing import JobResult, ring_of_processes
 
 SIZES = (1, 2, 3)
 
 
 @cache
+def _job(size: int) -> JobResult:
+    """How it ended, well or not: hundreds of tests ask, and must not each run it again."""
+    return ring_of_processes(size, ["tests/programs/tensors.py"], timeout_s=60)
+
+
 def facts_of(size: int) -> dict[str, list[Any]]:
     """By case, what each rank of a ring of `size` said."""
-    result = ring_of_processes(size, ["tests/programs/tensors.py"], timeout_s=60)
+    result = _job(size)
     assert result.exit_code == 0, result.errors
     said: dict[str, list[Any]] = {}
     for line in result.output.splitlines():

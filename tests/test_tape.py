@@ -1,11 +1,14 @@
 """`DistributedGradientTape`: averages what a tape gives, and keeps what the ranks agreed on."""
 
+import json
+
 import pytest
 import tensorflow as tf
 
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.errors import ConfigError
+from ringreduce.testing import ring_of_processes
 from tests.tensor_facts import SIZES, facts_of, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
@@ -101,3 +104,14 @@ def test_bridges_go_with_their_communicator():
 def test_a_name_that_neither_has_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such"):
         _ = rr.DistributedGradientTape().no_such
+
+
+def test_the_custom_loop_learns_and_its_workers_end_alike():
+    """The example as a user runs it."""
+    result = ring_of_processes(2, ["examples/custom_loop.py", "--epochs", "4"])
+    assert result.exit_code == 0, result.errors
+    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
+    shown = json.loads("".join(line for line in lines if not line.startswith("epoch")))
+    assert len(shown["weights_sha256"]) == 2
+    assert len(set(shown["weights_sha256"])) == 1
+    assert shown["accuracy"] > 0.9
