@@ -150,6 +150,10 @@ class GradientBridge:
         elif tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
             others = sparse_means()
+        elif not present:
+            # Not a gradient at all. The ranks agree on that too.
+            tf.numpy_function(lambda: [reduce() == []], [], [tf.bool], stateful=True)
+            means, others = [], []
         elif PackedPlan.can_take(present) and ops.are_available():
             packed = self._packed_plan(communicator, plan, present, prepare)
             tokens = packed.start(gradients)
