@@ -13,6 +13,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.data import shard
+from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
 from ringreduce.process import (
     init,
@@ -28,10 +29,12 @@ __all__ = [
     "DistributedOptimizer",
     "broadcast_variables",
     "callbacks",
+    "evaluate",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "predict",
     "rank",
     "shard",
     "shutdown",

@@ -12,7 +12,7 @@ those that `Metric.add_variable` makes say "sum".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,10 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import MismatchError
 from ringreduce.types import ReduceOp
 
-__all__ = ["MetricStates", "agreed_number", "combined_results", "numbers_of", "states_of"]
+__all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
+
+# Of each name in logs: whether it is a metric's, and its value, None if it is not a number.
+Entries = Mapping[str, tuple[bool, Any]]
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class MetricStates:
             the rank takes part without adding anything.
         variables: the metrics' variables.
         values: a copy of the value of each.
-        results: what the metrics make of them: the scalar ones, by the name in logs.
+        results: what the metrics make of them, by the name in logs: floats, and arrays where
+            a metric has several numbers.
     """
 
     batches: int = 0
     variables: Sequence[Any] = ()
     values: Sequence[np.ndarray] = ()
-    results: Mapping[str, float] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> list[tuple[str, str, tuple[int, ...], str]]:
@@ -59,12 +63,12 @@ def states_of(model: Any, batches: int) -> MetricStates:
     # A metric that occurs twice must not be counted twice.
     variables = list({id(v): v for metric in model.metrics for v in metric.variables}.values())
     values = [np.array(v.numpy()) for v in variables]
-    return MetricStates(batches, variables, values, numbers_of(model.get_metrics_result()))
+    return MetricStates(batches, variables, values, _numbers_in(model.get_metrics_result()))
 
 
 def combined_results(
     model: Any, states: MetricStates, communicator: Communicator
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What the metrics of `model` say of the batches of all ranks together; equal on all.
 
     Collective. Takes three short exchanges. Variables with the aggregation "sum" are added,
@@ -78,7 +82,7 @@ def combined_results(
         communicator: whose ranks.
 
     Returns:
-        Scalar results by name; none if no rank had a batch.
+        Results by name, as in `MetricStates`; none if no rank had a batch.
 
     Raises:
         MismatchError: the ranks' metrics are not the same, on all ranks.
@@ -112,50 +116,103 @@ def combined_results(
     for part, aggregation in zip(parts, aggregations, strict=True):
         if aggregation == "mean":
             part /= len(counted)
-    results: dict[str, float] = {}
+    results: dict[str, Any] = {}
     if states.batches:
         together = [
             value if aggregation == "none" else part.reshape(value.shape).astype(value.dtype)
             for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
         ]
         results = _results_with(model, states.variables, together)
-    every = communicator.all_gather_object(results)
+    every = communicator.all_gather_object({n: _packed(value) for n, value in results.items()})
     names = dict.fromkeys(name for theirs in every for name in theirs)
-    return {name: agreed_number(t[name] for t in every if name in t) for name in names}
+    return {name: _agreed([_unpacked(t[name]) for t in every if name in t]) for name in names}
 
 
-def numbers_of(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The scalar numbers in `logs`, as floats; dicts within are flattened, as Keras does it."""
-    found: dict[str, float] = {}
-    for name, value in logs.items():
-        if isinstance(value, Mapping):
-            found.update(numbers_of(value))
-            continue
-        array = np.asarray(value)
-        # "V" are the 16-bit floats that numpy does not know itself.
-        if array.ndim == 0 and array.dtype.kind in "biufV":
-            found[name] = float(array)
+def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
+    """What `merged` is to know of this rank's logs; `results` are those of its own metrics.
+
+    A value is a metric's if it is logged under the metric's name and is what the metric says.
+    A `train_step` may log something else under that name: a loss, beside a loss tracker that
+    it does not update.
+    """
+    numbers = _numbers_in(logs)
+    entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
+    for name, number in numbers.items():
+        if name in results and np.array_equal(number, results[name], equal_nan=True):
+            entries[name] = (True, _packed(number))
+        else:
+            # Arrays that are no metric's stay what they are.
+            entries[name] = (False, number if isinstance(number, float) else None)
+    return entries
+
+
+def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
+    """All ranks' values of what they log, equal on all ranks.
+
+    Args:
+        entries: those of every rank.
+        together: from `combined_results`. Taken for what is a metric's on all ranks that log it.
+
+    Returns:
+        Those values, and means of numbers that are no metric's, each rank with equal weight.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for theirs in entries for name in theirs):
+        logged = [theirs[name] for theirs in entries if name in theirs]
+        if name in together and all(is_metric for is_metric, _ in logged):
+            found[name] = together[name]
+        elif all(isinstance(number, float) for _, number in logged):
+            found[name] = _agreed([number for _, number in logged])
     return found
 
 
-def agreed_number(values: Iterable[float]) -> float:
+def _numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers in `logs`, as floats or arrays; dicts within are flattened, as Keras does it."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            found.update(_numbers_in(value))
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind == "V":  # A 16-bit float that numpy does not know itself.
+            array = array.astype(np.float32)
+        if array.dtype.kind in "biuf":
+            found[name] = array if array.ndim else float(array)
+    return found
+
+
+def _packed(number: Any) -> Any:
+    """A float, or an array in a form that travels."""
+    if isinstance(number, float):
+        return number
+    return [number.dtype.str, list(number.shape), number.tobytes()]
+
+
+def _unpacked(packed: Any) -> Any:
+    if isinstance(packed, float):
+        return packed
+    dtype, shape, data = packed
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _agreed(numbers: Sequence[Any]) -> Any:
     """The value that all have; where they differ, the mean, each with equal weight."""
-    numbers = list(values)
-    if all(number == numbers[0] for number in numbers):
+    if all(np.array_equal(number, numbers[0], equal_nan=True) for number in numbers):
         # Not by way of the sum, which need not be exact.
         return numbers[0]
-    return float(np.mean(np.array(numbers, np.float64)))
+    mean = np.mean(np.array(numbers, np.float64), axis=0)
+    return mean if mean.ndim else float(mean)
 
 
 def _results_with(
     model: Any, variables: Sequence[Any], values: Sequence[np.ndarray]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """What the metrics say with other values in their variables, which get theirs back."""
     before = [np.array(v.numpy()) for v in variables]
     try:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        return numbers_of(model.get_metrics_result())
+        return _numbers_in(model.get_metrics_result())
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)

@@ -11,9 +11,9 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import MismatchError
 from ringreduce.keras.metric_states import (
     MetricStates,
-    agreed_number,
     combined_results,
-    numbers_of,
+    entries_of,
+    merged,
     states_of,
 )
 from ringreduce.process import default_communicator
@@ -33,7 +33,7 @@ class MetricAverage(keras.callbacks.Callback):
     the ranks' states (total and count, say), as if one process had seen all batches, however
     many each rank had. A rank whose validation data are empty takes part and gets the others'
     values. A number that a `train_step` of one's own logs and that is no metric of the model's
-    is averaged, each rank with equal weight. Values that are no scalar numbers stay. Logs of
+    is averaged, each rank with equal weight. What else is no scalar number stays. Logs of
     single batches stay each rank's own.
 
     Collective, at the end of each epoch: a few short exchanges, whatever the number of metrics.
@@ -49,7 +49,7 @@ class MetricAverage(keras.callbacks.Callback):
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
         self._communicator = communicator
-        self._latest: dict[str, float] = {}
+        self._latest: dict[str, Any] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -112,50 +112,28 @@ def _averaged(
     validation: MetricStates,
     validation_batches: int | None,
     ring: Communicator,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """All ranks' values of what is in `logs`, and in those of ranks that had data to validate."""
-    local = dict(training.results)
-    local.update({_VALIDATION + name: value for name, value in validation.results.items()})
-    kinds = {name: _kind(value, local.get(name)) for name, value in logs.items()}
-    gathered = ring.all_gather_object({"kinds": kinds, "validated": validation_batches})
+    local = {**training.results, **_as_validation(validation.results)}
+    own = {"entries": entries_of(logs, local), "validated": validation_batches}
+    gathered = ring.all_gather_object(own)
     _check_names(gathered, ring)
     together = combined_results(model, training, ring)
     if any(theirs["validated"] for theirs in gathered):
-        results = combined_results(model, validation, ring)
-        together.update({_VALIDATION + name: value for name, value in results.items()})
-    # The same on all ranks, since each looks at the kinds of all.
-    names = dict.fromkeys(name for theirs in gathered for name in theirs["kinds"])
-    kinds_of = {name: {t["kinds"].get(name, "") for t in gathered} - {""} for name in names}
-    averaged = {n: together[n] for n in names if kinds_of[n] == {"metric"} and n in together}
-    others = [
-        name for name in names if name not in averaged and kinds_of[name] <= {"metric", "number"}
-    ]
-    if others:
-        own = numbers_of({name: logs[name] for name in others if name in logs})
-        every = ring.all_gather_object(own)
-        averaged.update({n: agreed_number(t[n] for t in every if n in t) for n in others})
-    return averaged
+        together.update(_as_validation(combined_results(model, validation, ring)))
+    return merged([theirs["entries"] for theirs in gathered], together)
 
 
-def _kind(value: Any, result: float | None) -> str:
-    """Whether a value in logs is a metric's: Keras logs it under that name, and it is equal.
-
-    A `train_step` may log something else under a metric's name, a loss beside a loss tracker
-    that it does not update, say.
-    """
-    number = numbers_of({"": value}).get("")
-    if number is None:
-        return "other"
-    both_nan = result is not None and number != number and result != result
-    return "metric" if number == result or both_nan else "number"
+def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {_VALIDATION + name: value for name, value in results.items()}
 
 
 def _check_names(gathered: Sequence[Mapping[str, Any]], ring: Communicator) -> None:
     """Return if all ranks log under the same names, ranks with nothing to validate excepted."""
 
     def names(rank: int, *, validation: bool) -> list[str]:
-        kinds = gathered[rank]["kinds"]
-        return sorted(name for name in kinds if name.startswith(_VALIDATION) is validation)
+        entries = gathered[rank]["entries"]
+        return sorted(name for name in entries if name.startswith(_VALIDATION) is validation)
 
     every = range(ring.size)
     for validation in (False, True):
@@ -169,7 +147,7 @@ def _check_names(gathered: Sequence[Mapping[str, Any]], ring: Communicator) -> N
 def _mismatch(
     ring: Communicator, gathered: Sequence[Mapping[str, Any]], first: int, second: int
 ) -> Exception:
-    here, there = (", ".join(sorted(gathered[r]["kinds"])) or "nothing" for r in (first, second))
+    here, there = (", ".join(sorted(gathered[r]["entries"])) or "nothing" for r in (first, second))
     return ring.fail(
         MismatchError(
             f"found that rank {first} logs {here} and rank {second} logs {there}",
