@@ -14,6 +14,7 @@ from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
+from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast",
     "broadcast_variables",
     "callbacks",
+    "evaluate",
     "fold_seeds",
     "init",
     "is_initialized",
@@ -48,6 +50,7 @@ __all__ = [
     "joined",
     "local_rank",
     "local_size",
+    "predict",
     "rank",
     "reduce_scatter",
     "shard",

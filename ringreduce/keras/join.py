@@ -20,6 +20,7 @@ import tensorflow as tf
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.keras import weighting as weighting_module
+from ringreduce.keras.callbacks.broadcast import build_optimizer_here
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.process import default_communicator
@@ -223,10 +224,7 @@ def _build(model: Any, empty: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_filled(empty))
         model.test_on_batch(x, y, sample_weight)
         model.reset_metrics()
-    if not model.optimizer.built:
-        # Not ours by `build`, which is a collective: another rank's may have been built before.
-        build = getattr(model.optimizer, "build_inner", model.optimizer.build)
-        build(model.trainable_variables)
+    build_optimizer_here(model)
 
 
 # Models whose steps are followed, and with what weighting.
