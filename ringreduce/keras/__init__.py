@@ -14,6 +14,7 @@ from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.data import shard
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
+from ringreduce.keras.saving import load_model
 from ringreduce.process import (
     init,
     is_initialized,
@@ -30,6 +31,7 @@ __all__ = [
     "callbacks",
     "init",
     "is_initialized",
+    "load_model",
     "local_rank",
     "local_size",
     "rank",

@@ -24,10 +24,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.saving import object_registration
 
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras.copying import CopiedState, Description
 from ringreduce.process import default_communicator
 from ringreduce.types import ReduceOp
 
@@ -77,6 +79,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             is none of these, or a `tf.distribute` strategy of several replicas is active.
     """
 
+    # What a class made for an optimizer's class wraps.
+    _inner_class: Any = None
+
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
         """An instance of a class that is saved under the inner optimizer's name."""
         if cls is DistributedOptimizer and isinstance(inner, keras.optimizers.Optimizer):
@@ -96,9 +101,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
         super().__init__(learning_rate=0.0, name=inner.name)
-        self._variables.clear()  # the counter and the rate that the base has made
-        self.inner_optimizer = inner
+        self._stand_for(inner)
         self._communicator = communicator
+        self._options = {"bucket_bytes": bucket_bytes, "check_numerics": check_numerics}
         first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
         self._bridge = bridge.GradientBridge(
             self._ring, bucket_bytes, first_bytes, check_numerics=check_numerics
@@ -150,8 +155,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             self._broadcast(list(variables))
 
     def _build_inner(self, variables: Sequence[Any]) -> None:
-        with keras.name_scope(self.inner_optimizer.name):
-            self.inner_optimizer.build(list(variables))
+        # As its own `apply` would, for variables of the same names.
+        with keras.name_scope(self.inner_optimizer.name, caller=self.inner_optimizer):
+            if self._copied is not None:
+                self._copied.build(self.inner_optimizer, variables)
+                self._copied = None
+            else:
+                self.inner_optimizer.build(list(variables))
 
     def _is_formed(self) -> bool:
         from ringreduce.process import is_initialized
@@ -200,9 +210,21 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     # What Keras asks of an optimizer, answered by the inner one. The base's `__init__` sets
     # some of it before there is one; that is dropped, since the wrapper has no variables.
 
+    def _stand_for(self, inner: Any) -> None:
+        """Leave to `inner` everything that the base's `__init__` has set on this one.
+
+        With that, what Keras and TensorFlow read is the inner one's: clipnorm, use_ema, the name,
+        and what a checkpoint depends on, so that it holds the same as the plain optimizer's.
+        """
+        vars(self).clear()
+        self.inner_optimizer = inner
+        self._copied: CopiedState | None = None
+
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's variables."""
+        """The inner optimizer's variables; of a copy that is not built, what it will have."""
+        if self._copied is not None:
+            return list(self._copied.variables)
         return list(self.inner_optimizer.variables)
 
     @property
@@ -259,20 +281,107 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's variables."""
-        self.inner_optimizer.save_own_variables(store)
+        if self._copied is not None:
+            super().save_own_variables(store)
+        else:
+            self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the inner optimizer's variables."""
-        self.inner_optimizer.load_own_variables(store)
+        if self._copied is not None:
+            super().load_own_variables(store)
+        else:
+            self.inner_optimizer.load_own_variables(store)
 
     def set_weights(self, weights: Any) -> None:
         """Set the inner optimizer's variables."""
         self.inner_optimizer.set_weights(weights)
 
+    def add_variable(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer."""
+        return self.inner_optimizer.add_variable(*arguments, **options)
+
+    def add_variable_from_reference(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer, like another."""
+        return self.inner_optimizer.add_variable_from_reference(*arguments, **options)
+
+    def add_optimizer_variables(self, *arguments: Any, **options: Any) -> Any:
+        """Add variables to the inner optimizer, one for each of a list."""
+        return self.inner_optimizer.add_optimizer_variables(*arguments, **options)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Tell the inner optimizer which variables not to decay; before it is built."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable as the inner optimizer does; nothing is averaged."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
+
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, from which its own class is made again."""
         config: dict[str, Any] = self.inner_optimizer.get_config()
         return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Wrap an optimizer made from `config`, as ``type(optimizer).from_config`` of a wrapper.
+
+        Keras makes the plain one of it: `keras.optimizers.deserialize`, `load_model`.
+
+        Raises:
+            ConfigError: called on `DistributedOptimizer` itself, which wraps no class yet.
+        """
+        if cls._inner_class is None:
+            raise ConfigError(
+                "DistributedOptimizer has no configuration of its own",
+                remedy="Use keras.optimizers.deserialize, and wrap what it returns.",
+            )
+        further = {} if custom_objects is None else {"custom_objects": custom_objects}
+        return DistributedOptimizer(cls._inner_class.from_config(config, **further))
+
+    # A checkpoint of TensorFlow's sees the inner optimizer's dependencies as this one's.
+
+    def _maybe_initialize_trackable(self) -> None:
+        self.inner_optimizer._maybe_initialize_trackable()
+
+    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+        return self.inner_optimizer._trackable_children(*arguments, **options)
+
+    def _lookup_dependency(self, *arguments: Any, **options: Any) -> Any:
+        return self.inner_optimizer._lookup_dependency(*arguments, **options)
+
+    def __reduce__(self) -> Any:
+        if self._communicator is not None:
+            raise ConfigError(
+                f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
+                remedy="Pickle optimizer.inner_optimizer, and wrap it where it is used; or leave "
+                "the communicator out and call ringreduce.init().",
+            )
+        return _copy, (self._describe(), None, dict(self._options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copy(self._describe(), self._communicator, dict(self._options))
+
+    def _describe(self) -> Description:
+        return Description.of(self.inner_optimizer, self._copied)
+
+    def __repr__(self) -> str:
+        return f"<DistributedOptimizer of {self.inner_optimizer!r}>"
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds by these names beside the variables. With our own attributes,
+        # above all `inner_optimizer`, everything would be in the file twice.
+        names = {*dir(type(self)), *dir(self.inner_optimizer)}
+        return sorted(names - {"inner_optimizer"})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("inner_optimizer")
+        ours = name in vars(self) or hasattr(type(self), name)
+        if inner is None or ours or not hasattr(inner, name):
+            # Past Keras and TensorFlow, which would save it.
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is not found otherwise: momentum, beta_1, the slots.
@@ -347,8 +456,25 @@ def _weighted(gradients: list[Any], usable: bool, ring: Communicator) -> list[An
 @lru_cache
 def _named_after(inner: type) -> type[DistributedOptimizer]:
     """A class of ours that Keras records under the inner class's name when it saves a model."""
-    return type(
-        inner.__name__,
-        (DistributedOptimizer,),
-        {"__module__": inner.__module__, "__doc__": DistributedOptimizer.__doc__},
-    )
+    members = {
+        "__module__": inner.__module__,
+        "__doc__": DistributedOptimizer.__doc__,
+        "_inner_class": inner,
+    }
+    named = type(inner.__name__, (DistributedOptimizer,), members)
+    # Keras knows a class that the user has registered by that name. Registering ours under it too
+    # would make Keras load ours.
+    if inner in object_registration.GLOBAL_CUSTOM_NAMES:
+        name = object_registration.GLOBAL_CUSTOM_NAMES[inner]
+        object_registration.GLOBAL_CUSTOM_NAMES[named] = name
+    return named
+
+
+def _copy(
+    description: Description, communicator: Communicator | None, options: dict[str, Any]
+) -> DistributedOptimizer:
+    """A wrapped optimizer from its description; what a pickled one names."""
+    inner, state = description.remake()
+    optimizer = DistributedOptimizer(inner, communicator, **options)
+    optimizer._copied = state
+    return optimizer
