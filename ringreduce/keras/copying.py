@@ -131,8 +131,8 @@ class CopiedState:
             ours, theirs = ([tuple(v.shape) for v in some] for some in (created, waiting))
             if ours != theirs:
                 raise ConfigError(
-                    f"the copy of an optimizer ({optimizer.name}) is built for other variables than "
-                    f"its original: it gets state of shapes {ours}, and has {theirs}",
+                    f"the copy of an optimizer ({optimizer.name}) is built for other variables "
+                    f"than its original: it gets state of shapes {ours}, and has {theirs}",
                     remedy="Use it with a model like the original's, or make a new optimizer.",
                 )
             for variable, value in zip(created, waiting, strict=True):

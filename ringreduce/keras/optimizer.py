@@ -81,6 +81,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     # What a class made for an optimizer's class wraps.
     _inner_class: Any = None
+    # What a copy that is not built waits with.
+    _copied: CopiedState | None
 
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
         """An instance of a class that is saved under the inner optimizer's name."""
@@ -216,9 +218,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         With that, what Keras and TensorFlow read is the inner one's: clipnorm, use_ema, the name,
         and what a checkpoint depends on, so that it holds the same as the plain optimizer's.
         """
-        vars(self).clear()
+        self.__dict__.clear()
         self.inner_optimizer = inner
-        self._copied: CopiedState | None = None
+        self._copied = None
 
     @property
     def variables(self) -> list[Any]:
