@@ -16,7 +16,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from ringreduce.errors import ConfigError
 
@@ -88,55 +87,60 @@ class Description:
         What it has before it is built, counters and rates, has its values already.
         """
         optimizer = _from_config(self.optimizer_class, self.config)
-        state = None
+        variables, state = list(optimizer.variables), None
         if self.built_for:
-            # Built only to see what such an optimizer has, and in what order.
-            model = _from_config(self.optimizer_class, self.config)
-            early = set(map(id, model.variables))
-            model.build([spec.stand_in() for spec in self.built_for])
+            holder = _from_config(self.optimizer_class, self.config)
+            early = set(map(id, holder.variables))
+            holder.build([spec.stand_in() for spec in self.built_for])
+            _assign(holder.variables, self.values)
             # In the order of `values`, with the new optimizer's own where it has them already.
-            own = iter(optimizer.variables)
-            variables = [next(own) if id(v) in early else v for v in model.variables]
-            state = CopiedState(variables, self.built_for)
-        else:
-            variables = list(optimizer.variables)
-        for variable, value in zip(variables, self.values, strict=True):
-            variable.assign(value)
+            own = iter(variables)
+            variables = [next(own) if id(v) in early else v for v in holder.variables]
+            state = CopiedState(variables, self.built_for, holder)
+        _assign(variables, self.values)
         return optimizer, state
 
 
 class CopiedState:
-    """All variables of a copy that is not built yet.
+    """What a copy has that is not built yet.
 
     Attributes:
-        variables: those that it has already are its own, the others hold values for later.
+        variables: all of them; those that it has already are its own, the others only hold values.
         built_for: what the original was built for.
+        holder: an optimizer that is built, and has the values.
     """
 
-    def __init__(self, variables: Sequence[Any], built_for: tuple[_VariableSpec, ...]) -> None:
-        self.variables, self.built_for = list(variables), built_for
+    def __init__(
+        self, variables: Sequence[Any], built_for: tuple[_VariableSpec, ...], holder: Any
+    ) -> None:
+        self.variables, self.built_for, self.holder = list(variables), built_for, holder
 
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Build `optimizer`, the copy, for `variables`, and give it the values.
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Build `optimizer`, the copy, for `variables`.
+
+        Returns:
+            The variables that it has made, each with the one that holds its value.
 
         Raises:
             ConfigError: `variables` are not like those the original was built for.
         """
-        # Now, and not in each step of a function that is being traced.
-        with tf.init_scope():
-            early = set(map(id, optimizer.variables))
-            optimizer.build(list(variables))
-            created = [v for v in optimizer.variables if id(v) not in early]
-            waiting = [v for v in self.variables if id(v) not in early]
-            ours, theirs = ([tuple(v.shape) for v in some] for some in (created, waiting))
-            if ours != theirs:
-                raise ConfigError(
-                    f"the copy of an optimizer ({optimizer.name}) is built for other variables "
-                    f"than its original: it gets state of shapes {ours}, and has {theirs}",
-                    remedy="Use it with a model like the original's, or make a new optimizer.",
-                )
-            for variable, value in zip(created, waiting, strict=True):
-                variable.assign(value.value)
+        early = set(map(id, optimizer.variables))
+        optimizer.build(list(variables))
+        created = [v for v in optimizer.variables if id(v) not in early]
+        holding = [v for v in self.variables if id(v) not in early]
+        ours, theirs = ([tuple(v.shape) for v in some] for some in (created, holding))
+        if ours != theirs:
+            raise ConfigError(
+                f"the copy of an optimizer ({optimizer.name}) is built for other variables "
+                f"than its original: it gets state of shapes {ours}, and has {theirs}",
+                remedy="Use it with a model like the original's, or make a new optimizer.",
+            )
+        return list(zip(created, holding, strict=True))
+
+
+def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def _from_config(optimizer_class: Any, config: dict[str, Any]) -> Any:
