@@ -5,12 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types native check check-without-native soak clean
+.PHONY: demo test lint types native check check-without-native check-lowest-keras soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint types native check check-without-native soak
+test: lint types native check check-lowest-keras check-without-native soak
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -37,6 +37,20 @@ AGAIN := --last-failed --last-failed-no-failures none
 
 check: $(VENV)/.installed
 	$(PYTEST) -n 2 || $(PYTEST) $(AGAIN)
+
+# What depends on Keras, with the lowest that is supported, which lies beside the environment's own.
+LOWEST_KERAS := build/keras-3.12
+
+check-lowest-keras: $(LOWEST_KERAS)/.installed
+	export PYTHONPATH=$(abspath $(LOWEST_KERAS)); \
+	$(BIN)/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
+	{ $(PYTEST) -n 2 -m keras || $(PYTEST) -m keras $(AGAIN); }
+
+$(LOWEST_KERAS)/.installed: $(VENV)/.installed
+	rm -rf $(LOWEST_KERAS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target $(LOWEST_KERAS) "keras==3.12.*"
+	touch $@
 
 # Everything works without the native library, over sockets and Python.
 check-without-native: $(VENV)/.installed

@@ -12,6 +12,8 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
 
+pytestmark = pytest.mark.keras
+
 
 @pytest.fixture
 def world_of_one():
@@ -62,7 +64,7 @@ def test_it_is_a_keras_optimizer_without_variables_of_its_own(world_of_one):
     assert isinstance(optimizer, rr.DistributedOptimizer)
     assert keras.optimizers.get(optimizer) is optimizer
     assert optimizer.inner_optimizer is inner
-    assert not optimizer._variables
+    assert optimizer._variables is inner._variables
     optimizer.build(make_model().trainable_variables)
     assert [v is w for v, w in zip(optimizer.variables, inner.variables, strict=True)]
     assert optimizer.built

@@ -18,6 +18,7 @@ from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
+from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import all_gather, all_reduce, broadcast, reduce_scatter
@@ -48,6 +49,7 @@ __all__ = [
     "is_initialized",
     "join",
     "joined",
+    "load_model",
     "local_rank",
     "local_size",
     "predict",

@@ -35,7 +35,7 @@ def turn_inside_out(
             if plain_new is object.__new__:
                 return plain_new(cls)
             return plain_new(cls, inner_optimizer, *arguments, **options)
-        inner = inner_optimizer.inner_optimizer
+        inner = inner_optimizer._inner
         if isinstance(inner, LossScaleOptimizer):
             return inner_optimizer
         # What comes back is no instance of `cls`, so Python does not call `__init__` on it.

@@ -24,11 +24,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.saving import object_registration
 
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.keras import weighting
+from ringreduce.keras.copying import CopiedState, Description
 from ringreduce.keras.loss_scale import turn_inside_out
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.process import default_communicator
@@ -92,6 +94,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             replicas is active.
     """
 
+    # What a class made for an optimizer's class wraps.
+    _inner_class: Any = None
+    # What a copy that is not built waits with.
+    _copied: CopiedState | None
+    # And what of that its variables are to be given, since it was built.
+    _to_give: list[tuple[Any, Any]]
+
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
         """An instance of a class that is saved under the inner optimizer's name."""
         if cls is DistributedOptimizer and isinstance(inner, keras.optimizers.Optimizer):
@@ -117,8 +126,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 raise ConfigError(f"{name} is {value}; accepted: 1 and more")
         turn_inside_out(_is_distributed, _like)
         super().__init__(learning_rate=0.0, name=inner.name)
-        self._variables.clear()  # the counter and the rate that the base has made
-        self.inner_optimizer = inner
+        self._stand_for(inner)
         self._communicator = communicator
         # Past Keras, which would take these variables for the optimizer's own.
         self.__dict__["_options"] = {
@@ -163,9 +171,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if not grads:
             return
         variables = None if trainable_variables is None else list(trainable_variables)
-        if not self.inner_optimizer.built and variables is not None:
+        if not self._inner.built and variables is not None:
             self.build_inner(variables)
-        known = variables or self.inner_optimizer._trainable_variables
+        known = variables or self._inner._trainable_variables
         if not self._synchronized:
             grads = self._synchronize(known, grads)
         weight = weighting.current()
@@ -206,7 +214,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
                 final.append(all_reduce(gradient, self._ring(), ReduceOp.MAX))
             else:
                 final.append(gradient if kind is Kind.LOCAL else mean)
-        self.inner_optimizer.apply(final, variables)
+        self._inner.apply(final, variables)
 
     def _kind_of(self, variable: Any) -> Kind:
         if id(variable) in self._local:
@@ -229,19 +237,33 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
         gradients, variables = zip(*grads_and_vars, strict=True)
         self.apply(gradients, variables)
-        return self.inner_optimizer.iterations
+        return self._inner._iterations
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
-        if not self.inner_optimizer.built:
+        if not self._inner.built:
             self.build_inner(variables)
         if tf.executing_eagerly() and self._is_formed():
             self._broadcast(list(variables))
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables; nothing travels."""
-        with keras.name_scope(self.inner_optimizer.name):
-            self.inner_optimizer.build(list(variables))
+        # As its own `apply` would, for variables of the same names.
+        with keras.name_scope(self._inner.name, caller=self._inner):
+            if self._copied is None:
+                self._inner.build(list(variables))
+            else:
+                self._to_give = self._copied.build(self._inner, variables)
+                self._copied = None
+        self._give()
+
+    def _give(self) -> None:
+        """Give a copy's variables their values, once they can have any (see `_synchronize`)."""
+        with tf.init_scope():
+            if all(bridge.is_initialized(variable) for variable, _ in self._to_give):
+                for variable, holding in self._to_give:
+                    variable.assign(holding.numpy())
+                self._to_give = []
 
     def _is_formed(self) -> bool:
         from ringreduce.process import is_initialized
@@ -255,6 +277,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         Eagerly they were, with the weights this rank had before.
         """
         states = seed_states_in_use()
+        self._give()
         with tf.init_scope():
             # A tf.function that creates variables is traced twice, and they have values (and
             # this rank something to send) only the second time.
@@ -287,22 +310,43 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if ring.size == 1:
             return False
         local = [v for v in variables if id(v) in self._local]
-        state = [v for v in self.inner_optimizer.variables if not _belongs_to_any(v, local)]
+        state = [v for v in self._inner.variables if not _belongs_to_any(v, local)]
         bridge.broadcast_variables(state, ring)
         return bridge.broadcast_variables([v for v in variables if id(v) not in self._local], ring)
 
     # What Keras asks of an optimizer, answered by the inner one. The base's `__init__` sets
     # some of it before there is one; that is dropped, since the wrapper has no variables.
 
+    def _stand_for(self, inner: Any) -> None:
+        """Leave to `inner` everything that the base's `__init__` has set on this one.
+
+        With that, what Keras and TensorFlow read is the inner one's: clipnorm, use_ema, the name,
+        and what a checkpoint depends on, so that it holds the same as the plain optimizer's.
+        """
+        self.__dict__.clear()
+        self._inner = inner
+        self._copied, self._to_give = None, []
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that updates weights: the wrapped one, or what a LossScaleOptimizer holds.
+
+        So Keras calls what is in a LossScaleOptimizer, for its callbacks (SwapEMAWeights) and in
+        its files. What else such a wrapped one has, like ``dynamic_scale``, this one has too.
+        """
+        return getattr(self._inner, "inner_optimizer", self._inner)
+
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's variables."""
-        return list(self.inner_optimizer.variables)
+        """The inner optimizer's variables; of a copy that is not built, what it will have."""
+        if self._copied is not None:
+            return list(self._copied.variables)
+        return list(self._inner.variables)
 
     @property
     def built(self) -> bool:
         """Whether the inner optimizer has its variables."""
-        return "inner_optimizer" in self.__dict__ and bool(self.inner_optimizer.built)
+        return "_inner" in self.__dict__ and bool(self._inner.built)
 
     @built.setter
     def built(self, value: bool) -> None:
@@ -311,11 +355,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @property
     def iterations(self) -> Any:
         """The inner optimizer's step counter."""
-        return self.inner_optimizer.iterations
+        return self._inner.iterations
 
     @property
     def _iterations(self) -> Any:
-        return self.inner_optimizer._iterations
+        return self._inner._iterations
 
     @_iterations.setter
     def _iterations(self, value: Any) -> None:
@@ -324,55 +368,149 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate; setting it sets that."""
-        return self.inner_optimizer.learning_rate
+        return self._inner.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
+        self._inner.learning_rate = value
 
     @property
     def _learning_rate(self) -> Any:
-        return self.inner_optimizer._learning_rate
+        return self._inner._learning_rate
 
     @_learning_rate.setter
     def _learning_rate(self, value: Any) -> None:
-        if "inner_optimizer" in self.__dict__:
-            self.inner_optimizer._learning_rate = value
+        if "_inner" in self.__dict__:
+            self._inner._learning_rate = value
 
     def scale_loss(self, loss: Any) -> Any:
         """As the inner optimizer scales it."""
-        return self.inner_optimizer.scale_loss(loss)
+        scaling = self._inner if self._copied is None else self._copied.holder
+        return scaling.scale_loss(loss)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """As the inner optimizer does: overwrites variables with their averages, where used."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        self._inner.finalize_variable_values(var_list)
 
     def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
         """Refused, as by every optimizer on the TensorFlow backend."""
-        return self.inner_optimizer.stateless_apply(*arguments, **options)
+        return self._inner.stateless_apply(*arguments, **options)
 
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's variables."""
-        self.inner_optimizer.save_own_variables(store)
+        if self._copied is not None:
+            super().save_own_variables(store)
+        else:
+            self._inner.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the inner optimizer's variables."""
-        self.inner_optimizer.load_own_variables(store)
+        if self._copied is not None:
+            super().load_own_variables(store)
+        else:
+            self._inner.load_own_variables(store)
 
     def set_weights(self, weights: Any) -> None:
         """Set the inner optimizer's variables."""
-        self.inner_optimizer.set_weights(weights)
+        self._inner.set_weights(weights)
+
+    def add_variable(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer."""
+        return self._inner.add_variable(*arguments, **options)
+
+    def add_variable_from_reference(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer, like another."""
+        return self._inner.add_variable_from_reference(*arguments, **options)
+
+    def add_optimizer_variables(self, *arguments: Any, **options: Any) -> Any:
+        """Add variables to the inner optimizer, one for each of a list."""
+        return self._inner.add_optimizer_variables(*arguments, **options)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Tell the inner optimizer which variables not to decay; before it is built."""
+        self._inner.exclude_from_weight_decay(var_list, var_names)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable as the inner optimizer does; nothing is averaged."""
+        self._inner.update_step(gradient, variable, learning_rate)
 
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, from which its own class is made again."""
-        config: dict[str, Any] = self.inner_optimizer.get_config()
+        config: dict[str, Any] = self._inner.get_config()
         return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Wrap an optimizer made from `config`, as ``type(optimizer).from_config`` of a wrapper.
+
+        Keras makes the plain one of it: `keras.optimizers.deserialize`, `load_model`.
+
+        Raises:
+            ConfigError: called on `DistributedOptimizer` itself, which wraps no class yet.
+        """
+        if cls._inner_class is None:
+            raise ConfigError(
+                "DistributedOptimizer has no configuration of its own",
+                remedy="Use keras.optimizers.deserialize, and wrap what it returns.",
+            )
+        further = {} if custom_objects is None else {"custom_objects": custom_objects}
+        return DistributedOptimizer(cls._inner_class.from_config(config, **further))
+
+    # A checkpoint of TensorFlow's sees the inner optimizer's dependencies as this one's.
+
+    def _maybe_initialize_trackable(self) -> None:
+        self._inner._maybe_initialize_trackable()
+
+    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+        return self._inner._trackable_children(*arguments, **options)
+
+    def _lookup_dependency(self, *arguments: Any, **options: Any) -> Any:
+        return self._inner._lookup_dependency(*arguments, **options)
+
+    def __reduce__(self) -> Any:
+        if self._communicator is not None:
+            raise ConfigError(
+                f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
+                remedy="Leave the communicator out and call ringreduce.init() in both processes, "
+                "or save the model and load it with ringreduce.keras.load_model.",
+            )
+        return _copy, (self._describe(), None, dict(self._options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copy(self._describe(), self._communicator, dict(self._options))
+
+    def _describe(self) -> Description:
+        if self._local:
+            raise ConfigError(
+                f"an optimizer ({self.name}) with local variables cannot be copied: which those of "
+                "the copy would be is not known",
+                remedy="Make a new one, and register the other model's variables with it.",
+            )
+        return Description.of(self._inner, self._copied)
+
+    def __repr__(self) -> str:
+        return f"<DistributedOptimizer of {self._inner!r}>"
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds by these names beside the variables. With our own attributes,
+        # above all `inner_optimizer`, everything would be in the file twice.
+        names = {*dir(type(self))} - {"inner_optimizer"}
+        return sorted(names | {*dir(self._inner)})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_inner")
+        ours = name in vars(self) or hasattr(type(self), name)
+        if inner is None or ours or not hasattr(inner, name):
+            # Past Keras and TensorFlow, which would save it.
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is not found otherwise: momentum, beta_1, the slots.
-        if name.startswith("__") or "inner_optimizer" not in self.__dict__:
+        if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__dict__["inner_optimizer"], name)
+        return getattr(self.__dict__["_inner"], name)
 
 
 def broadcast_variables(
@@ -480,8 +618,25 @@ def _weighted(gradients: list[Any], usable: bool, ring: Communicator) -> list[An
 @lru_cache
 def _named_after(inner: type) -> type[DistributedOptimizer]:
     """A class of ours that Keras records under the inner class's name when it saves a model."""
-    return type(
-        inner.__name__,
-        (DistributedOptimizer,),
-        {"__module__": inner.__module__, "__doc__": DistributedOptimizer.__doc__},
-    )
+    members = {
+        "__module__": inner.__module__,
+        "__doc__": DistributedOptimizer.__doc__,
+        "_inner_class": inner,
+    }
+    named = type(inner.__name__, (DistributedOptimizer,), members)
+    # Keras knows a class that the user has registered by that name. Registering ours under it too
+    # would make Keras load ours.
+    if inner in object_registration.GLOBAL_CUSTOM_NAMES:
+        name = object_registration.GLOBAL_CUSTOM_NAMES[inner]
+        object_registration.GLOBAL_CUSTOM_NAMES[named] = name
+    return named
+
+
+def _copy(
+    description: Description, communicator: Communicator | None, options: dict[str, Any]
+) -> DistributedOptimizer:
+    """A wrapped optimizer from its description; what a pickled one names."""
+    inner, state = description.remake()
+    optimizer = DistributedOptimizer(inner, communicator, **options)
+    optimizer._copied = state
+    return optimizer

@@ -5,6 +5,7 @@ start from different seeds, and must not end with different weights.
 """
 
 import sys
+from dataclasses import dataclass, field
 
 import keras
 import numpy as np
@@ -17,16 +18,51 @@ OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, global_clipnorm=0.1),
+    "adamw_clipnorm": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.01, clipnorm=0.05),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.001),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "averages": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=3),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9), dynamic_growth_steps=4
+    ),
 }
 
 
-def make_model(seed):
+@dataclass(frozen=True)
+class Way:
+    """One way to train with `model.fit`; alone and together it must end in the same weights.
+
+    Attributes:
+        optimizer: a name in `OPTIMIZERS`.
+        wrapper: options of `DistributedOptimizer`.
+        compile: options of `model.compile`.
+        policy: the layers' dtype policy.
+    """
+
+    optimizer: str
+    wrapper: dict = field(default_factory=dict)
+    compile: dict = field(default_factory=dict)
+    policy: str = "float32"
+
+
+# To be tried in another way: a line here, and its tolerance in test_parity.py.
+WAYS = {
+    **{name: Way(name) for name in OPTIMIZERS},
+    "steps_per_execution": Way("sgd", compile={"steps_per_execution": 4}),
+    # A bucket for each gradient.
+    "small_buckets": Way("sgd", wrapper={"bucket_bytes": 64}),
+}
+
+
+def make_model(seed, policy="float32"):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(16, activation="tanh"),
-            keras.layers.Dense(3),
+            keras.layers.Dense(16, activation="tanh", dtype=policy),
+            keras.layers.Dense(3, dtype=policy),
         ]
     )
 
@@ -41,10 +77,11 @@ def main(folder):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     weights = {}
 
-    def fit(name, optimizer, **compile_options):
+    def fit(name, way):
         # Rank 0's seed is the same in every run; the others' differ, as users' do.
-        model = make_model(comm.rank)
-        model.compile(optimizer=optimizer, loss=loss, **compile_options)
+        model = make_model(comm.rank, way.policy)
+        optimizer = rr.DistributedOptimizer(OPTIMIZERS[way.optimizer](), **way.wrapper)
+        model.compile(optimizer=optimizer, loss=loss, **way.compile)
         model.fit(data, epochs=2, shuffle=False, verbose=0)
         weights[name] = model.get_weights()
 
@@ -64,12 +101,9 @@ def main(folder):
                 step(batch, target)
         weights[name] = model.get_weights()
 
-    for name, make in OPTIMIZERS.items():
-        fit(name, rr.DistributedOptimizer(make()))
+    for name, way in WAYS.items():
+        fit(name, way)
     sgd = OPTIMIZERS["sgd"]
-    fit("steps_per_execution", rr.DistributedOptimizer(sgd()), steps_per_execution=4)
-    # A bucket for each gradient.
-    fit("small_buckets", rr.DistributedOptimizer(sgd(), bucket_bytes=64))
     loop("eager_loop", rr.DistributedOptimizer(sgd()), lambda step: step)
     loop("graph_loop", rr.DistributedOptimizer(sgd()), tf.function)
     arrays = {f"{name}.{i}": w for name, ws in weights.items() for i, w in enumerate(ws)}

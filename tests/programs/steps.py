@@ -96,7 +96,7 @@ def half_precision(policy):
         policy,
         digest=digest(model),
         optimizer=type(model.optimizer).__name__,
-        inner=type(model.optimizer.inner_optimizer).__name__,
+        inner=type(model.optimizer._inner).__name__,
         is_ours=isinstance(model.optimizer, rr.DistributedOptimizer),
         scale=None if scale is None else float(scale.numpy()),
         steps=int(model.optimizer.iterations.numpy()),
@@ -115,7 +115,7 @@ def wrapped_by_hand():
     say(
         "loss scale around",
         ours=isinstance(outer, rr.DistributedOptimizer),
-        scale=outer.inner_optimizer.initial_scale,
+        scale=outer.initial_scale,
         rate=float(outer.learning_rate),
         options=outer._options["compression"],
         same=again is outer,

@@ -1,0 +1,44 @@
+"""Tiny models for tests of the Keras integration, and how two optimizers are compared: exactly."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+__all__ = ["INPUTS", "TARGETS", "assert_equal_state", "fit", "make_model"]
+
+INPUTS = np.arange(48, dtype="float32").reshape(12, 4) / 48
+TARGETS = INPUTS[:, :2]
+
+
+def make_model():
+    """The same two layers with the same weights each time, under the same names."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(5, name="first"),
+            keras.layers.Dense(2, name="second"),
+        ],
+        name="model",
+    )
+
+
+def fit(model, optimizer=None, *, compile=None, **options):
+    """Train for three steps an epoch; compile before that if there is an optimizer."""
+    if optimizer is not None:
+        model.compile(optimizer=optimizer, loss="mse", **(compile or {}))
+    model.history_seen = model.fit(
+        INPUTS, TARGETS, batch_size=4, shuffle=False, verbose=0, **options
+    ).history
+    return model
+
+
+def assert_equal_state(expected, actual):
+    """Two models have equal weights, and their optimizers equal variables, to the last bit."""
+    pairs = [
+        *zip(expected.variables, actual.variables, strict=True),
+        *zip(expected.optimizer.variables, actual.optimizer.variables, strict=True),
+    ]
+    for one, other in pairs:
+        assert one.numpy().tobytes() == other.numpy().tobytes(), one.name

@@ -1,0 +1,503 @@
+"""What was trained under the wrapper is saved as if that were not there, and goes on unbroken."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import optimizers
+from keras.optimizers import LossScaleOptimizer
+
+import ringreduce
+import ringreduce.keras as rr
+from ringreduce.testing import ring_of_threads
+from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
+from tests.models import fit as fit_in_graph
+from tests.processes import clean_environment
+
+pytestmark = pytest.mark.keras
+
+
+@pytest.fixture(autouse=True)
+def _world_of_one():
+    with ringreduce.init():
+        yield
+    ringreduce.shutdown()
+
+
+class Doubled(optimizers.SGD):
+    """A user's own class, which a file can only name."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(2 * gradient, variable, learning_rate)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Tripled(optimizers.SGD):
+    """Another, which Keras knows by a name of its own."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(3 * gradient, variable, learning_rate)
+
+
+# What a model may be trained with, and saved, with state of its own.
+KINDS = {
+    "adam": lambda: optimizers.Adam(0.1, beta_1=0.5),
+    "averages": lambda: optimizers.SGD(0.1, momentum=0.5, use_ema=True),
+    "loss scale": lambda: LossScaleOptimizer(
+        optimizers.Adam(0.1), initial_scale=4.0, dynamic_growth_steps=2
+    ),
+    "schedule": lambda: optimizers.SGD(
+        optimizers.schedules.ExponentialDecay(0.5, 2, 0.5), momentum=0.5
+    ),
+}
+if hasattr(optimizers, "MultiOptimizer"):
+    KINDS["several"] = lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(
+            optimizers.SGD(0.1, momentum=0.5), {"(.*/)?first/.*": optimizers.Adam(0.1)}
+        )
+    )
+
+
+def fit(model, optimizer=None, **options):
+    """Train, in Python, since tracing would take most of the time here."""
+    return fit_in_graph(model, optimizer, compile={"run_eagerly": True}, **options)
+
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+# Keras itself does not put what a MultiOptimizer holds into a checkpoint, and scales the first loss
+# by the initial scale where it builds the optimizer only after that.
+in_checkpoints = pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"several"}))
+
+
+def trained(kind, wrap=rr.DistributedOptimizer, epochs=2):
+    keras.backend.clear_session()
+    return fit(make_model(), wrap(KINDS[kind]()), epochs=epochs)
+
+
+def plain(optimizer):
+    return optimizer
+
+
+# Copies.
+
+
+def by_pickle(optimizer):
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+every_way = pytest.mark.parametrize(
+    "copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"]
+)
+
+
+@every_way
+@every_kind
+def test_a_copy_has_the_state_and_trains_on_alike(kind, copied):
+    model = trained(kind)
+    again = copied(model.optimizer)
+    assert isinstance(again, rr.DistributedOptimizer)
+    assert again.get_config() == model.optimizer.get_config()
+    other = make_model()
+    other.set_weights(model.get_weights())
+    other.compile(optimizer=again, loss="mse", run_eagerly=True)
+    assert_equal_state(model, other)
+    assert_equal_state(fit(model), fit(other))
+    assert int(again.iterations) == 9
+
+
+@every_way
+def test_a_copy_is_independent(copied):
+    model = trained("adam")
+    before = [v.numpy() for v in model.optimizer.variables]
+    again = copied(model.optimizer)
+    again.learning_rate = 0.5
+    fit(make_model(), again)
+    for one, other in zip(before, model.optimizer.variables, strict=True):
+        assert (one == other.numpy()).all()
+    assert float(again.learning_rate) == 0.5
+
+
+@every_way
+def test_a_copy_of_what_is_not_built_is_not_built(copied):
+    optimizer = rr.DistributedOptimizer(optimizers.Adam(0.25), bucket_bytes=64)
+    optimizer.iterations.assign(7)
+    again = copied(optimizer)
+    assert not again.built
+    assert int(again.iterations) == 7
+    assert again.get_config() == optimizer.get_config()
+    assert again._bridge._bucket_bytes == 64
+
+
+@every_way
+def test_a_copy_of_a_copy_has_the_state_too(copied):
+    model = trained("adam")
+    again = copied(copied(model.optimizer))
+    for one, other in zip(model.optimizer.variables, again.variables, strict=True):
+        assert (one.numpy() == other.numpy()).all()
+
+
+def test_a_copy_is_saved_before_it_is_built(tmp_path):
+    """As `compile` of a copy and `save` would: the file holds what it waits with."""
+    model = trained("adam")
+    other = make_model()
+    other.set_weights(model.get_weights())
+    other.compile(optimizer=copy.deepcopy(model.optimizer), loss="mse", run_eagerly=True)
+    other.save(tmp_path / "model.keras")
+    assert_equal_state(model, keras.models.load_model(tmp_path / "model.keras"))
+
+
+def test_a_copy_takes_weights_from_a_file_before_it_is_built():
+    model, further = trained("adam"), trained("adam", epochs=3)
+    again = copy.deepcopy(model.optimizer)
+    store = {}
+    further.optimizer.save_own_variables(store)
+    again.load_own_variables(store)
+    for one, other in zip(further.optimizer.variables, again.variables, strict=True):
+        assert (one.numpy() == other.numpy()).all()
+
+
+def test_a_copy_for_another_model_is_refused():
+    again = copy.deepcopy(trained("adam").optimizer)
+    with pytest.raises(ringreduce.ConfigError, match=r"other variables than its original"):
+        again.build([keras.Variable(np.zeros(3))])
+
+
+def test_a_communicator_is_shared_by_deepcopy_and_refused_by_pickle():
+    def work(comm):
+        optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5), comm)
+        with pytest.raises(ringreduce.ConfigError, match="communicator of its own cannot be pick"):
+            pickle.dumps(optimizer)
+        return copy.deepcopy(optimizer)._communicator is comm
+
+    assert ring_of_threads(1, work) == [True]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_compiled_model_has_the_plain_optimizer_and_its_state(copied):
+    """Keras copies a model as it saves it."""
+    model = trained("adam")
+    other = copied(model)
+    assert type(other.optimizer) is optimizers.Adam
+    assert_equal_state(model, other)
+
+
+def test_a_cloned_model_trains_with_a_copied_optimizer():
+    model = trained("adam")
+    other = keras.models.clone_model(model)
+    other.set_weights(model.get_weights())
+    other.compile(optimizer=copy.deepcopy(model.optimizer), loss="mse", run_eagerly=True)
+    assert_equal_state(fit(model), fit(other))
+
+
+@every_kind
+def test_serialized_it_is_the_inner_optimizer(kind):
+    inner = KINDS[kind]()
+    config = keras.saving.serialize_keras_object(rr.DistributedOptimizer(inner))
+    assert config == optimizers.serialize(rr.DistributedOptimizer(inner))
+    for again in (
+        optimizers.deserialize(copy.deepcopy(config)),
+        optimizers.get(copy.deepcopy(config)),
+        keras.saving.deserialize_keras_object(copy.deepcopy(config)),
+    ):
+        assert type(again) is type(inner)
+        assert again.get_config() == inner.get_config()
+
+
+# Checkpoints of TensorFlow's.
+
+
+def checkpoint(model):
+    return tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+
+every_direction = pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (plain, rr.DistributedOptimizer),
+        (rr.DistributedOptimizer, plain),
+        (rr.DistributedOptimizer, rr.DistributedOptimizer),
+    ],
+    ids=["plain to wrapped", "wrapped to plain", "wrapped to wrapped"],
+)
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
+@every_direction
+@in_checkpoints
+def test_checkpoints_are_interchangeable(kind, writer, reader, built, tmp_path):
+    model = trained(kind, writer)
+    path = checkpoint(model).save(tmp_path / "checkpoint")
+    keras.backend.clear_session()
+    other = make_model()
+    other.compile(optimizer=reader(KINDS[kind]()), loss="mse", run_eagerly=True)
+    if built or kind == "loss scale":
+        other.optimizer.build(other.trainable_variables)
+    status = checkpoint(other).restore(path)
+    assert_equal_state(fit(model), fit(other))
+    status.assert_consumed()
+
+
+@every_kind
+def test_a_checkpoint_holds_the_same_as_without_the_wrapper(kind, tmp_path):
+    lists = [
+        sorted(tf.train.list_variables(checkpoint(trained(kind, wrap)).save(tmp_path / "model")))
+        for wrap in (plain, rr.DistributedOptimizer)
+    ]
+    assert lists[0] == lists[1]
+
+
+def test_a_checkpoint_manager_keeps_and_restores_the_latest(tmp_path):
+    model = trained("adam", epochs=1)
+    manager = tf.train.CheckpointManager(checkpoint(model), tmp_path, max_to_keep=2)
+    for _ in range(3):
+        fit(model)
+        manager.save()
+    assert len(manager.checkpoints) == 2
+    other = make_model()
+    other.compile(optimizer=rr.DistributedOptimizer(KINDS["adam"]()), loss="mse", run_eagerly=True)
+    again = tf.train.CheckpointManager(checkpoint(other), tmp_path, max_to_keep=2)
+    assert again.restore_or_initialize() == manager.latest_checkpoint
+    assert_equal_state(fit(model), fit(other))
+
+
+# Keras's files.
+
+
+def names_in(path):
+    """Paths of all arrays in a file of weights, or in that of a saved model."""
+    if path.suffix == ".keras":
+        with zipfile.ZipFile(path) as archive:
+            path = archive.extract("model.weights.h5", path.parent / f"{path.stem} unpacked")
+    names = []
+    with h5py.File(path) as file:
+        file.visititems(lambda name, item: names.append((name, getattr(item, "shape", None))))
+    return sorted(names)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+@every_kind
+def test_a_file_holds_the_same_as_without_the_wrapper(kind, suffix, tmp_path):
+    """The optimizer's state once, as often as Keras itself does."""
+    names = []
+    for wrap in (plain, rr.DistributedOptimizer):
+        model, path = trained(kind, wrap), tmp_path / f"{wrap.__name__}{suffix}"
+        (model.save if suffix == ".keras" else model.save_weights)(path)
+        names.append(names_in(path))
+    assert names[0] == names[1]
+
+
+@every_direction
+@every_kind
+def test_weights_are_interchangeable(kind, writer, reader, tmp_path):
+    model = trained(kind, writer)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = trained(kind, reader, epochs=1)
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert_equal_state(model, other)
+    assert_equal_state(fit(model), fit(other))
+
+
+ELSEWHERE = """
+import json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ringreduce":
+            raise ModuleNotFoundError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+
+import warnings
+import keras, numpy
+from keras import optimizers
+
+folder, kinds = sys.argv[1], sys.argv[2:]
+with numpy.load(f"{folder}/data.npz") as data:
+    inputs, targets = data["inputs"], data["targets"]
+arrays, classes = {}, {}
+
+def keep(name, variables):
+    arrays.update({f"{name}.{i:02}": v.numpy() for i, v in enumerate(variables)})
+
+for kind in kinds:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = keras.models.load_model(f"{folder}/{kind}.keras")
+        classes[kind] = type(model.optimizer).__module__ + "." + type(model.optimizer).__name__
+        keep(f"{kind} loaded", [*model.variables, *model.optimizer.variables])
+        model.load_weights(f"{folder}/{kind}.weights.h5")
+        keep(f"{kind} weights", [*model.variables, *model.optimizer.variables])
+    assert model.run_eagerly
+    model.fit(inputs, targets, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    keep(f"{kind} trained", [*model.variables, *model.optimizer.variables])
+assert not any(name.partition(".")[0] == "ringreduce" for name in sys.modules)
+numpy.savez(f"{folder}/elsewhere.npz", **arrays)
+print(json.dumps(classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """What files of every kind are in a process where ringreduce cannot be imported."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    np.savez(folder / "data.npz", inputs=INPUTS, targets=TARGETS)
+    expected = {}
+
+    def keep(name, model):
+        expected[name] = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+    with ringreduce.init():
+        for kind in KINDS:
+            model = trained(kind)
+            model.save(folder / f"{kind}.keras")
+            model.save_weights(folder / f"{kind}.weights.h5")
+            keep(f"{kind} loaded", model)
+            keep(f"{kind} weights", model)
+            keep(f"{kind} trained", fit(model, epochs=2))
+    ringreduce.shutdown()
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(folder), *KINDS],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=clean_environment(),
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with np.load(folder / "elsewhere.npz") as arrays:
+        found = {
+            name: [arrays[key] for key in sorted(arrays.files) if key.startswith(f"{name}.")]
+            for name in expected
+        }
+    return expected, found, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("when", ["loaded", "weights", "trained"])
+@every_kind
+def test_files_load_and_train_on_where_ringreduce_is_not_installed(elsewhere, kind, when):
+    expected, found, _ = elsewhere
+    name = f"{kind} {when}"
+    assert len(found[name]) > 6
+    for one, other in zip(expected[name], found[name], strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@every_kind
+def test_elsewhere_it_is_the_class_of_keras(elsewhere, kind):
+    inner = type(KINDS[kind]())
+    assert elsewhere[2][kind] == f"{inner.__module__}.{inner.__name__}"
+
+
+# load_model.
+
+
+@every_kind
+def test_a_loaded_model_trains_on_as_if_it_had_not_been_saved(kind, tmp_path):
+    model = trained(kind)
+    model.save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
+    assert_equal_state(model, loaded)
+    assert_equal_state(fit(model, epochs=2), fit(loaded, epochs=2))
+
+
+def test_a_loaded_model_is_saved_and_loaded_again(tmp_path):
+    model = trained("adam")
+    model.save(tmp_path / "first.keras")
+    again = fit(rr.load_model(tmp_path / "first.keras"))
+    again.save(tmp_path / "second.keras")
+    fit(model)
+    assert_equal_state(model, rr.load_model(tmp_path / "second.keras"))
+    assert names_in(tmp_path / "first.keras") == names_in(tmp_path / "second.keras")
+
+
+def test_a_model_saved_by_plain_keras_is_wrapped(tmp_path):
+    model = trained("adam", plain)
+    model.save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, rr.DistributedOptimizer)
+    assert_equal_state(fit(model), fit(loaded))
+
+
+def test_options_are_those_of_the_wrapper(tmp_path):
+    trained("adam").save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras", bucket_bytes=64)
+    assert loaded.optimizer._bridge._bucket_bytes == 64
+    with pytest.raises(ringreduce.ConfigError, match="bucket_bytes is 0"):
+        rr.load_model(tmp_path / "model.keras", bucket_bytes=0)
+
+
+def test_a_model_without_optimizer_stays_without(tmp_path):
+    make_model().save(tmp_path / "bare.keras")
+    trained("adam").save(tmp_path / "model.keras")
+    assert getattr(rr.load_model(tmp_path / "bare.keras"), "optimizer", None) is None
+    loaded = rr.load_model(tmp_path / "model.keras", compile=False)
+    assert getattr(loaded, "optimizer", None) is None
+
+
+def test_a_custom_optimizer_needs_custom_objects(tmp_path):
+    model = fit(make_model(), rr.DistributedOptimizer(Doubled(0.125, momentum=0.5)))
+    model.save(tmp_path / "model.keras")
+    with pytest.raises(TypeError, match="Could not locate class 'Doubled'"):
+        rr.load_model(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras", custom_objects={"Doubled": Doubled})
+    assert type(loaded.optimizer.inner_optimizer) is Doubled
+    assert_equal_state(fit(model), fit(loaded))
+
+
+def test_a_registered_optimizer_is_found_by_its_name(tmp_path):
+    model = fit(make_model(), rr.DistributedOptimizer(Tripled(0.125, momentum=0.5)))
+    model.save(tmp_path / "model.keras")
+    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Tripled
+    loaded = rr.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer.inner_optimizer) is Tripled
+    assert_equal_state(fit(model), fit(loaded))
+
+
+class Own(keras.Model):
+    """A model that wraps its optimizer by itself when it is loaded."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def compile_from_config(self, config):
+        self.compile(
+            optimizer=rr.DistributedOptimizer(optimizers.SGD(0.5)), loss="mse", run_eagerly=True
+        )
+
+
+def test_what_is_wrapped_already_is_left_as_it_is(tmp_path):
+    fit(Own(), optimizers.SGD(0.5)).save(tmp_path / "model.keras")
+    loaded = rr.load_model(tmp_path / "model.keras", custom_objects={"Own": Own})
+    assert type(loaded.optimizer.inner_optimizer) is optimizers.SGD
+
+
+def test_after_loading_all_ranks_go_on_from_rank_0(tmp_path):
+    """Even where they found different files."""
+    for rank in (0, 1):
+        model = trained("averages", epochs=1 + rank)
+        model.save(tmp_path / f"{rank}.keras")
+
+    def work(comm):
+        loaded = rr.load_model(tmp_path / f"{comm.rank}.keras", communicator=comm)
+        before = [v.numpy() for v in (*loaded.weights, *loaded.optimizer.variables)]
+        loaded.optimizer.build(loaded.trainable_variables)
+        return before, [v.numpy() for v in (*loaded.weights, *loaded.optimizer.variables)]
+
+    (zero, first), (one, second) = ring_of_threads(2, work)
+    assert any((a != b).any() for a, b in zip(zero, one, strict=True))
+    for expected, *actual in zip(zero, first, second, strict=True):
+        assert all(expected.tobytes() == a.tobytes() for a in actual)
