@@ -63,6 +63,11 @@ class MetricAverage(keras.callbacks.Callback):
     # States are copied when they are complete and travel at the end of the epoch only, so that
     # an evaluation by another callback, on one rank perhaps, needs nobody else.
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forget the training before."""
+        self._latest = {}
+        self._forget()
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Forget the epoch before."""
         self._forget()
@@ -102,7 +107,7 @@ class MetricAverage(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace it here too: Keras hands on what it had before the last epoch's end."""
         if logs is not None:
-            logs.update({name: self._latest[name] for name in logs if name in self._latest})
+            logs.update(self._latest)
 
 
 def _averaged(
