@@ -20,10 +20,22 @@ from functools import cached_property
 
 from ringreduce.wire import signature_of
 
-__all__ = ["ALIGNMENT", "Bucket", "BucketPlan", "GradientSpec", "Slot", "first_difference"]
+__all__ = [
+    "ALIGNMENT",
+    "INDEX_BYTES",
+    "Bucket",
+    "BucketPlan",
+    "GradientSpec",
+    "Slot",
+    "first_difference",
+    "gathers_rows",
+]
 
 # TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
 ALIGNMENT = 64
+
+# What the index of a sparse gradient's row takes on the way, int64.
+INDEX_BYTES = 8
 
 # Automatic names are numbered by what else a process has created: `dense_1/kernel` on one rank
 # may be `dense/kernel` on another. An optimizer's variables have such a path within their own
@@ -39,12 +51,14 @@ class GradientSpec:
         path: the variable's name; compared without the numbers of automatic names.
         shape, dtype: of the gradient.
         present: whether the variable has a gradient at all.
+        sparse: whether it comes as some rows of the whole, which are in no bucket.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     present: bool = True
+    sparse: bool = False
 
     @property
     def count(self) -> int:
@@ -54,16 +68,16 @@ class GradientSpec:
     @property
     def essence(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
-        return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present
+        return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present, self.sparse
 
     def agrees_with(self, other: GradientSpec) -> bool:
         """Whether two ranks can reduce this gradient together."""
         return self.essence == other.essence
 
     def describe(self) -> str:
-        """``dense/kernel: float32 of shape (784, 10)``, or that it has none."""
+        """``dense/kernel: float32 of shape (784, 10)``, or ``sparse ...``, or that it has none."""
         kind = f"{self.dtype} of shape {self.shape}" if self.present else "no gradient (None)"
-        return f"{self.path}: {kind}"
+        return f"{self.path}: {'sparse ' * self.sparse}{kind}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,8 @@ class BucketPlan:
         """Pack `gradients` into buckets of about `bucket_bytes`.
 
         Args:
-            gradients: in the order of the variables. Those that are not present take no room.
+            gradients: in the order of the variables. Those that are sparse or not present take
+                no room.
             itemsizes: bytes of an element of each dtype that occurs.
             bucket_bytes: a bucket is closed when the next gradient would exceed this; a
                 larger gradient has a bucket to itself.
@@ -119,7 +134,7 @@ class BucketPlan:
 
         for index in reversed(range(len(gradients))):
             spec = gradients[index]
-            if not spec.present:
+            if not spec.present or spec.sparse:
                 continue
             per_line = ALIGNMENT // itemsizes[spec.dtype]
             room = -(-spec.count // per_line) * per_line
@@ -136,8 +151,17 @@ class BucketPlan:
 
     @cached_property
     def present(self) -> tuple[int, ...]:
-        """Places of the gradients that there are, in the order of the variables."""
-        return tuple(index for index, spec in enumerate(self.gradients) if spec.present)
+        """Places of the gradients that lie in buckets, in the order of the variables."""
+        return tuple(
+            index for index, spec in enumerate(self.gradients) if spec.present and not spec.sparse
+        )
+
+    @cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """Places of the sparse gradients, in the order of the variables."""
+        return tuple(
+            index for index, spec in enumerate(self.gradients) if spec.present and spec.sparse
+        )
 
     @cached_property
     def signature(self) -> int:
@@ -150,6 +174,26 @@ class BucketPlan:
         if not self.buckets:
             return number
         return f"{number}, the first of {self.buckets[0].count} {self.buckets[0].dtype}"
+
+
+def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:
+    """Whether a sparse gradient is cheaper to gather than to reduce as a whole table.
+
+    Each rank receives, of rows of w bytes with an index each, or of the whole table of n rows:
+
+        gathered   (size - 1) / size  *  sum(rows) (w + 8)        on average
+        reduced    (size - 1) / size  *  2 n w
+
+    The first factor is common, so what is compared does not depend on the number of ranks but
+    through the rows; and it follows from what all ranks know, so all choose alike.
+
+    Args:
+        rows: how many rows each rank has, in rank order.
+        spec: the gradient, of at least one dimension.
+        itemsize: bytes of an element.
+    """
+    row_bytes = math.prod(spec.shape[1:]) * itemsize
+    return sum(rows) * (row_bytes + INDEX_BYTES) <= 2 * spec.shape[0] * row_bytes
 
 
 def first_difference(

@@ -282,8 +282,7 @@ class Communicator:
         how = reduce_op(op)
         flat = flat_view(array, "all_reduce")
         self._check_mean(how, array.dtype)
-        if not 0 <= signature < 1 << 64:
-            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
+        _check_signature(signature)
         if async_op:
             return self.engine.submit(lambda: self._all_reduce(array, flat, how, signature))
         return self._all_reduce(array, flat, how, signature)
@@ -295,7 +294,12 @@ class Communicator:
         return array
 
     def reduce_scatter(
-        self, array: np.ndarray, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
+        self,
+        array: np.ndarray,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        signature: int = 0,
+        async_op: bool = False,
     ) -> Any:
         """Reduce `array` over all ranks and leave each rank its own chunk of the result.
 
@@ -306,7 +310,7 @@ class Communicator:
         Args:
             array: as for `all_reduce`; flattened in C order.
             op: how elements combine.
-            async_op: as for `all_reduce`.
+            signature, async_op: as for `all_reduce`.
 
         Returns:
             View on `array`, shape (chunk length,): this rank's part of the result. Empty when
@@ -318,7 +322,15 @@ class Communicator:
         how = reduce_op(op)
         flat = flat_view(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
-        arguments = ("reduce_scatter", array.nbytes, self._ring.reduce_scatter, flat, how)
+        _check_signature(signature)
+        arguments = (
+            "reduce_scatter",
+            array.nbytes,
+            self._ring.reduce_scatter,
+            flat,
+            how,
+            signature,
+        )
         if async_op:
             return self.engine.submit(lambda: self._call(*arguments))
         return self._call(*arguments)
@@ -366,7 +378,9 @@ class Communicator:
         self._ring.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
-    def broadcast(self, array: np.ndarray, root: int = 0, *, async_op: bool = False) -> Any:
+    def broadcast(
+        self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
+    ) -> Any:
         """Overwrite `array` on every rank with that of rank `root`.
 
         A pipeline of segments along the ring: moves nbytes on every link but one.
@@ -374,7 +388,7 @@ class Communicator:
         Args:
             array: as for `all_reduce`; only read on `root`.
             root: the rank whose array is sent; equal on all ranks.
-            async_op: as for `all_reduce`.
+            signature, async_op: as for `all_reduce`.
 
         Returns:
             `array` itself, or a `Work`.
@@ -384,9 +398,11 @@ class Communicator:
         """
         root = self._checked_root(root)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
+        _check_signature(signature)
+        arguments = (Kind.BROADCAST, flat, root, signature)
 
         def run() -> np.ndarray:
-            self._call("broadcast", array.nbytes, self._ring.broadcast, Kind.BROADCAST, flat, root)
+            self._call("broadcast", array.nbytes, self._ring.broadcast, *arguments)
             return array
 
         return self.engine.submit(run) if async_op else run()
@@ -722,6 +738,11 @@ class Communicator:
                 size=self.size,
                 remedy="Convert the array to a wider dtype.",
             )
+
+
+def _check_signature(signature: int) -> None:
+    if not 0 <= signature < 1 << 64:
+        raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
 
 
 def _again(error: RingReduceError) -> RingReduceError:

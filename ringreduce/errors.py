@@ -55,6 +55,10 @@ class RingReduceError(Exception):
         origin: the rank that met the error first, when it was another one.
     """
 
+    # TensorFlow's AutoGraph raises another error, of a class of its own, for one that has an
+    # `__init__`, unless it has this.
+    ag_pass_through = True
+
     fields: ClassVar[tuple[str, ...]] = (
         "rank",
         "size",

@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 from ringreduce.types import ReduceOp
 
 __all__ = [
+    "add_rows",
     "call_kernel",
     "divide",
     "first_nonfinite",
@@ -196,6 +197,21 @@ def reduce_rows(
         call_kernel(combine, to, memory + row * target.size, elements)
     if finish != 0:
         call_kernel(finish, to, by.ctypes.data, elements)
+
+
+@numba.njit(nogil=True, cache=True)
+def add_rows(target: Any, places: Any, rows: Any) -> None:
+    """Add each of `rows`, from the first to the last, to the row of `target` where it belongs.
+
+    Args:
+        target: shape (n, width), contiguous, float32 or float64.
+        places: int64 of shape (m,), from 0 to n - 1; may repeat. Not checked.
+        rows: shape (m, width), contiguous, of the same dtype.
+    """
+    for i in range(places.size):
+        to, of = target[places[i]], rows[i]
+        for j in range(of.size):
+            to[j] += of[j]
 
 
 def _in_all_lanes(bits: int, lane: int) -> Any:

@@ -53,6 +53,12 @@ def all_gather(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.atleast_1d(array) for array in arrays])
 
 
+def add_rows(target: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
+    """Add each row to that of `target` where it belongs, one after the other."""
+    for place, row in zip(places, rows, strict=True):
+        target[place] = target[place] + row
+
+
 def crc32c(message: bytes) -> int:
     """The CRC-32C of `message`, bit by bit (RFC 3720, appendix B.4)."""
     remainder = 0xFFFFFFFF

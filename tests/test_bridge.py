@@ -59,15 +59,6 @@ def test_none_stays_none():
         assert (means[1].numpy() == 0.5).all()
 
 
-def test_sparse_gradients_come_back_dense():
-    def gradients(rank):
-        rows = tf.constant([rank, rank])
-        return [tf.IndexedSlices(tf.ones((2, 3)), rows, dense_shape=tf.constant([4, 3]))]
-
-    for (mean,) in mean_of(2, gradients):
-        assert (mean.numpy() == [[1] * 3, [1] * 3, [0] * 3, [0] * 3]).all()
-
-
 def test_results_are_not_overwritten_by_the_next_step():
     """The bucket's memory is TensorFlow's for as long as it holds a tensor made of it."""
 

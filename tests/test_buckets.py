@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.buckets import ALIGNMENT, BucketPlan, GradientSpec, first_difference
+from ringreduce.buckets import (
+    ALIGNMENT,
+    BucketPlan,
+    GradientSpec,
+    first_difference,
+    gathers_rows,
+)
 
 ITEMSIZES = {"float16": 2, "float32": 4, "float64": 8, "int8": 1}
 
@@ -18,6 +24,7 @@ specs = st.builds(
     shape=st.lists(st.integers(0, 20), max_size=3).map(tuple),
     dtype=st.sampled_from(sorted(ITEMSIZES)),
     present=st.booleans(),
+    sparse=st.booleans(),
 )
 models = st.lists(specs, max_size=30)
 bucket_sizes = st.integers(1, 5000)
@@ -29,9 +36,13 @@ def plan_of(*gradients: GradientSpec, bucket_bytes: int = 1 << 20) -> BucketPlan
 
 
 @given(plans)
-def test_every_present_gradient_has_exactly_one_slot(plan):
+def test_every_present_gradient_has_exactly_one_slot_or_is_sparse(plan):
     placed = sorted(slot.gradient for bucket in plan.buckets for slot in bucket.slots)
-    assert placed == [i for i, gradient in enumerate(plan.gradients) if gradient.present]
+    assert tuple(placed) == plan.present
+    assert not set(plan.present) & set(plan.sparse)
+    there = [i for i, gradient in enumerate(plan.gradients) if gradient.present]
+    assert sorted(plan.present + plan.sparse) == there
+    assert all(plan.gradients[index].sparse for index in plan.sparse)
 
 
 @given(plans)
@@ -89,7 +100,7 @@ def test_bucket_exceeds_its_size_only_for_a_gradient_alone(gradients, bucket_byt
 @given(models)
 def test_large_enough_bucket_takes_all_gradients_of_a_dtype(gradients):
     plan = BucketPlan.make(gradients, ITEMSIZES, 1 << 40)
-    assert len(plan.buckets) == len({g.dtype for g in gradients if g.present})
+    assert len(plan.buckets) == len({g.dtype for g in gradients if g.present and not g.sparse})
 
 
 def test_next_bucket_is_opened_when_the_next_gradient_would_not_fit():
@@ -109,8 +120,9 @@ def test_layout_in_words_of_elements():
     assert bucket.count == 48
 
 
-def test_model_without_gradients_has_no_bucket():
-    assert plan_of(GradientSpec("a", (3,), "float32", present=False)).buckets == ()
+@pytest.mark.parametrize("change", [{"present": False}, {"sparse": True}], ids=str)
+def test_model_without_dense_gradients_has_no_bucket(change):
+    assert plan_of(GradientSpec("a", (3,), "float32", **change)).buckets == ()
 
 
 @given(models, bucket_sizes)
@@ -150,7 +162,14 @@ BASE = (GradientSpec("a", (2, 3), "float32"), GradientSpec("b", (4,), "float32")
 
 @pytest.mark.parametrize(
     "change",
-    [{"shape": (3, 2)}, {"shape": (6,)}, {"dtype": "float64"}, {"present": False}, {"path": "z"}],
+    [
+        {"shape": (3, 2)},
+        {"shape": (6,)},
+        {"dtype": "float64"},
+        {"present": False},
+        {"sparse": True},
+        {"path": "z"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("index", [0, 1])
@@ -178,7 +197,7 @@ def test_buckets_are_described_by_number_and_first():
 
 
 def test_signature_is_the_same_in_every_process():
-    assert plan_of(*BASE).signature == 7901789511547108362
+    assert plan_of(*BASE).signature == 1855433917208742714
 
 
 @given(models)
@@ -192,6 +211,43 @@ def test_first_difference_describes_both_sides():
         "b: float32 of shape (4,)",
         "c: float32 of shape (5,)",
     )
+
+
+def test_first_difference_says_which_side_is_sparse():
+    theirs = (replace(BASE[0], sparse=True), BASE[1])
+    assert first_difference(BASE, theirs) == (
+        "a: float32 of shape (2, 3)",
+        "a: sparse float32 of shape (2, 3)",
+    )
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=2, max_size=6),
+    st.integers(0, 60),
+    st.integers(0, 20),
+    st.sampled_from([2, 4, 8]),
+)
+def test_rows_are_gathered_where_a_rank_receives_no_more_than_of_the_table(
+    rows, table_rows, width, itemsize
+):
+    """What all ranks receive together, as each collective moves it."""
+    size = len(rows)
+    gathered = sum(sum(rows) - own for own in rows) * (width * itemsize + 8)
+    reduced = size * 2 * (size - 1) / size * table_rows * width * itemsize
+    spec = GradientSpec("e", (table_rows, width), "float32", sparse=True)
+    assert gathers_rows(rows, spec, itemsize) is (gathered <= reduced + 1e-6)
+
+
+def test_where_both_ways_cost_the_same_rows_are_gathered():
+    spec = GradientSpec("e", (10, 2), "float32", sparse=True)  # 2 x 80 bytes, or 16 for each row
+    assert gathers_rows([5, 5], spec, 4)
+    assert not gathers_rows([5, 6], spec, 4)
+
+
+def test_rows_of_several_dimensions_count_whole():
+    spec = GradientSpec("e", (10, 2, 3), "float64", sparse=True)  # 2 x 480 bytes, or 56
+    assert gathers_rows([17, 0], spec, 8)
+    assert not gathers_rows([17, 1], spec, 8)
 
 
 def test_first_difference_says_when_a_gradient_is_missing():

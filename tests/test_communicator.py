@@ -110,18 +110,39 @@ def test_signature_beyond_64_bits_is_refused_and_leaves_the_ring_usable(signatur
         for count in (3, 100_003):
             with pytest.raises(ArrayError, match="signature"):
                 comm.all_reduce(np.ones(count), signature=signature)
+            with pytest.raises(ArrayError, match="signature"):
+                comm.reduce_scatter(np.ones(count), signature=signature)
+            with pytest.raises(ArrayError, match="signature"):
+                comm.broadcast(np.ones(count), signature=signature)
         assert_usable(comm)
 
     ring_of_threads(2, work)
 
 
+@pytest.mark.parametrize("hosts", [(), ("a", "b", "a")], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "broadcast"])
 @pytest.mark.parametrize("count", [3, 100_003])
-def test_signatures_that_differ_are_a_mismatch(count):
+def test_signatures_that_differ_are_a_mismatch(count, name, hosts):
     def work(comm: Communicator) -> None:
-        with pytest.raises(MismatchError):
-            comm.all_reduce(np.ones(count), signature=comm.rank)
+        def call() -> None:
+            # Of three ranks two agree, and they may be neighbours.
+            getattr(comm, name)(np.ones(count), signature=comm.rank // 2)
+            # A root that only sends may be done before anyone sees that it differs.
+            comm.barrier()
 
-    ring_of_threads(2, work)
+        with pytest.raises(MismatchError):
+            call()
+
+    ring_of_threads(3, work, hosts=hosts)
+
+
+@pytest.mark.parametrize("hosts", [(), ("a", "b", "a")], ids=["one host", "two hosts"])
+def test_equal_signatures_change_nothing(hosts):
+    def work(comm: Communicator) -> None:
+        assert comm.broadcast(np.full(5, comm.rank), 1, signature=7).tolist() == [1] * 5
+        assert comm.reduce_scatter(np.ones(3), signature=7).tolist() == [3.0]
+
+    ring_of_threads(3, work, hosts=hosts)
 
 
 def unencodable() -> list[Any]:

@@ -52,9 +52,10 @@ def test_jit_compile_is_refused_with_advice(facts, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_reduction_inside_a_condition_is_refused(facts, rank):
-    assert facts["cond"][rank]["error"] == "ConfigError"
-    assert "tf.cond" in facts["cond"][rank]["text"]
+@pytest.mark.parametrize("case", ["cond", "plain cond"])
+def test_a_reduction_inside_a_condition_is_refused(facts, case, rank):
+    assert facts[case][rank]["error"] == "ConfigError"
+    assert "tf.cond" in facts[case][rank]["text"]
 
 
 def test_a_callback_sets_the_inner_learning_rate(facts):

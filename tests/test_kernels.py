@@ -176,6 +176,20 @@ def reduce_rows(op: ReduceOp, rows: np.ndarray, target: np.ndarray, start: int =
     kernels.reduce_rows(rows_bytes, start, target_bytes, target.size, combine, finish, divisor)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("table", "count", "width"), [(5, 40, 3), (1, 7, 1), (4, 0, 2), (3, 5, 0)])
+def test_add_rows_equals_its_naive_twin(dtype, table, count, width):
+    """To the bit, with many rows for each place: the order of additions is that of the rows."""
+    rows = random(np.dtype(dtype), count * width, 1).reshape(count, width)
+    places = np.random.default_rng(2).integers(0, table, count)
+    target = random(np.dtype(dtype), table * width, 3).reshape(table, width)
+    expected = target.copy()
+    naive.add_rows(expected, places, rows)
+    rows.flags.writeable = False  # As what TensorFlow hands out may be.
+    kernels.add_rows(target, places, rows)
+    assert target.tobytes() == expected.tobytes()
+
+
 HALVES = [naive.DTYPES[name] for name in naive.HALVES]
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 

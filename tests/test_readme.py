@@ -22,7 +22,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert README.count("```python") == len(PROGRAMS) == 2
+    assert README.count("```python") == len(PROGRAMS) == 3
 
 
 @pytest.mark.tensorflow
@@ -35,6 +35,18 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     last = dict(re.findall(r"rank (\d) of 4: first weight (-?\d\.\d{6})", result.output))
     assert sorted(last) == ["0", "1", "2", "3"]
     assert len(set(last.values())) == 1
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_path):
+    file = tmp_path / "full.py"
+    file.write_text(PROGRAMS["full.py"])
+    result = ring_of_processes(3, [str(file)])
+    assert result.exit_code == 0, result.errors
+    losses = re.findall(r"loss over all of it: (\S+)", result.output)
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -39,7 +39,7 @@ class Collectives(Protocol):
     ) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
 
     def barrier(self) -> None:

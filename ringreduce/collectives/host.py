@@ -102,10 +102,10 @@ class Host:
             self._sequence += 1
             self._link.run(call, flat)
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`: an all-gather of one chunk, root's."""
         bounds = (0,) * (root + 1) + (flat.size,) * (self._size - root)
-        self.all_gather(kind, flat, bounds, signature_of("root", root))
+        self.all_gather(kind, flat, bounds, signature_of("root", root, signature))
 
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""

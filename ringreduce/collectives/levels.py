@@ -145,19 +145,20 @@ class Levels:
                 flat[bounds[rank] : bounds[rank + 1]] = whole[at : at + lengths[rank]]
                 at += lengths[rank]
 
-    def broadcast(self, kind: Kind, flat: np.ndarray, root: int) -> None:
+    def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
         self._sequence += 1
         source = next(index for index, host in enumerate(self._hosts) if root in host)
+        # Any rank of the source's host may be the root: that must agree too.
+        agreed = signature_of("root", root, signature)
         if self._here == source:
-            self._host.broadcast(kind, flat, self._members.index(root))
+            self._host.broadcast(kind, flat, self._members.index(root), signature)
         slices = self._slices(flat)
         if self._ring is not None:
             own = flat[slices[self._place] : slices[self._place + 1]]
-            # Any rank of the source's host may be the root: that must agree too.
-            self._ring.broadcast(kind, own, source, signature_of("root", root))
+            self._ring.broadcast(kind, own, source, agreed)
         if self._here != source:
-            self._host.all_gather(kind, flat, slices, signature_of("root", root))
+            self._host.all_gather(kind, flat, slices, agreed)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -12,9 +12,17 @@ import keras
 from ringreduce.errors import ConfigError
 from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
+from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
+from ringreduce.keras.evaluation import evaluate, predict
+from ringreduce.keras.join import join, joined
+from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
 from ringreduce.keras.saving import load_model
+from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.tape import DistributedGradientTape
+from ringreduce.keras.tensors import all_gather, all_reduce, broadcast, reduce_scatter
+from ringreduce.keras.weighting import step_weight
 from ringreduce.process import (
     init,
     is_initialized,
@@ -26,18 +34,31 @@ from ringreduce.process import (
 )
 
 __all__ = [
+    "Compression",
+    "DistributedGradientTape",
     "DistributedOptimizer",
+    "SyncBatchNormalization",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
     "broadcast_variables",
     "callbacks",
+    "evaluate",
+    "fold_seeds",
     "init",
     "is_initialized",
+    "join",
+    "joined",
     "load_model",
     "local_rank",
     "local_size",
+    "predict",
     "rank",
+    "reduce_scatter",
     "shard",
     "shutdown",
     "size",
+    "step_weight",
     "verify_replicas",
 ]
 

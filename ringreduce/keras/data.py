@@ -12,11 +12,12 @@ from ringreduce.process import default_communicator
 __all__ = ["shard"]
 
 
-def shard(dataset: Any, communicator: Communicator | None = None) -> Any:
+def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool = True) -> Any:
     """The part of `dataset` that belongs to this rank: element i goes to rank i mod size.
 
     Every rank gets equally many elements, so that all make equally many steps; up to
-    size - 1 elements at the end are left out.
+    size - 1 elements at the end are left out. With ``even=False`` none is, and some ranks get
+    one more: pass what comes out, batched, through `rr.join`.
 
     Shard before batching, and batch by the global batch size divided by `size`: then the
     ranks' batches of a step together are exactly the global batch. A dataset that is batched
@@ -26,6 +27,7 @@ def shard(dataset: Any, communicator: Communicator | None = None) -> Any:
     Args:
         dataset: a `tf.data.Dataset`, the same on every rank.
         communicator: whose ranks; the process's default by default.
+        even: give all ranks equally many.
 
     Raises:
         ClosedError: `init` was not called.
@@ -33,6 +35,8 @@ def shard(dataset: Any, communicator: Communicator | None = None) -> Any:
     ring = communicator or default_communicator()
     if ring.size == 1:
         return dataset
+    if not even:
+        return dataset.shard(ring.size, ring.rank)
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.UNKNOWN_CARDINALITY:
         return _deal(dataset, ring.size, ring.rank)

@@ -29,8 +29,13 @@ from keras.src.saving import object_registration
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras import weighting
 from ringreduce.keras.copying import CopiedState, Description
+from ringreduce.keras.loss_scale import turn_inside_out
+from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.process import default_communicator
+from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
+from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.types import ReduceOp
 
 __all__ = ["DistributedOptimizer", "broadcast_variables"]
@@ -63,6 +68,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         communicator: whose ranks; by default the process's, which `init` must have made when
             the first step comes.
         bucket_bytes: about how many bytes of gradients are reduced at a time.
+        accumulate_steps: reduce and apply only every so many calls of `apply`, with the mean of the
+            gradients of them all: as one step with so many times the batch. The step counter
+            counts what is applied. What is left over at the end of an epoch counts for the next.
+        compression: ``"none"``, ``"fp16"`` or ``"bf16"``: what 32- and 64-bit gradients are rounded
+            to for their journey (`Compression`). Ranks end bit-identical all the same.
+        sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
+            before they are reduced. By default only their rows travel, unless so many are
+            used that the whole is less.
+        local_variables: variables that every rank keeps to itself; see `register_local_var`.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
             its own gradients just before they are averaged, since afterwards nobody could
             tell whose it was. ``"raise"``: all ranks raise the same `NumericsError`, which
@@ -75,8 +89,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             around a LossScaleOptimizer, whose business such steps are: it skips them.
 
     Raises:
-        ConfigError: `inner` is no Keras optimizer or already distributed, `check_numerics`
-            is none of these, or a `tf.distribute` strategy of several replicas is active.
+        ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
+            itself; another argument is out of range; or a `tf.distribute` strategy of several
+            replicas is active.
     """
 
     # What a class made for an optimizer's class wraps.
@@ -100,18 +115,38 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         *,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
+        accumulate_steps: int = 1,
+        compression: str = "none",
+        sparse_as_dense: bool = False,
+        local_variables: Sequence[Any] = (),
     ) -> None:
         _refuse_unusable(inner)
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
+        for name, value in (("bucket_bytes", bucket_bytes), ("accumulate_steps", accumulate_steps)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; accepted: 1 and more")
+        turn_inside_out(_is_distributed, _like)
         super().__init__(learning_rate=0.0, name=inner.name)
         self._stand_for(inner)
         self._communicator = communicator
-        self._options = {"bucket_bytes": bucket_bytes, "check_numerics": check_numerics}
-        first_bytes = min(bucket_bytes, FIRST_BUCKET_BYTES)
+        # Past Keras, which would take these variables for the optimizer's own.
+        self.__dict__["_options"] = {
+            "bucket_bytes": bucket_bytes,
+            "check_numerics": check_numerics,
+            "accumulate_steps": accumulate_steps,
+            "compression": compression,
+            "sparse_as_dense": sparse_as_dense,
+            "local_variables": tuple(local_variables),
+        }
         self._bridge = bridge.GradientBridge(
-            self._ring, bucket_bytes, first_bytes, check_numerics=check_numerics
+            self._ring,
+            bucket_bytes,
+            min(bucket_bytes, FIRST_BUCKET_BYTES),
+            check_numerics=check_numerics,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
         )
+        self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
+        self._local = {id(variable) for variable in local_variables}
         self._synchronized = False
 
     def _ring(self) -> Communicator:
@@ -137,13 +172,66 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         variables = None if trainable_variables is None else list(trainable_variables)
         if not self._inner.built and variables is not None:
-            self._build_inner(variables)
+            self.build_inner(variables)
         known = variables or self._inner._trainable_variables
         if not self._synchronized:
             grads = self._synchronize(known, grads)
+        weight = weighting.current()
+        kinds = [self._kind_of(variable) for variable in known]
+        if self._accumulator is None:
+            if weight is not None:
+                counts = {Kind.MEAN: weight.factor, Kind.LOCAL: tf.math.sign(weight.own)}
+                grads = [
+                    weighted(gradient, kind, counts.get(kind, weight.own))
+                    for gradient, kind in zip(grads, kinds, strict=True)
+                ]
+            self._reduce_and_apply(grads, known, kinds, variables)
+            return
+        one = tf.constant(1.0)
+        self._accumulator.add(
+            grads,
+            known,
+            kinds,
+            (one, one) if weight is None else (weight.own, weight.mean),
+            lambda sums: self._reduce_and_apply(sums, known, kinds, variables),
+        )
+
+    def _reduce_and_apply(
+        self,
+        gradients: Sequence[Any],
+        known: Sequence[Any],
+        kinds: Sequence[Kind],
+        variables: Sequence[Any] | None,
+    ) -> None:
         paths = [str(getattr(v, "path", v.name)) for v in known]
-        means = self._bridge.mean(grads, paths, before=self._require_synchronized)
-        self._inner.apply(means, variables)
+        shared = [g if k is Kind.MEAN else None for g, k in zip(gradients, kinds, strict=True)]
+        means = shared
+        if Kind.MEAN in kinds:
+            means = self._bridge.mean(shared, paths, before=self._require_synchronized)
+        final = []
+        for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
+            if kind is Kind.MAXIMUM and gradient is not None:
+                final.append(all_reduce(gradient, self._ring(), ReduceOp.MAX))
+            else:
+                final.append(gradient if kind is Kind.LOCAL else mean)
+        self._inner.apply(final, variables)
+
+    def _kind_of(self, variable: Any) -> Kind:
+        if id(variable) in self._local:
+            return Kind.LOCAL
+        # The scales of 8-bit floats: their "gradient" is their new value, from the largest number
+        # that was seen.
+        is_new_value = getattr(variable, "overwrite_with_gradient", False)
+        return Kind.MAXIMUM if is_new_value else Kind.MEAN
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave `variable` to each rank: neither its values nor its gradients are shared.
+
+        Its gradients are applied as they are, not divided by the number of ranks. Before the first
+        step, and alike on all ranks.
+        """
+        self._local.add(id(variable))
+        self._options["local_variables"] = (*self._options["local_variables"], variable)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
@@ -154,11 +242,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
         if not self._inner.built:
-            self._build_inner(variables)
+            self.build_inner(variables)
         if tf.executing_eagerly() and self._is_formed():
             self._broadcast(list(variables))
 
-    def _build_inner(self, variables: Sequence[Any]) -> None:
+    def build_inner(self, variables: Sequence[Any]) -> None:
+        """Create the inner optimizer's variables; nothing travels."""
         # As its own `apply` would, for variables of the same names.
         with keras.name_scope(self._inner.name, caller=self._inner):
             if self._copied is None:
@@ -187,6 +276,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         While tracing, gradients are not computed yet and will be with the right weights.
         Eagerly they were, with the weights this rank had before.
         """
+        states = seed_states_in_use()
         self._give()
         with tf.init_scope():
             # A tf.function that creates variables is traced twice, and they have values (and
@@ -194,6 +284,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             if not all(map(bridge.is_initialized, (*self.variables, *variables))):
                 return gradients
             differed = self._broadcast(list(variables))
+            make_different(states, self._ring())
         self._synchronized = True
         if not tf.executing_eagerly():
             return gradients
@@ -218,8 +309,10 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         ring = self._ring()
         if ring.size == 1:
             return False
-        bridge.broadcast_variables(self._inner.variables, ring)
-        return bridge.broadcast_variables(variables, ring)
+        local = [v for v in variables if id(v) in self._local]
+        state = [v for v in self._inner.variables if not _belongs_to_any(v, local)]
+        bridge.broadcast_variables(state, ring)
+        return bridge.broadcast_variables([v for v in variables if id(v) not in self._local], ring)
 
     # What Keras asks of an optimizer, answered by the inner one. The base's `__init__` sets
     # some of it before there is one; that is dropped, since the wrapper has no variables.
@@ -387,6 +480,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return _copy(self._describe(), self._communicator, dict(self._options))
 
     def _describe(self) -> Description:
+        if self._local:
+            raise ConfigError(
+                f"an optimizer ({self.name}) with local variables cannot be copied: which those of "
+                "the copy would be is not known",
+                remedy="Make a new one, and register the other model's variables with it.",
+            )
         return Description.of(self._inner, self._copied)
 
     def __repr__(self) -> str:
@@ -415,23 +514,44 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
 
 def broadcast_variables(
-    variables: Sequence[Any], root: int = 0, communicator: Communicator | None = None
+    variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
 ) -> None:
-    """Give `variables` on every rank the values they have on rank `root`.
+    """Give `variables` on every rank the values they have on rank `root_rank`.
 
     `DistributedOptimizer` does this by itself for what it trains; use it for what it does
     not see, such as moving averages of normalization layers after loading them on one rank.
 
     Args:
-        variables: `keras.Variable` or `tf.Variable`, the same on all ranks. Leave out the
-            states of random generators, or ranks will draw the same numbers.
-        root: the rank to copy from.
+        variables: `keras.Variable` or `tf.Variable`, the same on all ranks, such as
+            ``model.variables``. States of Keras's random generators are left as they are, or
+            ranks would draw the same numbers.
+        root_rank: the rank to copy from.
         communicator: whose ranks; the process's default by default.
 
     Raises:
         MismatchError: the ranks' variables differ in number, shape or dtype.
     """
-    bridge.broadcast_variables(variables, communicator or default_communicator(), root)
+    bridge.broadcast_variables(
+        [variable for variable in variables if not is_seed_state(variable)],
+        communicator or default_communicator(),
+        root_rank,
+    )
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    return isinstance(optimizer, DistributedOptimizer)
+
+
+def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
+    """Another with the same options, around `inner`."""
+    return DistributedOptimizer(inner, optimizer._communicator, **optimizer._options)
+
+
+def _belongs_to_any(state: Any, variables: Sequence[Any]) -> bool:
+    """Whether a variable of an optimizer is the state it keeps for one of `variables`."""
+    # Keras names it after the variable's whole path.
+    name = str(state.path).rpartition("/")[2]
+    return any(name.startswith(f"{v.path.replace('/', '_')}_") for v in variables)
 
 
 def _refuse_unusable(inner: Any) -> None:
@@ -445,12 +565,30 @@ def _refuse_unusable(inner: Any) -> None:
             f"got {inner!r} to wrap, which is no Keras 3 optimizer",
             remedy="Pass one, such as keras.optimizers.SGD(0.01).",
         )
+    for one in _all_within(inner):
+        if steps := getattr(one, "gradient_accumulation_steps", None):
+            raise ConfigError(
+                f"got {one.name} with gradient_accumulation_steps={steps}: all ranks would "
+                "reduce in every step what it then adds up",
+                remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
+                "up first and reduces once.",
+            )
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if replicas > 1:
         raise ConfigError(
             f"is used inside a tf.distribute strategy of {replicas} replicas",
             remedy="Use one or the other; a ringreduce worker is one replica.",
         )
+
+
+def _all_within(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it wraps."""
+    wrapped = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    found = [optimizer]
+    for one in wrapped:
+        if one is not None:
+            found += _all_within(one)
+    return found
 
 
 def _weighted(gradients: list[Any], usable: bool, ring: Communicator) -> list[Any]:

@@ -1,6 +1,7 @@
 """Between TensorFlow and the ring: gradients and variables in and out."""
 
-from ringreduce.tensorflow.bridge import GradientBridge, broadcast_variables, is_initialized
+from ringreduce.tensorflow.bridge import GradientBridge
 from ringreduce.tensorflow.replicas import verify_replicas
+from ringreduce.tensorflow.variables import broadcast_variables, is_initialized
 
 __all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "verify_replicas"]

@@ -18,7 +18,6 @@ any more, which Python's reference count tells (`ringreduce.tensorflow.memory`).
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,12 +25,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util
-from tensorflow.python.ops.control_flow_v2_func_graphs import (
-    CondBranchFuncGraph,
-    ControlFlowFuncGraph,
-)
 
 from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.communicator import Communicator
@@ -40,9 +33,16 @@ from ringreduce.tensorflow import failures, ops
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
+from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow.sparse import SparseMean, as_tensors
 from ringreduce.types import ReduceOp, dtype_code
 
-__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "value_of"]
+__all__ = ["COMPRESSIONS", "GradientBridge"]
+
+
+# 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
+# rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
+COMPRESSIONS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class GradientBridge:
@@ -54,6 +54,12 @@ class GradientBridge:
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
+        compression: one of `COMPRESSIONS`: what 32- and 64-bit gradients are rounded to before they
+            travel.
+        sparse_as_dense: reduce sparse gradients as tensors, and return them so.
+
+    Raises:
+        ConfigError: there is no such mode or compression.
     """
 
     def __init__(
@@ -62,7 +68,13 @@ class GradientBridge:
         bucket_bytes: int,
         first_bytes: int | None = None,
         check_numerics: str = "off",
+        compression: str = "none",
+        sparse_as_dense: bool = False,
     ) -> None:
+        if compression not in COMPRESSIONS:
+            accepted = ", ".join(COMPRESSIONS)
+            raise ConfigError(f"compression is {compression!r}; accepted: {accepted}")
+        self._wire = COMPRESSIONS[compression]
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
@@ -74,7 +86,10 @@ class GradientBridge:
         # By the gradients, with their paths, and not by signature: errors name the paths.
         self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
         self._numerics = NumericsCheck(check_numerics)
+        self._sparse, self._sparse_as_dense = SparseMean(self._numerics), sparse_as_dense
 
+    # Python that runs while tracing or as an op; there is nothing in it for AutoGraph to convert.
+    @tf.autograph.experimental.do_not_convert
     def mean(
         self,
         gradients: Sequence[Any],
@@ -83,12 +98,13 @@ class GradientBridge:
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
-        Sparse gradients (`tf.IndexedSlices`) come back dense. In a graph this adds the op
-        that does it; nothing travels while tracing, since ranks may trace at other times.
+        Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
+        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`. In a graph this adds the
+        ops that do it; nothing travels while tracing, since ranks may trace at other times.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
-                order, shape and dtype.
+                order, shape, dtype and whether they are sparse; not in the rows those have.
             paths: a name for each, for messages.
             before: called each time before they travel, in the thread that reduces them;
                 the same in every call.
@@ -102,50 +118,72 @@ class GradientBridge:
         communicator = self._communicator()
         if communicator.size == 1:
             return list(gradients)
-        _refuse_unreachable_places(communicator)
+        refuse_unreachable_places(communicator)
         failures.watch(communicator)
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
             self._explains.add(communicator)
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        plan = self._plan(dense, paths)
-        present = [g for g in dense if g is not None]
+        given = [as_tensors(g, self._sparse_as_dense) for g in gradients]
+        gradients = [self._compressed(g) for g in given]
+        plan = self._plan(gradients, paths)
+        sparse = [gradients[index] for index in plan.sparse]
+        present = [gradients[index] for index in plan.present]
+
+        def prepare() -> None:
+            before()
+            self._agree_once(communicator, plan)
+
+        def sparse_means() -> list[Any]:
+            return self._sparse.mean(communicator, plan, sparse, prepare) if sparse else []
 
         def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
             started = time.perf_counter()
             try:
-                before()
-                self._agree_once(communicator, plan)
+                prepare()
                 return self._reduce(communicator, plan, arrays)
             finally:
                 communicator.blocked_for(time.perf_counter() - started)
 
-        if tf.executing_eagerly():
+        # Whatever the way, the buckets go first: ranks need not take the same one.
+        if sparse and not present:
+            means, others = [], sparse_means()
+        elif tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(g.numpy() for g in present))]
+            others = sparse_means()
+        elif not present:
+            # Not a gradient at all. The ranks agree on that too.
+            tf.numpy_function(lambda: [reduce() == []], [], [tf.bool], stateful=True)
+            means, others = [], []
         elif PackedPlan.can_take(present) and ops.are_available():
-            means = self._packed_plan(communicator, plan, present, before).means(dense)
+            packed = self._packed_plan(communicator, plan, present, prepare)
+            tokens = packed.start(gradients)
+            others = sparse_means()
+            means = packed.wait(gradients, tokens)
         else:
             means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
-        remaining = iter(means)
-        return [None if g is None else next(remaining) for g in dense]
+            others = sparse_means()
+        found = dict(zip((*plan.present, *plan.sparse), (*means, *others), strict=True))
+        return [
+            None if g is None else _cast(found[index], g.dtype) for index, g in enumerate(given)
+        ]
+
+    def _compressed(self, gradient: Any) -> Any:
+        if gradient is None or self._wire is None or gradient.dtype not in (tf.float32, tf.float64):
+            return gradient
+        return _cast(gradient, self._wire)
 
     def _packed_plan(
         self,
         communicator: Communicator,
         plan: BucketPlan,
         present: Sequence[Any],
-        before: Callable[[], None],
+        prepare: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
         known = self._packed.get(plan.gradients)
         if known is None or known.communicator is not communicator:
-
-            def prepare() -> None:
-                before()
-                self._agree_once(communicator, plan)
-
             known = PackedPlan(communicator, plan, present, prepare, self._numerics)
             self._packed[plan.gradients] = known
         return known
@@ -154,7 +192,12 @@ class GradientBridge:
         specs = tuple(
             GradientSpec(path, (), "", present=False)
             if gradient is None
-            else GradientSpec(path, _static_shape(gradient, path), gradient.dtype.name)
+            else GradientSpec(
+                path,
+                _static_shape(gradient, path),
+                gradient.dtype.name,
+                sparse=isinstance(gradient, tf.IndexedSlices),
+            )
             for gradient, path in zip(gradients, paths, strict=True)
         )
         if specs not in self._plans:
@@ -199,7 +242,7 @@ class GradientBridge:
         """Compare a plan's gradients with those of every rank, before its first use."""
         buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
         own = {
-            "gradients": [(g.path, g.shape, g.dtype, g.present) for g in plan.gradients],
+            "gradients": [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients],
             "signature": plan.signature,
             "buckets": buckets,
         }
@@ -209,7 +252,7 @@ class GradientBridge:
         finally:
             self._agreeing = None
         for rank, theirs in enumerate(gathered):
-            specs = [GradientSpec(p, tuple(s), d, h) for p, s, d, h in theirs["gradients"]]
+            specs = [GradientSpec(p, tuple(s), *rest) for p, s, *rest in theirs["gradients"]]
             what, difference = "gradients", first_difference(plan.gradients, specs)
             if difference is None and theirs["signature"] != plan.signature:
                 what, difference = "buckets of gradients", (buckets, theirs["buckets"])
@@ -269,94 +312,11 @@ _ALIKE = (
 )
 
 
-def broadcast_variables(
-    variables: Sequence[Any], communicator: Communicator, root: int = 0
-) -> bool:
-    """Give `variables` on every rank the values they have on `root`.
-
-    Args:
-        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and
-            dtype. Assigned only where a value differs.
-        communicator: whose ranks.
-        root: the rank to copy from.
-
-    Returns:
-        Whether any value on this rank differed from the root's.
-
-    Raises:
-        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks
-            run different versions of TensorFlow or Keras; on all ranks.
-    """
-    own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
-    versions = _versions()
-    gathered = communicator.all_gather_object({"versions": versions, "variables": own})
-    specs = [GradientSpec(*spec) for spec in own]
-    for rank, theirs in enumerate(gathered):
-        others = [GradientSpec(p, tuple(s), d) for p, s, d in theirs["variables"]]
-        # Ranks that never import Keras have no version of it.
-        for library in versions.keys() & theirs["versions"].keys():
-            here, there = versions[library], theirs["versions"][library]
-            if here != there:
-                text = f"runs {library} {here}, rank {rank} runs {library} {there}"
-                remedy = "Install the same versions on every rank: results would differ silently."
-                raise communicator.fail(_other_model(communicator, rank, text, remedy))
-        if difference := first_difference(specs, others, "variables"):
-            text = (
-                f"has another model than rank {rank}: here {difference[0]}; there {difference[1]}"
-            )
-            remedy = (
-                "Build the same model and optimizer on every rank, in the same order and under the "
-                "same names; only the numbers of automatic names may differ."
-            )
-            raise communicator.fail(_other_model(communicator, rank, text, remedy))
-    differed = False
-    for variable in variables:
-        before = value_of(variable)
-        after = before.copy()
-        # As bytes, so that every dtype travels, booleans and 8-bit floats included.
-        communicator.broadcast(after.reshape(-1).view(np.uint8), root)
-        if before.tobytes() != after.tobytes():
-            differed = True
-            variable.assign(after)
-    return differed
-
-
-def _other_model(communicator: Communicator, peer: int, text: str, remedy: str) -> MismatchError:
-    return MismatchError(
-        text,
-        rank=communicator.rank,
-        size=communicator.size,
-        peer=peer,
-        operation="broadcast of the initial weights",
-        remedy=remedy,
-    )
-
-
-def _versions() -> dict[str, str]:
-    """What the ranks must have alike, as far as this process has it."""
-    keras = sys.modules.get("keras")
-    found = {"TensorFlow": tf.__version__, "Keras": getattr(keras, "__version__", "")}
-    return {library: version for library, version in found.items() if version}
-
-
-def is_initialized(variable: Any) -> bool:
-    """Whether a variable has a value; outside of a function, or in `tf.init_scope`.
-
-    A variable made while a function is traced gets its value after that. Until then it reads
-    as zeros, without an error.
-    """
-    plain = variable if isinstance(variable, tf.Variable) else variable.value
-    return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
-
-
-def value_of(variable: Any) -> np.ndarray:
-    """The value of a variable as an array; not to be written to."""
-    return np.asarray(variable.numpy())
-
-
-def path_of(variable: Any) -> str:
-    """What messages call a variable."""
-    return str(getattr(variable, "path", variable.name))
+def _cast(gradient: Any, dtype: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.cast(gradient, dtype)
 
 
 def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
@@ -366,32 +326,3 @@ def _static_shape(gradient: Any, path: str) -> tuple[int, ...]:
             remedy="Give the variable a fixed shape.",
         )
     return tuple(gradient.shape)
-
-
-def _refuse_unreachable_places(communicator: Communicator) -> None:
-    """Raise where the reduction could not run, or not on all ranks, while tracing."""
-    if tf.executing_eagerly():
-        return
-    graph = tf_ops.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise ConfigError(
-            "cannot reduce gradients inside a function compiled with jit_compile=True",
-            rank=communicator.rank,
-            size=communicator.size,
-            remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
-            "inner function that computes only the loss and its gradients.",
-        )
-    # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
-    # the iterator has another batch.
-    while isinstance(graph, ControlFlowFuncGraph):
-        if isinstance(graph, CondBranchFuncGraph):
-            raise ConfigError(
-                "cannot reduce gradients inside a branch of tf.cond: a rank that takes the "
-                "other branch would never answer",
-                rank=communicator.rank,
-                size=communicator.size,
-                remedy="Make DistributedOptimizer the outermost wrapper. For mixed_float16: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer)) and "
-                "compile(..., auto_scale_loss=False).",
-            )
-        graph = graph.outer_graph

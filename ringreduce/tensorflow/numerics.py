@@ -8,11 +8,13 @@ it, for the one case that nobody can see before: finite gradients whose sum over
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringreduce import kernels
-from ringreduce.buckets import BucketPlan
+from ringreduce.buckets import BucketPlan, GradientSpec
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, NumericsError
 from ringreduce.schedule import chunk_bounds
@@ -57,13 +59,25 @@ class NumericsCheck:
         """
         if self._is_off() or (found := _find(plan, bucket, values, 0, values.size)) is None:
             return
-        self._report(
-            communicator,
-            communicator.rank,
-            f"has {found} as its own gradient in step {self._step}",
-            f"{_ORIGIN}look at that rank's batch, at what the loss divides by or takes the "
-            "logarithm of, and at the learning rate.",
-        )
+        self._report_own(communicator, found)
+
+    def check_own_rows(
+        self, communicator: Communicator, spec: GradientSpec, indices: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Look at this rank's rows of a sparse gradient, which are about to be reduced.
+
+        Args:
+            communicator: whose rank.
+            spec: the gradient.
+            indices: shape (n,), where the rows belong.
+            rows: shape (n, ...), contiguous.
+
+        Raises:
+            As `check_own`.
+        """
+        if self._is_off() or (found := _find_in_rows(spec, indices, rows)) is None:
+            return
+        self._report_own(communicator, found)
 
     def check_mean(
         self, communicator: Communicator, plan: BucketPlan, bucket: int, values: np.ndarray
@@ -82,12 +96,43 @@ class NumericsCheck:
         share = bounds[communicator.rank], bounds[communicator.rank + 1]
         if (found := _find(plan, bucket, values, *share)) is None:
             return
+        self._report_mean(communicator, found, values.dtype)
+
+    def check_mean_rows(
+        self, communicator: Communicator, spec: GradientSpec, indices: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Look at this rank's share of a sparse gradient's mean, if the mode is to raise.
+
+        Args:
+            communicator, spec, indices, rows: as for `check_own_rows`, but equal on all ranks.
+
+        Raises:
+            As `check_own`.
+        """
+        if self._mode != "raise":
+            return
+        bounds = chunk_bounds(len(indices), communicator.size)
+        share = slice(bounds[communicator.rank], bounds[communicator.rank + 1])
+        if (found := _find_in_rows(spec, indices[share], rows[share])) is None:
+            return
+        self._report_mean(communicator, found, rows.dtype)
+
+    def _report_own(self, communicator: Communicator, found: str) -> None:
+        self._report(
+            communicator,
+            communicator.rank,
+            f"has {found} as its own gradient in step {self._step}",
+            f"{_ORIGIN}look at that rank's batch, at what the loss divides by or takes the "
+            "logarithm of, and at the learning rate.",
+        )
+
+    def _report_mean(self, communicator: Communicator, found: str, dtype: np.dtype) -> None:
         self._report(
             communicator,
             None,
             # Another rank's that was not would have ended this step before it was added.
             f"has {found} as the mean of all ranks' gradients in step {self._step}, though each "
-            f"rank's was finite: their sum overflows {values.dtype.name}",
+            f"rank's was finite: their sum overflows {dtype.name}",
             "Look at the learning rate, and clip what grows.",
         )
 
@@ -127,6 +172,19 @@ def _find(plan: BucketPlan, bucket: int, values: np.ndarray, start: int, end: in
         if index >= 0:
             spec = plan.gradients[slot.gradient]
             place = np.unravel_index(first + index - slot.start, spec.shape)
-            value = float(values[first + index])
-            return f"{value} at {[int(i) for i in place]} of {spec.describe()}"
+            return _described(values[first + index], place, spec)
     return None
+
+
+def _find_in_rows(spec: GradientSpec, indices: np.ndarray, rows: np.ndarray) -> str | None:
+    """The same for a sparse gradient: the place is that in the whole."""
+    flat = rows.reshape(-1)
+    index = kernels.first_nonfinite(flat)
+    if index < 0:
+        return None
+    row, *within = np.unravel_index(index, rows.shape)
+    return _described(flat[index], (indices[row], *within), spec)
+
+
+def _described(value: Any, place: Sequence[Any], spec: GradientSpec) -> str:
+    return f"{float(value)} at {[int(i) for i in place]} of {spec.describe()}"

@@ -87,17 +87,28 @@ class PackedPlan:
         """Whether the kernels know the dtypes of all `gradients`."""
         return bool(gradients) and all(g.dtype.name in _DTYPES for g in gradients)
 
-    def means(self, gradients: Sequence[Any]) -> list[Any]:
-        """Add the ops of one step; return the means of the gradients that are not None.
+    def start(self, gradients: Sequence[Any]) -> list[Any]:
+        """Add the ops that hand the buckets of one step over; return what `wait` needs.
 
         Args:
-            gradients: one for each of the plan's, None where that is not present.
+            gradients: one for each of the plan's, None where it is in no bucket.
         """
-        parts = [[gradients[slot.gradient] for slot in b.slots] for b in self._plan.buckets]
-        tokens = [ops.start(self._number, b, part) for b, part in enumerate(parts)]
+        return [ops.start(self._number, b, part) for b, part in enumerate(self._parts(gradients))]
+
+    def wait(self, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
+        """Add the ops that wait for the buckets; return the means of the gradients in them.
+
+        Args:
+            gradients, tokens: what `start` was given, and what it returned.
+        """
         means: dict[int, Any] = {}
+        parts = self._parts(gradients)
         for number, (bucket, part) in enumerate(zip(self._plan.buckets, parts, strict=True)):
             reduced = ops.wait(self._number, number, part, tokens)
             for slot, mean in zip(bucket.slots, reduced, strict=True):
                 means[slot.gradient] = mean
         return [means[index] for index in self._plan.present]
+
+    def _parts(self, gradients: Sequence[Any]) -> list[list[Any]]:
+        """The gradients of each bucket."""
+        return [[gradients[slot.gradient] for slot in b.slots] for b in self._plan.buckets]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import MismatchError, RingReduceError
-from ringreduce.tensorflow.bridge import path_of, value_of
+from ringreduce.tensorflow.variables import path_of, value_of
 
 __all__ = ["verify_replicas"]
 

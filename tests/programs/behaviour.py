@@ -102,13 +102,26 @@ def jit_compile_is_refused():
     say("jit", **error_of(lambda: model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0)))
 
 
-def loss_scaling_outside_is_refused():
-    """LossScaleOptimizer applies inside a condition that only its own rank knows."""
-    model = dense_model(60)
-    inner = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    optimizer = keras.optimizers.LossScaleOptimizer(inner)
-    model.compile(optimizer=optimizer, loss=LOSS)
-    say("cond", **error_of(lambda: model.fit(np.ones((2, 4)), np.ones((2, 2)), verbose=0)))
+def a_condition_of_one_rank_is_refused():
+    """In a function that AutoGraph has converted, and in one that it has not."""
+    variable = tf.Variable([0.0])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def step(own):
+        if own > 0:
+            optimizer.apply([tf.ones(1)], [variable])
+        return own
+
+    def plain(own):
+        def apply():
+            optimizer.apply([tf.ones(1)], [variable])
+            return own
+
+        return tf.cond(own > 0, apply, lambda: own)
+
+    rank = tf.constant(comm.rank)
+    say("cond", **error_of(lambda: tf.function(step)(rank)))
+    say("plain cond", **error_of(lambda: tf.function(plain, autograph=False)(rank)))
 
 
 def loss_scaling_inside_works():
@@ -151,7 +164,7 @@ eager_fit_from_different_weights()
 sparse_gradients()
 retraces_at_different_steps()
 jit_compile_is_refused()
-loss_scaling_outside_is_refused()
+a_condition_of_one_rank_is_refused()
 loss_scaling_inside_works()
 learning_rate_callback()
 statistics_of_bytes()

@@ -1,4 +1,4 @@
-"""Callbacks for `model.fit` that need all ranks."""
+"""Weights that must be alike everywhere, compared while training."""
 
 from __future__ import annotations
 

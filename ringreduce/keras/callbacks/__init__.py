@@ -1,0 +1,36 @@
+"""Callbacks for `model.fit` that make all ranks act alike; begin with `Together`."""
+
+from ringreduce.keras.callbacks.broadcast import Broadcast
+from ringreduce.keras.callbacks.forwarding import OnRankZero
+from ringreduce.keras.callbacks.learning_rate import (
+    LearningRateSchedule,
+    LearningRateWarmup,
+    linear_scaling,
+)
+from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.callbacks.stopping import StopTogether
+from ringreduce.keras.callbacks.together import Together
+from ringreduce.keras.callbacks.verify import VerifyReplicas, verify_replicas
+
+__all__ = [
+    "Broadcast",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateSchedule",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmup",
+    "LearningRateWarmupCallback",
+    "MetricAverage",
+    "MetricAverageCallback",
+    "OnRankZero",
+    "StopTogether",
+    "Together",
+    "VerifyReplicas",
+    "linear_scaling",
+    "verify_replicas",
+]
+
+# Horovod's names, so that its users' programs need only another import.
+BroadcastGlobalVariablesCallback = Broadcast
+LearningRateScheduleCallback = LearningRateSchedule
+LearningRateWarmupCallback = LearningRateWarmup
+MetricAverageCallback = MetricAverage

@@ -1,0 +1,99 @@
+"""The same start on every rank: one rank's weights and optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce import tensorflow as bridge
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+from ringreduce.process import default_communicator
+from ringreduce.types import ReduceOp
+
+__all__ = ["Broadcast", "broadcast_state", "build_optimizer_here", "count_built"]
+
+
+class Broadcast(keras.callbacks.Callback):
+    """Gives all ranks one rank's weights and optimizer variables before the first batch.
+
+    `DistributedOptimizer` does this by itself, from rank 0, for trainable weights and the
+    optimizer. Use this for another root, for moving averages and other weights that are not
+    trained, and for training that begins anew after one rank has loaded something. States of
+    random generators are left alone, so that ranks do not draw the same numbers.
+
+    An optimizer that is not built is built. A model that is not has no weights before its
+    first batch; it gets them after that, and then only from rank 0.
+
+    Args:
+        root_rank: the rank to copy from.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        ConfigError: when training begins: `root_rank` is no rank, or is not 0 and the model is
+            not built on every rank.
+        MismatchError: the ranks' models differ.
+    """
+
+    def __init__(self, root_rank: int = 0, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self._root, self._communicator = root_rank, communicator
+        self._is_due = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Copy, or leave it for after the first batch."""
+        ring = self._communicator or default_communicator()
+        if not 0 <= self._root < ring.size:
+            raise ConfigError(
+                f"cannot copy from rank {self._root}",
+                rank=ring.rank,
+                size=ring.size,
+                remedy=f"root_rank may be 0 to {ring.size - 1}.",
+            )
+        if ring.size == 1:
+            return
+        built = count_built(self.model, ring)
+        self._is_due = built < ring.size
+        if self._is_due and self._root:
+            raise ConfigError(
+                f"cannot copy from rank {self._root}: the model is built on {built} ranks",
+                rank=ring.rank,
+                size=ring.size,
+                remedy="Build the model before fit, with model.build() or a keras.Input.",
+            )
+        if not self._is_due:
+            build_optimizer_here(self.model)
+            broadcast_state(self.model, self._root, ring)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Copy what was not there before the first batch."""
+        if self._is_due:
+            self._is_due = False
+            ring = self._communicator or default_communicator()
+            broadcast_state(self.model, self._root, ring)
+
+
+def count_built(model: Any, communicator: Communicator) -> int:
+    """On how many ranks `model` has its weights. Collective."""
+    built = np.array([int(bool(model.built))], np.int64)
+    return int(communicator.all_reduce(built, ReduceOp.SUM)[0])
+
+
+def build_optimizer_here(model: Any) -> None:
+    """Give the optimizer of a built model its variables, on this rank alone."""
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built:
+        return
+    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
+    build = getattr(optimizer, "build_inner", optimizer.build)
+    build(model.trainable_variables)
+
+
+def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
+    """Give `model` and its optimizer the values that they have on rank `root`. Collective."""
+    optimizer = model.optimizer
+    state = [] if optimizer is None else optimizer.variables
+    # Not `model.variables`, which has the states of random generators.
+    bridge.broadcast_variables([*model.weights, *state], communicator, root)

@@ -1,0 +1,238 @@
+"""Learning rates for many ranks: scaled with their number, warmed up, and the same everywhere.
+
+See: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
+https://arxiv.org/abs/1706.02677.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+from ringreduce.process import default_communicator
+
+__all__ = [
+    "LearningRateSchedule",
+    "LearningRateWarmup",
+    "agree_on_learning_rate",
+    "linear_scaling",
+]
+
+
+def linear_scaling(learning_rate: float, communicator: Communicator | None = None) -> float:
+    """`learning_rate` times the number of ranks.
+
+    The linear scaling rule (Goyal et al., 2.1): when each rank keeps its batch size, the global
+    batch is `size` times as large, there are `size` times fewer steps, and each is to go `size`
+    times as far. It holds for SGD after the first epochs, so use it with `LearningRateWarmup`;
+    for Adam and its like less is often better (the square root of `size`). When the global
+    batch stays the same, leave the learning rate alone.
+
+    Args:
+        learning_rate: what suits one rank.
+        communicator: whose ranks; the process's default by default.
+    """
+    return learning_rate * (communicator or default_communicator()).size
+
+
+class LearningRateWarmup(keras.callbacks.Callback):
+    """Raises the learning rate with every batch from ``initial_lr / size`` to `initial_lr`.
+
+    The gradual warm-up of Goyal et al., 2.2: the rate that `linear_scaling` gives is too much
+    for weights that have just been drawn. At the end of batch b of s in epoch e, e + (b + 1) / s
+    epochs are done, a part p of `warmup_epochs`; the rate is ``initial_lr * (1 + p * (size - 1)) /
+    size``. After that, the rate is left alone. With one rank it is `initial_lr` all along.
+
+    Args:
+        initial_lr: the learning rate to end with, scaled already.
+        warmup_epochs: how many epochs it takes.
+        momentum_correction: scale the accumulated momentum with each change of the rate, since
+            SGD and RMSprop keep it multiplied by the rate of its time (Goyal et al., remark 2).
+            Ignored for optimizers that do not, such as Adam. Reads and writes the momentum once
+            per batch.
+        steps_per_epoch: batches of an epoch; by default what `fit` knows of the data.
+        verbose: 1 says on rank 0 when it is done.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        ConfigError: `warmup_epochs` is negative; when training begins, the number of batches
+            is unknown.
+        TypeError: Keras's, when the optimizer was made with a learning rate schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+        *,
+        communicator: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        if warmup_epochs < 0:
+            raise ConfigError(f"warmup_epochs is {warmup_epochs}; accepted: 0 and more")
+        self._initial_lr, self._warmup_epochs = initial_lr, warmup_epochs
+        self._momentum_correction = momentum_correction
+        self._steps_per_epoch, self._verbose = steps_per_epoch, verbose
+        self._communicator = communicator
+        self._steps, self._epoch = 0, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how long an epoch is."""
+        self._steps = _steps_of(self, self._steps_per_epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember which epoch it is."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate."""
+        if self._epoch >= self._warmup_epochs:
+            return
+        size = (self._communicator or default_communicator()).size
+        done = self._epoch + (batch + 1) / self._steps
+        multiplier = (done * (size - 1) / self._warmup_epochs + 1) / size
+        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
+        _log_rate(self.model, logs)
+        if self._verbose and epoch + 1 >= self._warmup_epochs > epoch:
+            ring = self._communicator or default_communicator()
+            if ring.rank == 0:
+                rate = float(self.model.optimizer.learning_rate)
+                print(f"Epoch {epoch + 1}: learning rate warmed up to {rate:g}.")
+
+
+class LearningRateSchedule(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr` times a multiplier, in some epochs.
+
+    Several of them, with epochs that do not overlap, make a piecewise schedule.
+
+    Args:
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a number, or a function of the epoch: of its number with `staircase`, else of
+            epochs done with their fractions, such as 2.25.
+        start_epoch: the first epoch in which the rate is set.
+        end_epoch: the epoch after the last; None: to the end.
+        staircase: set it when an epoch begins, else before every batch.
+        momentum_correction: as for `LearningRateWarmup`.
+        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not
+            know it.
+
+    Raises:
+        ConfigError: when training begins without `staircase`, the number of batches is unknown.
+        TypeError: Keras's, when the optimizer was made with a learning rate schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._initial_lr, self._multiplier = initial_lr, multiplier
+        self._start_epoch, self._end_epoch = start_epoch, end_epoch
+        # A number has no fractions of epochs to depend on.
+        self._staircase = staircase or not callable(multiplier)
+        self._momentum_correction = momentum_correction
+        self._steps_per_epoch = steps_per_epoch
+        self._steps, self._epoch = 0, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how long an epoch is, where that matters."""
+        if not self._staircase:
+            self._steps = _steps_of(self, self._steps_per_epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the rate of a staircase."""
+        self._epoch = epoch
+        if self._staircase:
+            self._set(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of a curve."""
+        if not self._staircase:
+            self._set(self._epoch + batch / self._steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
+        _log_rate(self.model, logs)
+
+    def _set(self, done: float) -> None:
+        if self._epoch < self._start_epoch:
+            return
+        if self._end_epoch is not None and self._epoch >= self._end_epoch:
+            return
+        multiplier = self._multiplier(done) if callable(self._multiplier) else self._multiplier
+        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
+
+
+def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
+    """Give the optimizer rank 0's learning rate, where that is a variable. Collective.
+
+    Of an optimizer that holds several, all of them. A schedule follows the step counter, which
+    is equal on all ranks anyway.
+    """
+    if communicator.size == 1:
+        return
+    variables = [v for v in getattr(model.optimizer, "variables", ()) if v.name == "learning_rate"]
+    own = np.array([float(v.numpy()) for v in variables], np.float64)
+    rates = communicator.broadcast(own.copy())
+    for variable, before, rate in zip(variables, own, rates, strict=True):
+        if before.tobytes() != rate.tobytes():
+            variable.assign(rate)
+
+
+def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:
+    optimizer = model.optimizer
+    before = float(optimizer.learning_rate)
+    optimizer.learning_rate = rate
+    after = float(optimizer.learning_rate)
+    if momentum_correction and after != before and before:
+        # Not the coefficient, a plain number that is part of the compiled step, but what it
+        # multiplies: m * (after / before) * v either way.
+        for variable in _momenta_of(optimizer):
+            variable.assign(variable * (after / before))
+
+
+def _momenta_of(optimizer: Any) -> list[Any]:
+    """The accumulated momenta, where they are kept multiplied by the learning rate."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+        return []
+    if isinstance(optimizer, keras.optimizers.SGD):
+        found = optimizer.momentums
+    elif isinstance(optimizer, keras.optimizers.RMSprop):
+        found = optimizer._momentums
+    else:
+        return []
+    return [variable for variable in found if variable is not None]
+
+
+def _steps_of(callback: Any, steps_per_epoch: int | None) -> int:
+    steps = steps_per_epoch or (callback.params or {}).get("steps")
+    if not steps:
+        raise ConfigError(
+            f"{type(callback).__name__} does not know how many batches an epoch has",
+            remedy="Pass steps_per_epoch to it, or to fit.",
+        )
+    return int(steps)
+
+
+def _log_rate(model: Any, logs: dict[str, Any] | None) -> None:
+    if logs is not None:
+        logs["learning_rate"] = float(model.optimizer.learning_rate)

@@ -1,0 +1,161 @@
+"""Logs of all ranks together, before any other callback reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import MismatchError
+from ringreduce.keras.metric_states import (
+    MetricStates,
+    combined_results,
+    entries_of,
+    merged,
+    states_of,
+)
+from ringreduce.process import default_communicator
+
+__all__ = ["MetricAverage"]
+
+_VALIDATION = "val_"
+
+
+class MetricAverage(keras.callbacks.Callback):
+    """Makes the logs of an epoch those of all ranks' data, equal on every rank.
+
+    Place it before callbacks that read logs: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint;
+    History always comes later. `Together` does that by itself.
+
+    Metrics of the model's, for training and validation, are exact: computed from the sum of
+    the ranks' states (total and count, say), as if one process had seen all batches, however
+    many each rank had. A rank whose validation data are empty takes part and gets the others'
+    values. A number that a `train_step` of one's own logs and that is no metric of the model's
+    is averaged, each rank with equal weight. What else is no scalar number stays. Logs of
+    single batches stay each rank's own.
+
+    Collective, at the end of each epoch: a few short exchanges, whatever the number of metrics.
+
+    Args:
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        MismatchError: the ranks log under different names, because some validate or were
+            compiled with a metric that others were not; on all ranks.
+    """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._latest: dict[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._in_epoch = False
+        self._batches = 0
+        self._training: MetricStates | None = None
+        # None until fit validates.
+        self._validation_batches: int | None = None
+        self._validation = MetricStates()
+
+    # States are copied when they are complete and travel at the end of the epoch only, so that
+    # an evaluation by another callback, on one rank perhaps, needs nobody else.
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Forget the epoch before."""
+        self._forget()
+        self._in_epoch = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count."""
+        self._batches += 1
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Copy the training metrics, which Keras resets after this to validate."""
+        if self._in_epoch:
+            self._training = states_of(self.model, self._batches)
+            self._validation_batches = 0
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count."""
+        if self._validation_batches is not None:
+            self._validation_batches += 1
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Copy the validation metrics."""
+        if self._validation_batches is not None:
+            self._validation = states_of(self.model, self._validation_batches)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace what is in `logs`."""
+        training = self._training or states_of(self.model, self._batches)
+        validation, validation_batches = self._validation, self._validation_batches
+        self._forget()
+        ring = self._communicator or default_communicator()
+        if ring.size > 1:
+            logs = {} if logs is None else logs
+            logs.update(_averaged(self.model, logs, training, validation, validation_batches, ring))
+            self._latest = dict(logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Replace it here too: Keras hands on what it had before the last epoch's end."""
+        if logs is not None:
+            logs.update({name: self._latest[name] for name in logs if name in self._latest})
+
+
+def _averaged(
+    model: Any,
+    logs: Mapping[str, Any],
+    training: MetricStates,
+    validation: MetricStates,
+    validation_batches: int | None,
+    ring: Communicator,
+) -> dict[str, Any]:
+    """All ranks' values of what is in `logs`, and in those of ranks that had data to validate."""
+    local = {**training.results, **_as_validation(validation.results)}
+    own = {"entries": entries_of(logs, local), "validated": validation_batches}
+    gathered = ring.all_gather_object(own)
+    _check_names(gathered, ring)
+    together = combined_results(model, training, ring)
+    if any(theirs["validated"] for theirs in gathered):
+        together.update(_as_validation(combined_results(model, validation, ring)))
+    return merged([theirs["entries"] for theirs in gathered], together)
+
+
+def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
+    return {_VALIDATION + name: value for name, value in results.items()}
+
+
+def _check_names(gathered: Sequence[Mapping[str, Any]], ring: Communicator) -> None:
+    """Return if all ranks log under the same names, ranks with nothing to validate excepted."""
+
+    def names(rank: int, *, validation: bool) -> list[str]:
+        entries = gathered[rank]["entries"]
+        return sorted(name for name in entries if name.startswith(_VALIDATION) is validation)
+
+    every = range(ring.size)
+    for validation in (False, True):
+        # 0 batches, not None: it validated, and found no data.
+        held = [r for r in every if not validation or gathered[r]["validated"] != 0]
+        for rank in held:
+            if names(rank, validation=validation) != names(held[0], validation=validation):
+                raise _mismatch(ring, gathered, held[0], rank)
+
+
+def _mismatch(
+    ring: Communicator, gathered: Sequence[Mapping[str, Any]], first: int, second: int
+) -> Exception:
+    here, there = (", ".join(sorted(gathered[r]["entries"])) or "nothing" for r in (first, second))
+    return ring.fail(
+        MismatchError(
+            f"found that rank {first} logs {here} and rank {second} logs {there}",
+            rank=ring.rank,
+            size=ring.size,
+            peer=second,
+            operation="averaging of metrics",
+            remedy="Compile the same metrics on every rank, give all of them validation data or "
+            "none, and let a train_step log under the same names everywhere.",
+        )
+    )

@@ -1,0 +1,314 @@
+"""`model.evaluate` and `model.predict` with the work dealt out to all ranks.
+
+Every rank passes the same data and takes a share of them, so nothing but metric states, or
+predictions, travels. Shares need not be equally long, and may be empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.keras.metric_states import (
+    MetricStates,
+    combined_results,
+    entries_of,
+    merged,
+    states_of,
+)
+from ringreduce.process import default_communicator
+
+__all__ = ["evaluate", "predict"]
+
+# What Keras takes when nothing is said.
+_BATCH_SIZE = 32
+
+
+def evaluate(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    batch_size: int | None = None,
+    communicator: Communicator | None = None,
+    return_dict: bool = False,
+    verbose: Any = 0,
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """What ``model.evaluate`` says of the whole data, each rank having seen a share.
+
+    Collective: all ranks must call it at the same place, with the same data and weights.
+    Metrics are computed from the sum of the ranks' states, as those of one process would be; a
+    loss that depends on which samples are in a batch together sees other batches than there.
+    Afterwards the model's metrics hold this rank's share.
+
+    Args:
+        model: a compiled model.
+        x, y, sample_weight: as for ``model.evaluate``: arrays or tensors, in lists or dicts
+            too, of which rank r takes the r-th of `size` slices that differ by at most one
+            row; or, as `x`, a batched `tf.data.Dataset`, whose batch i goes to rank
+            i mod size. Equal on all ranks.
+        batch_size: samples that a rank takes at a time (32); not for datasets.
+        communicator: whose ranks; the process's default by default.
+        return_dict: return a dict by metric name.
+        verbose: as for ``model.evaluate``; the progress of rank 0's share.
+        steps: evaluate only this many batches of the whole.
+        callbacks: as for ``model.evaluate``; called for this rank's share, and not at all on a
+            rank that has none. They must not make collective calls.
+
+    Returns:
+        As ``model.evaluate``, equal on all ranks: the loss, a list, or a dict. A number that a
+        `test_step` of one's own returns beside metrics is the mean over ranks that had data.
+
+    Raises:
+        ConfigError: the data are neither arrays nor a dataset.
+        MismatchError: the ranks have passed unequally many rows, or compiled other metrics.
+    """
+    ring = communicator or default_communicator()
+    share = _share_of((x, y, sample_weight), batch_size, steps, ring)
+    if share.is_whole:
+        return model.evaluate(
+            x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+            verbose=verbose,
+            callbacks=callbacks,
+            return_dict=return_dict,
+        )
+    logs: dict[str, Any] = {}
+    states = MetricStates()
+    if share.is_empty:
+        # Not evaluated by Keras, which cannot; the metrics may not even be built.
+        model.reset_metrics()
+    else:
+        own_x, own_y, own_weight = share.parts
+        logs = model.evaluate(
+            own_x,
+            y=own_y,
+            sample_weight=own_weight,
+            batch_size=batch_size,
+            verbose=verbose if ring.rank == 0 else 0,
+            callbacks=callbacks,
+            return_dict=True,
+        )
+        # The number of batches matters only in that there are some.
+        states = states_of(model, 1)
+    names = [] if share.is_empty else _in_order(model, logs)
+    own = {"entries": entries_of(logs, states.results), "names": names}
+    gathered = ring.all_gather_object(own)
+    together = combined_results(model, states, ring)
+    result = {**logs, **merged([theirs["entries"] for theirs in gathered], together)}
+    if return_dict:
+        return {name: result[name] for name in sorted(result)}
+    names = next(theirs["names"] for theirs in gathered if theirs["names"])
+    values = [result[name] for name in names if name in result]
+    return values[0] if len(values) == 1 else values
+
+
+def predict(
+    model: Any,
+    x: Any,
+    batch_size: int | None = None,
+    communicator: Communicator | None = None,
+    verbose: Any = 0,
+    steps: int | None = None,
+) -> Any:
+    """What ``model.predict`` returns for the whole data, each rank having computed a share.
+
+    Collective: all ranks must call it at the same place, with the same data and weights.
+
+    Args:
+        model: a model; it need not be compiled.
+        x: arrays or tensors, in lists or dicts too, or a batched `tf.data.Dataset`; shared out
+            as by `evaluate`. Equal on all ranks.
+        batch_size: samples that a rank takes at a time (32); not for datasets.
+        communicator: whose ranks; the process's default by default.
+        verbose: as for ``model.predict``; the progress of rank 0's share of arrays. Nothing
+            is shown for datasets.
+        steps: predict only this many batches of the whole.
+
+    Returns:
+        As ``model.predict``: an array, or arrays in the model's structure, with a row for each
+        sample in the order of `x`; equal on all ranks, the caller's own.
+
+    Raises:
+        ConfigError: the data are neither arrays nor a dataset, or an output has no rows of
+            equal shape.
+        MismatchError: the ranks have passed unequally many rows, or their models differ.
+    """
+    ring = communicator or default_communicator()
+    share = _share_of((x, None, None), batch_size, steps, ring)
+    if share.is_whole:
+        return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
+    own_x = share.parts[0]
+    if share.is_empty:
+        # The outputs' structure, dtypes and shapes are needed all the same.
+        outputs = [model.predict_on_batch(_first_of(x))]
+        batches = [keras.tree.map_structure(lambda output: output[:0], outputs[0])]
+    elif isinstance(own_x, tf.data.Dataset):
+        # Batch by batch, since it must be known which rows came from which.
+        batches = [model.predict_on_batch(_inputs_of(element)) for element in own_x]
+    else:
+        shown = verbose if ring.rank == 0 else 0
+        batches = [model.predict(own_x, batch_size=batch_size, verbose=shown)]
+    flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
+    outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
+    return keras.tree.pack_sequence_as(batches[0], outputs)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank takes of the data.
+
+    Attributes:
+        parts: its `x`, `y` and `sample_weight`.
+        is_empty: whether there is nothing in them.
+        is_whole: whether they need no sharing, since there is one rank, or nothing at all;
+            what Keras does in that case is up to Keras.
+    """
+
+    parts: tuple[Any, Any, Any]
+    is_empty: bool = False
+    is_whole: bool = False
+
+
+def _share_of(
+    whole: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, ring: Communicator
+) -> _Share:
+    """This rank's part of the data, once all ranks have found to have equally many. Collective."""
+    if ring.size == 1:
+        return _Share(whole, is_whole=True)
+    x = whole[0]
+    if isinstance(x, tf.data.Dataset):
+        if any(part is not None for part in whole[1:]):
+            raise ConfigError(
+                "got y or sample_weight beside a dataset",
+                remedy="Let the dataset yield them: (x, y, sample_weight).",
+            )
+        x = x if steps is None else x.take(steps)
+        rows = int(x.cardinality())
+        if rows == tf.data.INFINITE_CARDINALITY:
+            raise ConfigError("got an endless dataset", remedy="Pass steps.")
+        # Batch i goes to rank i mod size, and needs no knowledge of how many there are.
+        share = x.shard(ring.size, ring.rank)
+        parts, is_empty = (share, None, None), _is_empty(share)
+    else:
+        rows = _rows_in(whole)
+        if steps is not None:
+            rows = min(rows, steps * (batch_size or _BATCH_SIZE))
+        first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
+        parts, is_empty = _map(lambda part: _rows_of(part, first, end), whole), first == end
+    gathered = ring.all_gather_object({"rows": rows, "is_empty": is_empty})
+    for rank, theirs in enumerate(gathered):
+        if theirs["rows"] != gathered[0]["rows"]:
+            unit = "batches" if isinstance(x, tf.data.Dataset) else "rows"
+            raise ring.fail(
+                MismatchError(
+                    f"found that rank 0 has passed {gathered[0]['rows']} {unit} and rank {rank} "
+                    f"{theirs['rows']}",
+                    rank=ring.rank,
+                    size=ring.size,
+                    peer=rank,
+                    operation="sharing out of data",
+                    remedy="Pass the same whole data on every rank; each takes its own share.",
+                )
+            )
+    is_whole = all(theirs["is_empty"] for theirs in gathered)
+    return _Share(parts, is_empty, is_whole)
+
+
+def _map(function: Callable[[Any], Any], parts: Any) -> Any:
+    """`function` of every array in `parts`; None stays."""
+    return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
+
+
+def _rows_in(whole: Any) -> int:
+    arrays = [part for part in keras.tree.flatten(whole) if part is not None]
+    for array in arrays:
+        if not len(getattr(array, "shape", ())) or isinstance(array, tf.SparseTensor):
+            raise ConfigError(
+                f"cannot share out {type(array).__name__}",
+                remedy="Pass dense arrays or tensors with a row for each sample, or a batched "
+                "tf.data.Dataset.",
+            )
+    counts = {int(array.shape[0]) for array in arrays}
+    if len(counts) != 1:
+        raise ConfigError(f"got arrays of {sorted(counts)} rows; all need equally many")
+    return counts.pop()
+
+
+def _rows_of(array: Any, first: int, end: int) -> Any:
+    # What pandas makes of plain slices depends on the index.
+    return array.iloc[first:end] if hasattr(array, "iloc") else array[first:end]
+
+
+def _is_empty(dataset: Any) -> bool:
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        return next(iter(dataset.take(1)), None) is None
+    return cardinality == 0
+
+
+def _inputs_of(element: Any) -> Any:
+    return keras.utils.unpack_x_y_sample_weight(element)[0]
+
+
+def _first_of(x: Any) -> Any:
+    """A little of the whole data, for a rank that has no share."""
+    if isinstance(x, tf.data.Dataset):
+        return _inputs_of(next(iter(x.take(1))))
+    return _map(lambda part: np.asarray(_rows_of(part, 0, 1)), x)
+
+
+def _in_order(model: Any, logs: dict[str, Any]) -> list[str]:
+    """The names in `logs` as `evaluate` lists their values: by metric, others by name."""
+    names: list[str] = []
+    for metric in model.metrics:
+        # Those given to `compile` are one, which holds the others.
+        names += [m.name for m in getattr(metric, "metrics", ())] or [metric.name]
+    known = [name for name in names if name in logs]
+    return known + sorted(logs.keys() - known)
+
+
+def _checked_rows(output: Any, ring: Communicator) -> np.ndarray:
+    if not isinstance(output, np.ndarray) or not output.ndim:
+        raise ConfigError(
+            f"cannot join outputs of type {type(output).__name__}",
+            rank=ring.rank,
+            size=ring.size,
+            remedy="Ragged and sparse outputs, and numbers that are not one per sample, are not "
+            "supported: use model.predict.",
+        )
+    return output
+
+
+def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
+    """All ranks' batches of one output, batch i being the next of rank i mod size."""
+    rest, dtype = batches[0].shape[1:], batches[0].dtype
+    width = math.prod(rest) * dtype.itemsize
+    own = np.concatenate(batches)
+    # As bytes, so that every dtype travels.
+    as_bytes = np.ascontiguousarray(own).reshape(-1).view(np.uint8).reshape(len(own), width)
+    counts = ring.all_gather_object([len(batch) for batch in batches])
+    rows = ring.all_gather(as_bytes)
+    if not width:
+        return np.empty((sum(map(sum, counts)), *rest), dtype)
+    bounds = np.cumsum([n for theirs in counts for n in theirs])
+    pieces = iter(np.split(rows, bounds[:-1]))
+    queues = [deque(itertools.islice(pieces, len(theirs))) for theirs in counts]
+    longest = max(map(len, queues))
+    ordered = [queue.popleft() for _ in range(longest) for queue in queues if queue]
+    return np.ascontiguousarray(np.concatenate(ordered)).reshape(-1).view(dtype).reshape(-1, *rest)

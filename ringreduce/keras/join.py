@@ -1,0 +1,295 @@
+"""Training on unequal amounts of data: who has no batch left makes empty steps until all are done.
+
+    rank 0   batch  batch  batch  batch  batch
+    rank 1   batch  batch  batch  empty  empty       weight 0 in the mean; leaves no trace
+
+Each step begins with an exchange of how much each rank's batch counts. An empty step goes through
+the same graph, on a sample of zeros: gradients count nothing, and what the step did to metrics and
+to moving averages is undone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.keras import weighting as weighting_module
+from ringreduce.keras.callbacks.broadcast import build_optimizer_here
+from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.seeds import fold_seeds, is_seed_state
+from ringreduce.process import default_communicator
+
+__all__ = ["join", "joined"]
+
+WEIGHTINGS = ("samples", "ranks")
+
+
+def join(
+    dataset: Any,
+    model: Any,
+    *,
+    weighting: str = "samples",
+    communicator: Communicator | None = None,
+) -> Any:
+    """`dataset` for ``model.fit``, for ranks that have different numbers of batches, or of samples.
+
+    A rank that runs out of batches goes on without data until all have: the epoch ends after the
+    same step on all. `DistributedOptimizer` then computes the mean over the samples that were
+    really there. Validation data needs none of this: a validation step is no collective; for its
+    metrics there is `rr.callbacks.Together`::
+
+        model.compile(optimizer=rr.DistributedOptimizer(...), loss=...)
+        data = rr.shard(dataset, even=False).batch(32)
+        model.fit(rr.join(data, model), epochs=3)
+
+    Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the
+    number of steps. Otherwise the last step of an epoch is one that nobody has data for; it
+    changes nothing, and Keras warns that the data has run out, as it does for every dataset of
+    unknown length.
+
+    From then on each training step of this model begins with a small exchange.
+
+    Args:
+        dataset: this rank's, batched; elements of dense tensors whose first dimension is that of
+            the samples. May be empty.
+        model: compiled; what will be trained with it.
+        weighting: ``"samples"``: a rank's gradients count as much as its batch has samples, so that
+            the mean is that of one process with all batches in one. ``"ranks"``: every rank that
+            has a batch counts alike.
+        communicator: whose ranks; the process's default by default.
+
+    Returns:
+        A `tf.data.Dataset`; in a world of one `dataset` itself.
+
+    Raises:
+        ConfigError: `weighting` is none of these, the dataset is of another kind, or the model
+            is not compiled.
+        MismatchError: the ranks do not use the same weighting.
+    """
+    ring = communicator or default_communicator()
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ConfigError(
+            f"got {model!r} to train, which is no compiled model",
+            remedy="Call model.compile(...) first; for a loop of your own use rr.joined(dataset).",
+        )
+    empty = _empty_batch(dataset)
+    if ring.size == 1:
+        return dataset
+    longest = _longest(dataset, weighting, ring)
+    _build(model, empty)
+    fold_seeds(model, ring)
+    _follow(model, weighting, ring)
+    padded = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    if longest is not None:
+        return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
+    # Of a dataset that Keras knows to be without end it wants steps_per_epoch; after a filter,
+    # whatever it lets through, nobody knows.
+    return padded.filter(lambda *_: True)
+
+
+def joined(
+    dataset: Any, *, weighting: str = "samples", communicator: Communicator | None = None
+) -> Iterator[Any]:
+    """The batches of `dataset`, for a loop of one's own over unequal amounts of data.
+
+    A rank that runs out gets a sample of zeros, shape (1, ...), until all have: its loop goes on,
+    and its gradients count nothing. What is applied in the loop's body is weighted as within
+    `step_weight`, with what that says of functions::
+
+        for (x, y), samples in rr.joined(dataset):
+            with tf.GradientTape() as tape:
+                loss = ...
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            if samples:
+                metric.update_state(loss)
+
+    Collective, once for each batch. One such loop at a time in each thread; leave it with all
+    ranks in the same step or not at all.
+
+    Args:
+        dataset, weighting, communicator: as for `join`.
+
+    Yields:
+        An element of the dataset, and how many samples it has: 0 for one that is made up.
+
+    Raises:
+        ConfigError: as `join`.
+    """
+    ring = communicator or default_communicator()
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
+    empty = _empty_batch(dataset)
+    if ring.size == 1:
+        for batch in dataset:
+            yield batch, _samples(batch)
+        return
+    batches = iter(dataset)
+    while True:
+        batch = next(batches, None)
+        count = 0 if batch is None else _samples(batch)
+        own = tf.constant(float(count if weighting == "samples" else count > 0))
+        try:
+            weight = weighting_module.exchanged(own, ring)
+        except tf.errors.OutOfRangeError:
+            return
+        with weighting_module.using(weight):
+            yield _filled(empty if count == 0 else batch), count
+
+
+def _samples(batch: Any) -> int:
+    return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+def _longest(dataset: Any, weighting: str, ring: Communicator) -> int | None:
+    """The largest number of batches of any rank; None where one does not know."""
+    gathered = ring.all_gather_object([int(dataset.cardinality()), weighting])
+    for rank, (_, theirs) in enumerate(gathered):
+        if theirs != weighting:
+            raise ring.fail(
+                MismatchError(
+                    f"weights by {weighting}, rank {rank} by {theirs}",
+                    rank=ring.rank,
+                    size=ring.size,
+                    peer=rank,
+                    operation="join",
+                    remedy="Pass the same weighting on every rank.",
+                )
+            )
+    counts = [count for count, _ in gathered]
+    if tf.data.INFINITE_CARDINALITY in counts:
+        raise ring.fail(
+            ConfigError(
+                f"got a dataset without end (rank {counts.index(tf.data.INFINITE_CARDINALITY)})",
+                rank=ring.rank,
+                size=ring.size,
+                remedy="Data that never ends needs no rr.join; pass steps_per_epoch to fit.",
+            )
+        )
+    if max(counts) == 0:
+        raise ring.fail(
+            ConfigError("no rank has any data", rank=ring.rank, size=ring.size, remedy="")
+        )
+    return None if min(counts) < 0 else max(counts)
+
+
+def _empty_batch(dataset: Any) -> Any:
+    """Tensors like those of `dataset`, of no samples."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigError(
+            f"got {type(dataset).__name__} to join",
+            remedy="Pass a tf.data.Dataset, batched; tf.data.Dataset.from_tensor_slices(arrays)"
+            ".batch(n) makes one of arrays.",
+        )
+
+    def like(spec: Any) -> Any:
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank in (None, 0):
+            raise ConfigError(
+                f"got a dataset with elements {spec}",
+                remedy="Batch it, and give it dense tensors of known rank.",
+            )
+        return tf.zeros([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype)
+
+    return tf.nest.map_structure(like, dataset.element_spec)
+
+
+def _filled(batch: Any) -> Any:
+    """`batch`, or one sample of zeros where it has none."""
+
+    def fill(tensor: Any) -> Any:
+        shape = tf.shape(tensor)
+        one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
+        result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)
+        result.set_shape([None, *tensor.shape[1:]])
+        return result
+
+    return tf.nest.map_structure(fill, batch)
+
+
+def _build(model: Any, empty: Any) -> None:
+    """Have model, metrics and optimizer make their variables now.
+
+    What a first training step made could not be put back after it, and TensorFlow makes no
+    variables in a function where they would depend on the exchange at its beginning.
+    """
+    metrics = getattr(model, "_compile_metrics", None)
+    if not model.built or not (metrics is None or metrics.built):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_filled(empty))
+        model.test_on_batch(x, y, sample_weight)
+        model.reset_metrics()
+    build_optimizer_here(model)
+
+
+# Models whose steps are followed, and with what weighting.
+_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
+
+
+def _follow(model: Any, weighting: str, ring: Communicator) -> None:
+    """From now on training steps of `model` are weighted, and empty ones leave no trace."""
+    known = _followed.get(model)
+    if known == (weighting, ring):
+        return
+    if known is None:
+        model.train_step = _following(model.train_step, weakref.ref(model))
+    _followed[model] = (weighting, ring)
+    # What was traced before did not know of it.
+    model.train_function = None
+
+
+def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
+    def train_step(data: Any) -> Any:
+        model = owner()
+        assert model is not None
+        weighting, ring = _followed[model]
+        samples = tf.shape(tf.nest.flatten(data)[0])[0]
+        has_data = samples > 0
+        own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
+        weight = weighting_module.exchanged(own, ring)
+        # Nothing happens before it is known that anybody has data: at the end of an epoch this
+        # step is given up, and must not have counted, or decayed weights.
+        with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
+            before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
+            logs = step(_filled(data))
+            for variable in _passing(model):
+                if id(variable) not in before:
+                    raise ConfigError(
+                        f"made the variable {variable.path} in its first training step, so that "
+                        "an empty step could not be undone",
+                        remedy="Call model.evaluate on a batch before rr.join.",
+                    )
+            _restore(list(before.values()), has_data)
+        return logs
+
+    return train_step
+
+
+def _passing(model: Any) -> list[Any]:
+    """What a step on a rank's own batch changes beside weights and the optimizer.
+
+    Metrics and moving averages; not those of all ranks' batches, which are alike everywhere.
+    """
+    shared = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, SyncBatchNormalization)
+        for variable in layer.non_trainable_variables
+    }
+    found = [*model.non_trainable_variables, *model.metrics_variables]
+    unique = {id(v): v for v in found if id(v) not in shared and not is_seed_state(v)}
+    return list(unique.values())
+
+
+def _restore(before: list[tuple[Any, Any]], has_data: Any) -> None:
+    def put_back() -> Any:
+        for variable, value in before:
+            variable.assign(value)
+        return tf.constant(True)
+
+    tf.cond(has_data, lambda: tf.constant(False), put_back)

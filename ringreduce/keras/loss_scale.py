@@ -1,0 +1,44 @@
+"""A LossScaleOptimizer put around a DistributedOptimizer goes inside it.
+
+``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer` by itself. That
+one skips a step whose gradients are not finite, by a condition: gradients that were reduced inside
+it would be reduced on some ranks only, where one rank alone has an infinity, and those would
+wait for ever (tensorflow#46863). Inside, it sees means: one rank's infinity is in all of them, so
+all ranks skip the same steps and keep equal scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from keras.optimizers import LossScaleOptimizer
+
+__all__ = ["turn_inside_out"]
+
+
+@cache
+def turn_inside_out(
+    is_distributed: Callable[[Any], bool], wrap_anew: Callable[[Any, Any], Any]
+) -> None:
+    """From now on ``LossScaleOptimizer(distributed)`` makes what is right.
+
+    Args:
+        is_distributed: whether an optimizer is one of ours.
+        wrap_anew: makes another like it (first argument) around an optimizer (second).
+    """
+    plain_new = LossScaleOptimizer.__new__
+
+    def make(cls: type, inner_optimizer: Any = None, *arguments: Any, **options: Any) -> Any:
+        if not is_distributed(inner_optimizer):
+            if plain_new is object.__new__:
+                return plain_new(cls)
+            return plain_new(cls, inner_optimizer, *arguments, **options)
+        inner = inner_optimizer._inner
+        if isinstance(inner, LossScaleOptimizer):
+            return inner_optimizer
+        # What comes back is no instance of `cls`, so Python does not call `__init__` on it.
+        return wrap_anew(inner_optimizer, cls(inner, *arguments, **options))
+
+    LossScaleOptimizer.__new__ = make

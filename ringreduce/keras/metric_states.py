@@ -1,0 +1,246 @@
+"""Metrics of all ranks together: from the sum of their states, not the mean of their results.
+
+A Keras metric is a few variables (total and count, numbers of true positives) and a function
+of them. Ranks see different data, and not equally much of it, so the mean of their results is
+not the result on all data; for an area under a curve it is not even near. The states add up.
+So one all-reduce sums them, each rank puts the sums into its metrics for a moment, asks for
+the results, and puts its own values back, with which it counts on.
+
+How the values of several replicas combine is what Keras's variables say in `aggregation`;
+those that `Metric.add_variable` makes say "sum".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import MismatchError
+from ringreduce.types import ReduceOp
+
+__all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
+
+# Of each name in logs: whether it is a metric's, and its value, None if it is not a number.
+Entries = Mapping[str, tuple[bool, Any]]
+
+
+@dataclass(frozen=True)
+class MetricStates:
+    """What a model's metrics hold on one rank after some batches.
+
+    Attributes:
+        batches: how many batches went into them. With none, there is nothing in `values`, and
+            the rank takes part without adding anything.
+        variables: the metrics' variables.
+        values: a copy of the value of each.
+        results: what the metrics make of them, by the name in logs: floats, and arrays where
+            a metric has several numbers.
+    """
+
+    batches: int = 0
+    variables: Sequence[Any] = ()
+    values: Sequence[np.ndarray] = ()
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> list[tuple[str, str, tuple[int, ...], str]]:
+        """Path, dtype, shape and aggregation of each variable."""
+        return [
+            (v.path, value.dtype.name, tuple(value.shape), v.aggregation)
+            for v, value in zip(self.variables, self.values, strict=True)
+        ]
+
+
+def states_of(model: Any, batches: int) -> MetricStates:
+    """A copy of what the metrics of `model` hold after `batches` batches; nothing travels."""
+    if batches == 0:
+        # Metrics that are made for the first batch may not exist yet.
+        return MetricStates()
+    # A metric that occurs twice must not be counted twice.
+    variables = list({id(v): v for metric in model.metrics for v in metric.variables}.values())
+    values = [np.array(v.numpy()) for v in variables]
+    return MetricStates(batches, variables, values, _numbers_in(model.get_metrics_result()))
+
+
+def combined_results(
+    model: Any, states: MetricStates, communicator: Communicator
+) -> dict[str, Any]:
+    """What the metrics of `model` say of the batches of all ranks together; equal on all.
+
+    Collective. Takes three short exchanges. Variables with the aggregation "sum" are added,
+    with "mean" averaged over the ranks that had batches, with "only_first_replica" taken from
+    the first of these. With "none" each rank keeps its own; where that makes a result differ,
+    it is the mean of the ranks' results.
+
+    Args:
+        model: a compiled model. Its metrics hold what they held when this returns or raises.
+        states: from `states_of`.
+        communicator: whose ranks.
+
+    Returns:
+        Results by name, as in `MetricStates`; none if no rank had a batch.
+
+    Raises:
+        MismatchError: the ranks' metrics are not the same, on all ranks.
+    """
+    own = {"batches": states.batches, "layout": states.layout}
+    gathered = communicator.all_gather_object(own)
+    counted = [rank for rank, theirs in enumerate(gathered) if theirs["batches"]]
+    if not counted:
+        return {}
+    layouts = [[_entry(*e) for e in gathered[rank]["layout"]] for rank in counted]
+    for rank, layout in zip(counted, layouts, strict=True):
+        if _comparable(layout) != _comparable(layouts[0]):
+            raise _mismatch(
+                communicator,
+                f"found that rank {counted[0]} keeps metrics in {_words(layouts[0])} and rank "
+                f"{rank} in {_words(layout)}",
+                rank,
+            )
+    is_first = communicator.rank == counted[0]
+    lengths = [int(np.prod(shape)) for _, _, shape, _ in layouts[0]]
+    # One array for all of them. In float64 counts are exact up to 2**53.
+    packed = np.zeros(sum(lengths), np.float64)
+    parts = np.split(packed, np.cumsum(lengths)[:-1]) if lengths else []
+    aggregations = [aggregation for *_, aggregation in layouts[0]]
+    if states.batches:
+        for part, value, aggregation in zip(parts, states.values, aggregations, strict=True):
+            if aggregation in ("sum", "mean") or (aggregation == "only_first_replica" and is_first):
+                part[:] = value.reshape(-1)
+    if packed.size:
+        communicator.all_reduce(packed, ReduceOp.SUM)
+    for part, aggregation in zip(parts, aggregations, strict=True):
+        if aggregation == "mean":
+            part /= len(counted)
+    results: dict[str, Any] = {}
+    if states.batches:
+        together = [
+            value if aggregation == "none" else part.reshape(value.shape).astype(value.dtype)
+            for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
+        ]
+        results = _results_with(model, states.variables, together)
+    every = communicator.all_gather_object({n: _packed(value) for n, value in results.items()})
+    names = dict.fromkeys(name for theirs in every for name in theirs)
+    return {name: _agreed([_unpacked(t[name]) for t in every if name in t]) for name in names}
+
+
+def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
+    """What `merged` is to know of this rank's logs; `results` are those of its own metrics.
+
+    A value is a metric's if it is logged under the metric's name and is what the metric says.
+    A `train_step` may log something else under that name: a loss, beside a loss tracker that
+    it does not update.
+    """
+    numbers = _numbers_in(logs)
+    entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
+    for name, number in numbers.items():
+        if name in results and np.array_equal(number, results[name], equal_nan=True):
+            entries[name] = (True, _packed(number))
+        else:
+            # Arrays that are no metric's stay what they are.
+            entries[name] = (False, number if isinstance(number, float) else None)
+    return entries
+
+
+def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
+    """All ranks' values of what they log, equal on all ranks.
+
+    Args:
+        entries: those of every rank.
+        together: from `combined_results`. Taken for what is a metric's on all ranks that log it.
+
+    Returns:
+        Those values, and means of numbers that are no metric's, each rank with equal weight.
+    """
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for theirs in entries for name in theirs):
+        logged = [theirs[name] for theirs in entries if name in theirs]
+        if name in together and all(is_metric for is_metric, _ in logged):
+            found[name] = together[name]
+        elif all(isinstance(number, float) for _, number in logged):
+            found[name] = _agreed([number for _, number in logged])
+    return found
+
+
+def _numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers in `logs`, as floats or arrays; dicts within are flattened, as Keras does it."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            found.update(_numbers_in(value))
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind == "V":  # A 16-bit float that numpy does not know itself.
+            array = array.astype(np.float32)
+        if array.dtype.kind in "biuf":
+            found[name] = array if array.ndim else float(array)
+    return found
+
+
+def _packed(number: Any) -> Any:
+    """A float, or an array in a form that travels."""
+    if isinstance(number, float):
+        return number
+    return [number.dtype.str, list(number.shape), number.tobytes()]
+
+
+def _unpacked(packed: Any) -> Any:
+    if isinstance(packed, float):
+        return packed
+    dtype, shape, data = packed
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _agreed(numbers: Sequence[Any]) -> Any:
+    """The value that all have; where they differ, the mean, each with equal weight."""
+    if all(np.array_equal(number, numbers[0], equal_nan=True) for number in numbers):
+        # Not by way of the sum, which need not be exact.
+        return numbers[0]
+    mean = np.mean(np.array(numbers, np.float64), axis=0)
+    return mean if mean.ndim else float(mean)
+
+
+def _results_with(
+    model: Any, variables: Sequence[Any], values: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """What the metrics say with other values in their variables, which get theirs back."""
+    before = [np.array(v.numpy()) for v in variables]
+    try:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+        return _numbers_in(model.get_metrics_result())
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _entry(
+    path: str, dtype: str, shape: Sequence[int], aggregation: str
+) -> tuple[str, str, tuple[int, ...], str]:
+    return path, dtype, tuple(shape), aggregation
+
+
+def _comparable(layout: Sequence[tuple[str, str, tuple[int, ...], str]]) -> list[Any]:
+    # Without the path: numbers of automatic names depend on what else a process has made.
+    return [entry[1:] for entry in layout]
+
+
+def _words(layout: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{path} ({dtype} of shape {shape})" for path, dtype, shape, _ in layout)
+
+
+def _mismatch(communicator: Communicator, text: str, peer: int) -> Exception:
+    return communicator.fail(
+        MismatchError(
+            text,
+            rank=communicator.rank,
+            size=communicator.size,
+            peer=peer,
+            operation="averaging of metrics",
+            remedy="Compile the model with the same metrics on every rank.",
+        )
+    )

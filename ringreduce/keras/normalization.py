@@ -1,0 +1,137 @@
+"""Batch normalization over the batches of all ranks.
+
+Each rank computes count, mean and sum of squared deviations of its own batch, one all-gather
+shares them, and every rank combines them in the same order with the formula of Chan et al.
+That is exact for batches of different sizes, and sound where the mean is large against the
+deviations; the rejected alternative, sums of values and of squares, loses all digits there.
+It is differentiable like any other tensor arithmetic: the backward pass sends one sum.
+
+See: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+variances", 1979.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+from ringreduce.keras import weighting
+from ringreduce.process import default_communicator
+from ringreduce.tensorflow import collectives
+from ringreduce.tensorflow.places import refuse_unreachable_places
+
+__all__ = ["SyncBatchNormalization"]
+
+
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """`keras.layers.BatchNormalization` with the moments of all ranks' batches together.
+
+    N ranks with batches of B train as one process with a batch of N B does, and moving
+    statistics are equal on all ranks. Batches may differ in size. Use it where a rank's own
+    batch is small. It costs an exchange of 3 numbers for each channel in the forward
+    pass, and another in the backward pass; inference sends nothing.
+
+    In training all ranks must call it equally often and in the same order, and differentiate
+    it or not alike. A step of `model.fit` does, also with ``run_eagerly`` and with
+    ``steps_per_execution``.
+
+    It is saved as plain `keras.layers.BatchNormalization`, with the same weights, and loads as
+    that where ringreduce is not installed. To go on training with synchronized moments load
+    with ``custom_objects={"BatchNormalization": rr.SyncBatchNormalization}``.
+
+    Args:
+        arguments, options: as for `keras.layers.BatchNormalization`, without ``synchronized``.
+        communicator: whose ranks; by default the process's, which `init` must have made when
+            the layer is first called in training. It is no part of the layer's configuration.
+
+    Raises:
+        ConfigError: ``synchronized=True``, which is for `tf.distribute`; or this version of
+            Keras computes moments where they cannot be replaced.
+    """
+
+    def __init__(
+        self, *arguments: Any, communicator: Communicator | None = None, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        if self.synchronized:
+            raise ConfigError(
+                "SyncBatchNormalization got synchronized=True",
+                remedy="Leave it out: it is for tf.distribute. This layer always synchronizes.",
+            )
+        if not hasattr(keras.layers.BatchNormalization, "_moments"):
+            raise ConfigError(
+                f"SyncBatchNormalization does not know how Keras {keras.__version__} computes "
+                "moments",
+                remedy="Use a version of Keras that ringreduce supports.",
+            )
+        self._communicator = communicator
+        # Asked by compile(jit_compile="auto"): what is compiled could not communicate.
+        self.supports_jit = False
+
+    # Called by the base, in training only; inputs are float32 there, or float64.
+    @tf.autograph.experimental.do_not_convert
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        ring = self._communicator or default_communicator()
+        if ring.size == 1:
+            moments: tuple[Any, Any] = super()._moments(inputs, mask)
+            return moments
+        refuse_unreachable_places(ring, "synchronize batch normalization")
+        own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
+        if (weight := weighting.current()) is not None:
+            # What stands for the batch of a rank that has none left is no part of the moments.
+            own = tf.where(weight.own > 0, own, tf.zeros_like(own))
+        return _combined(collectives.all_gather(own[tf.newaxis], ring, equal_rows=True))
+
+
+# What Keras writes into a file is the name and the module of the class, and the configuration is
+# that of the plain layer.
+SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
+SyncBatchNormalization.__module__ = keras.layers.BatchNormalization.__module__
+
+
+def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:
+    """Count, mean and sum of squared deviations of each channel, shape (channels,).
+
+    Args:
+        inputs: at least float32.
+        mask: None, or shaped as `inputs` without its last dimension: which elements count.
+        channels: the dimension of the channels, from the front.
+    """
+    axes = [axis for axis in range(len(inputs.shape)) if axis != channels]
+    if mask is None:
+        # From the shape: a sum of so many ones would lose digits.
+        number = tf.reduce_prod(tf.gather(tf.shape(inputs, out_type=tf.int64), axes))
+        count = tf.fill([tf.shape(inputs)[channels]], tf.cast(number, inputs.dtype))
+        counted = None
+    else:
+        counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+        # A choice and no product: what is left out may be no number.
+        inputs = tf.where(counted, inputs, tf.zeros_like(inputs))
+        counted = tf.cast(counted, inputs.dtype)
+        count = tf.reduce_sum(counted, axes)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(inputs, axes), count)
+    shape = [1] * len(inputs.shape)
+    shape[channels] = -1
+    # The sum does not depend on the mean to first order, so no gradient goes that way.
+    deviation = inputs - tf.reshape(tf.stop_gradient(mean), shape)
+    if counted is not None:
+        deviation *= counted
+    return count, mean, tf.reduce_sum(tf.square(deviation), axes)
+
+
+def _combined(moments: Any) -> tuple[Any, Any]:
+    """Mean and variance of each channel, from (count, mean, sum of squared deviations).
+
+    Args:
+        moments: shape (ranks, 3, channels).
+    """
+    counts, means, squares = tf.unstack(moments, axis=1)
+    total = tf.reduce_sum(counts, 0)
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
+    # As above: no gradient through the mean that deviations are taken from.
+    between = tf.reduce_sum(counts * tf.square(means - tf.stop_gradient(mean)), 0)
+    return mean, tf.math.divide_no_nan(tf.reduce_sum(squares, 0) + between, total)

@@ -1,0 +1,83 @@
+"""Random generators whose states must differ between ranks: of Dropout, noise, augmentation.
+
+A program seeds all its ranks alike, so that they begin with equal weights and shuffle alike. Then
+their generators are alike too: with the same masks on every rank a global batch holds less chance
+than it should. So a generator that is in the same state on several ranks gets another seed on all
+but the first of them. States, and not their origin, are compared, so doing it again changes
+nothing, and what a checkpoint has made equal again is mended by doing it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.process import default_communicator
+
+__all__ = ["fold_seeds", "is_seed_state", "make_different", "seed_states_in_use"]
+
+
+def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
+    """Make the random numbers of `source` differ between ranks, where they do not.
+
+    Collective. `DistributedOptimizer` does it for all generators of a training step that is
+    traced into a graph, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
+    the rest: augmentation layers inside of a `tf.data` pipeline, and models trained eagerly.
+
+    Args:
+        source: a layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and
+            in the same order on all ranks.
+        communicator: whose ranks; the process's default by default.
+    """
+    sources = source if isinstance(source, (list, tuple)) else [source]
+    states = []
+    for one in sources:
+        is_generator = isinstance(one, keras.random.SeedGenerator)
+        states += [one.state] if is_generator else [v for v in one.variables if is_seed_state(v)]
+    make_different(states, communicator or default_communicator())
+
+
+def is_seed_state(variable: Any) -> bool:
+    """Whether a variable is the state of a Keras `SeedGenerator`."""
+    name = str(variable.name).partition(":")[0].rpartition("/")[2]
+    return name.startswith("seed_generator_state") and tuple(variable.shape) == (2,)
+
+
+def make_different(states: Sequence[Any], communicator: Communicator) -> None:
+    """Change those of `states` that a lower rank has too. Collective; in any order."""
+    if communicator.size == 1:
+        return
+    own = [[int(number) for number in np.asarray(state.numpy())] for state in states]
+    gathered = communicator.all_gather_object(own)
+    lower = [value for theirs in gathered[: communicator.rank] for value in theirs]
+    for state, value in zip(states, own, strict=True):
+        if value in lower:
+            state.assign(np.array([_folded(value, communicator.rank), value[1]], np.int64))
+
+
+def _folded(value: Sequence[int], rank: int) -> int:
+    """Another seed, from 0 to 2^31 - 1."""
+    text = f"{value[0]} {value[1]} {rank}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
+
+
+def seed_states_in_use() -> list[Any]:
+    """The generators' states that the function being traced has used so far; [] eagerly."""
+    if tf.executing_eagerly():
+        return []
+    graph: Any = tf.compat.v1.get_default_graph()
+    found: dict[int, Any] = {}
+    while graph is not None:
+        # What a tf.function's graph has read so far; a plain graph has no such attribute, and a
+        # TensorFlow that has none would only leave the generators to `fold_seeds`.
+        for variable in getattr(graph, "_watched_variables", ()):
+            if is_seed_state(variable):
+                found.setdefault(id(variable), variable)
+        graph = getattr(graph, "outer_graph", None)
+    return list(found.values())

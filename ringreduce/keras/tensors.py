@@ -1,0 +1,113 @@
+"""Collectives on tensors, as users call them: in layers, losses, metrics and custom loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.process import default_communicator
+from ringreduce.tensorflow import collectives
+from ringreduce.types import ReduceOp
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+
+@tf.autograph.experimental.do_not_convert
+def all_reduce(
+    tensor: Any, op: ReduceOp | str = ReduceOp.SUM, communicator: Communicator | None = None
+) -> Any:
+    """Reduce a tensor, or each of a structure, over all ranks; all get the same result.
+
+    Works eagerly and inside `tf.function`, `tf.while_loop` included; all ranks must call it at
+    the same place, and all ask for its gradient, or none. That of sums is the sum of all
+    ranks' gradients, that of means their mean. Results are bit-identical on all ranks.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes, or a nested structure of such: a list, a
+            tuple or a dict is one, and is reduced leaf by leaf. Shapes and dtypes are equal on
+            all ranks; dtypes are integers and floats up to 64 bits, bfloat16 included.
+        op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``.
+        communicator: whose ranks; the process's default by default.
+
+    Returns:
+        New tensors of the same shapes and dtypes, in the same structure.
+
+    Raises:
+        ArrayError: a dtype cannot travel, or there is no such operator.
+        ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`, where not all ranks
+            could take part; when the gradient of min, max or product is asked for.
+        MismatchError: the ranks make different calls, or pass different shapes or dtypes.
+        PeerError: another rank failed, or did not make the call in time.
+        ClosedError: `init` was not called.
+    """
+    ring = communicator or default_communicator()
+    return tf.nest.map_structure(lambda leaf: collectives.all_reduce(leaf, ring, op), tensor)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
+    """Join the tensors of all ranks along the first dimension, in rank order.
+
+    The gradient of a rank's rows is the sum of what all ranks have for them.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes. First dimensions may differ between
+            ranks and be zero, the others and the dtype may not differ. A tensor without
+            dimensions counts as one of shape (1,).
+        communicator: whose ranks; the process's default by default.
+
+    Returns:
+        A new tensor of shape (sum of first dimensions, ...), equal on all ranks.
+
+    Raises:
+        As `all_reduce`.
+    """
+    return collectives.all_gather(tensor, communicator or default_communicator())
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = None) -> Any:
+    """The tensor that rank `root` passed, on every rank.
+
+    The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes, of equal shape and dtype on all ranks.
+        root: the rank whose tensor is sent; equal on all ranks. It only sends, and may learn
+            only in its next call that another rank passed something else.
+        communicator: whose ranks; the process's default by default.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        As `all_reduce`; ArrayError also when `root` is no rank.
+    """
+    return collectives.broadcast(tensor, communicator or default_communicator(), root)
+
+
+@tf.autograph.experimental.do_not_convert
+def reduce_scatter(
+    tensor: Any, op: ReduceOp | str = ReduceOp.SUM, communicator: Communicator | None = None
+) -> Any:
+    """Reduce a tensor over all ranks and leave each rank its own rows of the result.
+
+    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at
+    most one and the longer ones come first; with fewer rows than ranks the last are empty. The
+    gradient is the gathered gradients of all parts.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more, of equal shape
+            and dtype on all ranks.
+        op: as for `all_reduce`.
+        communicator: whose ranks; the process's default by default.
+
+    Returns:
+        A new tensor of shape (own rows, ...).
+
+    Raises:
+        As `all_reduce`; ArrayError also for a tensor without dimensions.
+    """
+    return collectives.reduce_scatter(tensor, communicator or default_communicator(), op)

@@ -1,0 +1,140 @@
+"""What this rank's gradients of a step count in the mean over all ranks.
+
+Usually every rank counts alike, and nothing here is used. Where batches differ in length, or a
+rank has none left, the step is made within `step_weight`, and the optimizer asks `current`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.process import default_communicator
+from ringreduce.tensorflow import failures
+from ringreduce.types import ReduceOp
+
+__all__ = ["Weight", "current", "exchanged", "step_weight", "using"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight of one rank in one step.
+
+    Attributes:
+        own: scalar float32 tensor, this rank's: 0 for none.
+        mean: scalar float32 tensor, the mean over all ranks; more than 0.
+    """
+
+    own: Any
+    mean: Any
+
+    @property
+    def factor(self) -> Any:
+        """By which to multiply, so that the plain mean over all ranks becomes the weighted one."""
+        return tf.math.divide_no_nan(self.own, self.mean)
+
+
+_local = threading.local()
+
+
+def current() -> Weight | None:
+    """The weight of the step that this thread computes or traces; None: all ranks count alike."""
+    return getattr(_local, "weight", None)
+
+
+@contextmanager
+def using(weight: Weight | None) -> Iterator[None]:
+    """Within the block `current` gives `weight`."""
+    before = current()
+    if weight is not None and tf.executing_eagerly():
+        weight = _kept(weight)
+    _local.weight = weight
+    try:
+        yield
+    finally:
+        _local.weight = before
+
+
+def _kept(weight: Weight) -> Weight:
+    """`weight` in variables: a function that is traced now reads them each time it runs.
+
+    The values themselves would become constants of it.
+    """
+    if not hasattr(_local, "kept"):
+        with tf.init_scope():
+            own, mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
+            _local.kept = Weight(own, mean)
+    kept: Weight = _local.kept
+    kept.own.assign(weight.own)
+    kept.mean.assign(weight.mean)
+    return kept
+
+
+@contextmanager
+def step_weight(samples: Any, communicator: Communicator | None = None) -> Iterator[None]:
+    """Gradients applied within the block count as much as this rank has `samples`.
+
+    For custom loops whose batches differ in length between ranks: the mean that
+    `DistributedOptimizer` computes is that over all samples, and not over the ranks::
+
+        with rr.step_weight(len(x)):
+            optimizer.apply(gradients, model.trainable_variables)
+
+    Collective: all ranks must enter the block, in each step, with `samples` that are 0 or more
+    and not 0 on all. Each rank's gradients must be means over its own samples, as Keras's are. A
+    rank without samples takes part with whatever gradients: with 0 even NaN does not count. A
+    `tf.function` that applies gradients must be called within such a block from its first call
+    on, or hold the block itself: how it was traced is how it stays.
+
+    Args:
+        samples: number, or scalar tensor.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        tf.errors.OutOfRangeError: no rank has any sample.
+    """
+    ring = communicator or default_communicator()
+    if ring.size == 1:
+        yield
+        return
+    with using(exchanged(tf.cast(samples, tf.float32), ring)):
+        yield
+
+
+def exchanged(own: Any, communicator: Communicator) -> Weight:
+    """The weight of a step, once all ranks have told theirs.
+
+    Collective, in a graph when it runs. Where no rank has any, the op, or eagerly this call,
+    fails with `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that
+    depends on the weight is computed, and Keras ends the epoch.
+
+    Args:
+        own: scalar float32 tensor.
+        communicator: whose ranks.
+    """
+    failures.watch(communicator)
+
+    def mean(value: np.ndarray) -> Any:
+        total = np.array([value], np.float64)
+        communicator.all_reduce(total, ReduceOp.MEAN)
+        if not total[0] > 0:
+            raise StopIteration("no rank has any data left")
+        return np.float32(total[0])
+
+    if tf.executing_eagerly():
+        try:
+            result = tf.constant(mean(own.numpy()))
+        except StopIteration as end:
+            raise tf.errors.OutOfRangeError(None, None, str(end)) from None
+    else:
+        # TensorFlow makes an OutOfRangeError of a StopIteration.
+        result = tf.numpy_function(mean, [own], tf.float32, stateful=True)
+        result.set_shape(())
+    return Weight(own, result)

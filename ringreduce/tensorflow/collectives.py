@@ -1,0 +1,318 @@
+"""Collectives on tensors: eagerly and inside `tf.function`, with gradients.
+
+In a graph each is one stateful `tf.numpy_function`, and eagerly the same Python function is
+called. TensorFlow runs stateful ops in program order, also those of the backward pass and of
+the bridge; and the communicator waits for what its engine was given before it begins. So all
+ranks make the same calls in the same order when they run the same program. Nothing travels
+while tracing.
+
+The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
+
+    all_reduce        the same all_reduce, for sums and means
+    all_gather        the sum over all ranks of this rank's rows
+    reduce_scatter    all_gather, for sums and means
+    broadcast         the sum over all ranks on the root, zeros elsewhere
+
+So whoever averages gradients over the ranks afterwards, as `DistributedOptimizer` does, gets
+those of the mean of all losses. Each gradient is made of functions that have one in turn.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ArrayError, ConfigError
+from ringreduce.payload import bounds_of
+from ringreduce.schedule import chunk_bounds
+from ringreduce.tensorflow import failures
+from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.types import DTYPE_NAMES, ReduceOp, reduce_op
+from ringreduce.wire import signature_of
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+
+@tf.autograph.experimental.do_not_convert
+def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM) -> Any:
+    """Reduce a tensor over all ranks; every rank gets the same result.
+
+    Args:
+        tensor: what `tf.convert_to_tensor` takes; equal shape and dtype on all ranks.
+        communicator: whose ranks.
+        op: how elements combine.
+
+    Returns:
+        A new tensor, of the same shape and dtype.
+
+    Raises:
+        ArrayError: the dtype cannot travel, or there is no such operator.
+        ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`; also, later, when
+            the gradient of another operator than SUM and MEAN is asked for.
+        RingReduceError: eagerly, what went wrong; out of a graph when that is run
+            (`ringreduce.tensorflow.failures`).
+    """
+    how, value = reduce_op(op), _checked(tensor)
+    if communicator.size == 1:
+        return tf.identity(value)
+
+    def run(array: np.ndarray) -> Any:
+        signature = signature_of("all_reduce of a tensor", array.shape)
+        return communicator.all_reduce(array, how, signature=signature)
+
+    @tf.custom_gradient
+    def reduced(value: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            _require_gradient(communicator, "all_reduce", how)
+            return all_reduce(upstream, communicator, how)
+
+        return _run(communicator, "reduce a tensor", run, value, value.shape), gradient
+
+    return reduced(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def all_gather(tensor: Any, communicator: Communicator, *, equal_rows: bool = False) -> Any:
+    """Join the tensors of all ranks along the first dimension, in rank order.
+
+    Args:
+        tensor: as for `all_reduce`, but first dimensions may differ between ranks. A tensor
+            without dimensions counts as one of shape (1,).
+        communicator: whose ranks.
+        equal_rows: the first dimensions are equal: it saves the gradient an exchange of them.
+
+    Returns:
+        A new tensor of shape (sum of first dimensions, ...).
+
+    Raises:
+        As `all_reduce`.
+    """
+    value = _checked(tensor)
+    if value.shape.rank == 0:
+        value = tf.reshape(value, (1,))
+    if communicator.size == 1:
+        return tf.identity(value)
+
+    @tf.custom_gradient
+    def gathered(value: Any) -> Any:
+        rows = tf.shape(value, out_type=tf.int64)[0]
+
+        def gradient(upstream: Any) -> Any:
+            if equal_rows:
+                counts = tf.repeat(rows, communicator.size)
+            else:
+                counts = all_gather(rows, communicator)
+            own = _own_rows_of_sum(upstream, counts, communicator)
+            return tf.ensure_shape(own, value.shape)
+
+        shape = tf.TensorShape([None]).concatenate(value.shape[1:])
+        return _run(communicator, "gather tensors", communicator.all_gather, value, shape), gradient
+
+    return gathered(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
+    """The tensor that rank `root` passed, on every rank.
+
+    Args:
+        tensor: as for `all_reduce`; only its shape and dtype matter elsewhere than on `root`.
+        communicator: whose ranks.
+        root: the rank whose tensor is sent; equal on all ranks. It only sends, and may learn
+            only in its next call that another rank passed something else.
+
+    Returns:
+        A new tensor, of the same shape and dtype.
+
+    Raises:
+        As `all_reduce`; ArrayError also when `root` is no rank.
+    """
+    source, value = _checked_root(communicator, root), _checked(tensor)
+    if communicator.size == 1:
+        return tf.identity(value)
+
+    def run(array: np.ndarray) -> Any:
+        signature = signature_of("broadcast of a tensor", array.shape)
+        return communicator.broadcast(array, source, signature=signature)
+
+    @tf.custom_gradient
+    def sent(value: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            total = all_reduce(upstream, communicator)
+            # A choice and no condition: gradients of gradients too are made by all ranks.
+            return tf.where(communicator.rank == source, total, tf.zeros_like(total))
+
+        return _run(communicator, "broadcast a tensor", run, value, value.shape), gradient
+
+    return sent(value)
+
+
+@tf.autograph.experimental.do_not_convert
+def reduce_scatter(
+    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM
+) -> Any:
+    """Reduce a tensor over all ranks and leave each its own rows of the result.
+
+    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at
+    most one and the longer ones come first; with fewer rows than ranks the last are empty.
+
+    Args:
+        tensor: as for `all_reduce`; at least one dimension.
+        communicator: whose ranks.
+        op: how elements combine.
+
+    Returns:
+        A new tensor of shape (own rows, ...).
+
+    Raises:
+        As `all_reduce`; ArrayError also for a tensor without dimensions.
+    """
+    how, value = reduce_op(op), _checked(tensor)
+    if value.shape.rank == 0:
+        raise ArrayError(
+            "reduce_scatter got a tensor without dimensions, which has no rows to deal out",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy="Use all_reduce.",
+        )
+    if communicator.size == 1:
+        return tf.identity(value)
+
+    def run(array: np.ndarray) -> np.ndarray:
+        bounds = chunk_bounds(array.shape[0], communicator.size)
+        return _reduce_rows(communicator, array, bounds, how)
+
+    @tf.custom_gradient
+    def scattered(value: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            _require_gradient(communicator, "reduce_scatter", how)
+            whole = tf.ensure_shape(all_gather(upstream, communicator), value.shape)
+            return whole / communicator.size if how is ReduceOp.MEAN else whole
+
+        shape = value.shape
+        if shape.rank:
+            rows = shape[0] if shape[0] is None else _own_count(communicator, shape[0])
+            shape = tf.TensorShape([rows]).concatenate(shape[1:])
+        return _run(communicator, "reduce a tensor", run, value, shape), gradient
+
+    return scattered(value)
+
+
+def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator) -> Any:
+    """Sum over all ranks, and this rank's rows of it: rank r has the next ``counts[r]``."""
+
+    def run(array: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        return _reduce_rows(communicator, array, bounds_of(counts.tolist()), ReduceOp.SUM)
+
+    @tf.custom_gradient
+    def summed(tensor: Any, counts: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            return all_gather(upstream, communicator), None
+
+        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
+        return _run(communicator, "reduce a tensor", run, tensor, shape, counts), gradient
+
+    return summed(tensor, counts)
+
+
+def _reduce_rows(
+    communicator: Communicator, array: np.ndarray, bounds: Sequence[int], op: ReduceOp
+) -> np.ndarray:
+    """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
+    rank, size, rest = communicator.rank, communicator.size, array.shape[1:]
+    signature = signature_of("reduce_scatter of a tensor", array.shape, tuple(bounds))
+    own = slice(bounds[rank], bounds[rank + 1])
+    lengths = np.diff(bounds)
+    longest = int(lengths.max())
+    if longest * size > 2 * array.shape[0]:
+        # So uneven that padding would cost more than the other half of an all-reduce.
+        return np.array(communicator.all_reduce(array, op, signature=signature)[own])
+    if int(lengths.min()) < longest:
+        # The ring deals out elements: parts that end between rows are made by padding.
+        padded = np.zeros((size, longest, *rest), array.dtype)
+        for part, start, length in zip(padded, bounds, lengths, strict=False):
+            part[:length] = array[start : start + length]
+        array = padded
+    chunk = communicator.reduce_scatter(array, op, signature=signature)
+    return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
+
+
+def _run(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., np.ndarray],
+    value: Any,
+    shape: Any,
+    *others: Any,
+) -> Any:
+    """The result of `run` on a copy of `value`, which may be written to, and on `others`.
+
+    Args:
+        communicator: that `run` uses.
+        what: it does, for the message where it cannot.
+        run: makes the collective; what it returns becomes TensorFlow's.
+        value: a tensor; the result has its dtype.
+        shape: the static shape of the result.
+        others: further tensors, read only.
+    """
+
+    def on_copy(array: Any, *others: Any) -> np.ndarray:
+        # An array of our own: TensorFlow's may be shared. Scalars come as numpy's.
+        return run(np.array(array), *map(np.asarray, others))
+
+    failures.watch(communicator)
+    if tf.executing_eagerly():
+        return tf.convert_to_tensor(on_copy(value.numpy(), *(t.numpy() for t in others)))
+    refuse_unreachable_places(communicator, what)
+    result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
+    result.set_shape(shape)
+    return result
+
+
+def _checked(tensor: Any) -> Any:
+    """`tensor` as one of TensorFlow's, of a dtype that can travel."""
+    value = tf.convert_to_tensor(tensor)
+    if value.dtype.name not in DTYPE_NAMES:
+        raise ArrayError(
+            f"cannot send a tensor of dtype {value.dtype.name}",
+            remedy=f"Convert it with tf.cast to one of {', '.join(DTYPE_NAMES)}.",
+        )
+    return value
+
+
+def _checked_root(communicator: Communicator, root: Any) -> int:
+    """`root` as an int; refused here, while tracing, and not by the op when it runs."""
+    try:
+        number = operator.index(root)
+    except TypeError:
+        number = -1
+    if not 0 <= number < communicator.size:
+        raise ArrayError(
+            f"got root {root!r}",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy=f"Roots are 0 to {communicator.size - 1}.",
+        )
+    return number
+
+
+def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) -> None:
+    """Raise for an operator whose gradient would need to know whose element it was."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return
+    raise ConfigError(
+        f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none",
+        rank=communicator.rank,
+        size=communicator.size,
+        remedy="Use sum or mean, or tf.stop_gradient where no gradient is needed.",
+    )
+
+
+def _own_count(communicator: Communicator, rows: int) -> int:
+    bounds = chunk_bounds(rows, communicator.size)
+    return bounds[communicator.rank + 1] - bounds[communicator.rank]

@@ -1,0 +1,69 @@
+"""Where in a graph a collective may stand: only where every rank is sure to run it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.control_flow_v2_func_graphs import (
+    CondBranchFuncGraph,
+    ControlFlowFuncGraph,
+)
+
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
+
+__all__ = ["refuse_unreachable_places", "vouch_for_branch"]
+
+_GRADIENTS = "reduce gradients"
+_vouched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def vouch_for_branch() -> None:
+    """Say of the branch of `tf.cond` that is being traced that all ranks take it together."""
+    if not tf.executing_eagerly():
+        _vouched.add(tf_ops.get_default_graph())
+
+
+def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS) -> None:
+    """Raise where a collective could not run, or not on all ranks, while tracing.
+
+    Args:
+        communicator: whose rank the error names.
+        what: what was to be done there, for the message.
+
+    Raises:
+        ConfigError: under ``jit_compile=True``, or inside a branch of `tf.cond`.
+    """
+    if tf.executing_eagerly():
+        return
+    graph = tf_ops.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            f"cannot {what} inside a function compiled with jit_compile=True",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
+            "inner function that computes only the loss and its gradients."
+            if what == _GRADIENTS
+            else "Leave jit_compile=True to inner functions that do without, and call "
+            "model.compile(..., jit_compile=False).",
+        )
+    # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
+    # the iterator has another batch.
+    while isinstance(graph, ControlFlowFuncGraph):
+        if isinstance(graph, CondBranchFuncGraph) and graph not in _vouched:
+            raise ConfigError(
+                f"cannot {what} inside a branch of tf.cond: a rank that takes the "
+                "other branch would never answer",
+                rank=communicator.rank,
+                size=communicator.size,
+                remedy="Make DistributedOptimizer the outermost wrapper, and apply gradients on "
+                "every rank in every step."
+                if what == _GRADIENTS
+                else "Do it outside, on every rank, and choose between values with tf.where.",
+            )
+        graph = graph.outer_graph

@@ -1,0 +1,262 @@
+"""Sparse gradients: the mean of some rows of a table, without sending the rest of it.
+
+The gradient of an embedding is a `tf.IndexedSlices`: the rows that the batch used, often with
+duplicates, and other rows on every rank. In each step
+
+    merge duplicates -> tell all how many rows are left -> gather rows, or reduce the table
+
+The numbers of rows are exchanged for all sparse gradients together, under the plan's signature.
+From them each rank makes the same choice for each gradient (`ringreduce.buckets.gathers_rows`).
+Gathered rows of all gradients travel in one message; every rank adds them up in rank order, so
+that all get the same bits. A row that only some ranks have is divided by the number of ranks
+all the same: the others' gradient is zero there.
+
+In a graph all this is one stateful function of Python's, after the starts of all buckets and
+before the first wait. So whatever way the dense gradients take, ranks reduce them first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce import kernels
+from ringreduce.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ArrayError
+from ringreduce.tensorflow.memory import Memory
+from ringreduce.tensorflow.numerics import NumericsCheck
+from ringreduce.types import ReduceOp
+
+__all__ = ["SparseMean", "as_tensors"]
+
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+# Indices, shape (n,), rising, int64; and the rows there, shape (n, elements of a row).
+_Rows = tuple[np.ndarray, np.ndarray]
+
+
+def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
+    """A gradient as `GradientBridge` takes it: a tensor, `tf.IndexedSlices` of tensors, or None.
+
+    Args:
+        gradient: whatever TensorFlow makes a tensor of, `tf.IndexedSlices`, or None.
+        sparse_as_dense: make tensors of sparse gradients too; those of dtypes other than
+            floats, which are not merged here, become tensors anyway.
+    """
+    if gradient is None:
+        return None
+    if sparse_as_dense or not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    values = tf.convert_to_tensor(gradient.values)
+    if gradient.dense_shape is None or values.dtype.name not in _DTYPES:
+        return tf.convert_to_tensor(gradient)
+    rest = map(tf.convert_to_tensor, (gradient.indices, gradient.dense_shape))
+    return tf.IndexedSlices(values, *rest)
+
+
+class SparseMean:
+    """Averages the sparse gradients of one bridge's steps. Used by one thread at a time.
+
+    Args:
+        numerics: looks at the rows before they travel, and at the means.
+    """
+
+    def __init__(self, numerics: NumericsCheck) -> None:
+        self._numerics = numerics
+        self._memory = Memory()
+
+    def mean(
+        self,
+        communicator: Communicator,
+        plan: BucketPlan,
+        slices: Sequence[tf.IndexedSlices],
+        prepare: Callable[[], None],
+    ) -> list[tf.IndexedSlices]:
+        """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
+
+        Args:
+            communicator: whose ranks.
+            plan: of the whole step. Its `sparse` says which gradients these are.
+            slices: of tensors, of a float dtype; indices may occur several times and in any order.
+            prepare: called before anything travels if the plan has no buckets, whose first use
+                would have called it.
+
+        Returns:
+            For each a new one with the same dtypes and `dense_shape`, whose indices are rising
+            and occur once. Whether they are all of the table's rows or fewer may change from
+            step to step, equally on all ranks.
+
+        Raises:
+            ArrayError: an index is outside the table; on all ranks.
+            RingReduceError: eagerly, what went wrong; out of a graph when that is run.
+        """
+
+        def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
+            started = time.perf_counter()
+            try:
+                if not plan.buckets:
+                    prepare()
+                    self._numerics.begin_step()
+                return self._reduce(communicator, plan, arrays)
+            finally:
+                communicator.blocked_for(time.perf_counter() - started)
+
+        tensors = [tensor for one in slices for tensor in (one.indices, one.values)]
+        if tf.executing_eagerly():
+            means = [tf.convert_to_tensor(a) for a in reduce(*(t.numpy() for t in tensors))]
+        else:
+            # On the CPU, where indices and values of whatever device are copied to.
+            means = tf.numpy_function(reduce, tensors, [t.dtype for t in tensors], stateful=True)
+            for mean, tensor in zip(means, tensors, strict=True):
+                mean.set_shape([None, *tensor.shape[1:]])
+        return [
+            tf.IndexedSlices(values, indices, one.dense_shape)
+            for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
+        ]
+
+    def _reduce(
+        self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Indices and values of the means, in turn, in memory of their own."""
+        specs = [plan.gradients[index] for index in plan.sparse]
+        own = [
+            _merged(communicator, spec, indices, values)
+            for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
+        ]
+        for spec, (indices, rows) in zip(specs, own, strict=True):
+            self._numerics.check_own_rows(communicator, spec, indices, _shaped(rows, spec))
+        # Everybody's numbers of rows: as a sum, since only reductions check a signature.
+        counts = np.zeros((communicator.size, len(own)), np.int64)
+        counts[communicator.rank] = [len(indices) for indices, _ in own]
+        communicator.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
+        is_gathered = [
+            gathers_rows(counts[:, place].tolist(), spec, own[place][1].itemsize)
+            for place, spec in enumerate(specs)
+        ]
+        gathered = _gathered(communicator, own, counts, is_gathered)
+        means: list[np.ndarray] = []
+        for place, spec in enumerate(specs):
+            if is_gathered[place]:
+                indices, rows = _mean_of_rows(gathered[place])
+            else:
+                indices, rows = self._mean_of_tables(communicator, plan, spec, own[place])
+            values = _shaped(rows, spec)
+            self._numerics.check_mean_rows(communicator, spec, indices, values)
+            means += indices.astype(arrays[2 * place].dtype, copy=False), values
+        return means
+
+    def _mean_of_tables(
+        self, communicator: Communicator, plan: BucketPlan, spec: GradientSpec, own: _Rows
+    ) -> _Rows:
+        """All rows of the table, reduced as a dense gradient."""
+        indices, rows = own
+        shape = spec.shape[0], rows.shape[1]
+        table = self._memory.take(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
+        table[...] = 0
+        table[indices] = rows
+        communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
+        return np.arange(spec.shape[0]), table
+
+
+def _merged(
+    communicator: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
+) -> _Rows:
+    """This rank's rows: each index once, rising; duplicates added in the order they come in."""
+    rising, places = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
+    if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
+        outside = int(rising[0] if rising[0] < 0 else rising[-1])
+        raise communicator.fail(
+            ArrayError(
+                f"has row {outside} in its gradient of {spec.describe()}",
+                rank=communicator.rank,
+                size=communicator.size,
+                operation="gradient reduction",
+                remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
+            )
+        )
+    rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
+    total = np.zeros((rising.size, rows.shape[1]), _wide(rows.dtype))
+    kernels.add_rows(total, places, _widened(rows))
+    return rising, _narrowed(total, rows.dtype)
+
+
+def _gathered(
+    communicator: Communicator,
+    own: Sequence[_Rows],
+    counts: np.ndarray,
+    is_gathered: Sequence[bool],
+) -> list[list[_Rows]]:
+    """Of each gradient that is gathered every rank's rows, in rank order; of others none.
+
+    One message for all. Each gradient's part begins at a multiple of 8 bytes, so that its
+    indices can be used where they lie:
+
+        indices of a | rows of a | pad | indices of b | rows of b | pad
+    """
+    chosen = [place for place, is_chosen in enumerate(is_gathered) if is_chosen]
+    found: list[list[_Rows]] = [[] for _ in own]
+    if not counts[:, chosen].any():
+        for place in chosen:
+            found[place] = [own[place]] * communicator.size  # All without rows.
+        return found
+    parts: list[np.ndarray] = []
+    for place in chosen:
+        indices, rows = own[place]
+        pad = np.zeros(-rows.nbytes % INDEX_BYTES, np.uint8)
+        parts += indices.view(np.uint8), rows.reshape(-1).view(np.uint8), pad
+    everyone = communicator.all_gather(np.concatenate(parts))
+    at = 0
+    for rank in range(communicator.size):
+        for place in chosen:
+            rows = own[place][1]
+            count, width = int(counts[rank, place]), rows.shape[1]
+            middle = at + count * INDEX_BYTES
+            end = middle + count * width * rows.itemsize
+            theirs = everyone[middle:end].view(rows.dtype).reshape(count, width)
+            found[place].append((everyone[at:middle].view(np.int64), theirs))
+            at = end + -(end - middle) % INDEX_BYTES
+    return found
+
+
+def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
+    """The mean of all ranks' rows, added in rank order; a row that a rank has not is zero there."""
+    rising, places = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
+    dtype, width = parts[0][1].dtype, parts[0][1].shape[1]
+    total = np.zeros((rising.size, width), _wide(dtype))
+    done = 0
+    for indices, rows in parts:
+        kernels.add_rows(total, places[done : done + len(indices)], _widened(rows))
+        done += len(indices)
+    total /= len(parts)
+    return rising, _narrowed(total, dtype)
+
+
+def _shaped(rows: np.ndarray, spec: GradientSpec) -> np.ndarray:
+    return rows.reshape(len(rows), *spec.shape[1:])
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """What elements of `dtype` are added in."""
+    return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _widened(rows: np.ndarray) -> np.ndarray:
+    if rows.itemsize > 2:
+        return rows
+    wide = np.empty(rows.shape, np.float32)
+    kernels.widen(rows.reshape(-1), wide.reshape(-1))
+    return wide
+
+
+def _narrowed(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if rows.dtype == dtype:
+        return rows
+    narrow = np.empty(rows.shape, dtype)
+    kernels.narrow(rows.reshape(-1), narrow.reshape(-1))
+    return narrow

@@ -1,0 +1,106 @@
+"""Variables of a model and its optimizer: their values, and those of one rank for all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.buckets import GradientSpec, first_difference
+from ringreduce.communicator import Communicator
+from ringreduce.errors import MismatchError
+
+__all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
+
+
+def broadcast_variables(
+    variables: Sequence[Any], communicator: Communicator, root: int = 0
+) -> bool:
+    """Give `variables` on every rank the values they have on `root`.
+
+    Args:
+        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and
+            dtype. Assigned only where a value differs.
+        communicator: whose ranks.
+        root: the rank to copy from.
+
+    Returns:
+        Whether any value on this rank differed from the root's.
+
+    Raises:
+        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks
+            run different versions of TensorFlow or Keras; on all ranks.
+    """
+    own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
+    versions = _versions()
+    gathered = communicator.all_gather_object({"versions": versions, "variables": own})
+    specs = [GradientSpec(*spec) for spec in own]
+    for rank, theirs in enumerate(gathered):
+        others = [GradientSpec(p, tuple(s), d) for p, s, d in theirs["variables"]]
+        # Ranks that never import Keras have no version of it.
+        for library in versions.keys() & theirs["versions"].keys():
+            here, there = versions[library], theirs["versions"][library]
+            if here != there:
+                text = f"runs {library} {here}, rank {rank} runs {library} {there}"
+                remedy = "Install the same versions on every rank: results would differ silently."
+                raise communicator.fail(_other_model(communicator, rank, text, remedy))
+        if difference := first_difference(specs, others, "variables"):
+            text = (
+                f"has another model than rank {rank}: here {difference[0]}; there {difference[1]}"
+            )
+            remedy = (
+                "Build the same model and optimizer on every rank, in the same order and under the "
+                "same names; only the numbers of automatic names may differ."
+            )
+            raise communicator.fail(_other_model(communicator, rank, text, remedy))
+    differed = False
+    for variable in variables:
+        before = value_of(variable)
+        after = before.copy()
+        # As bytes, so that every dtype travels, booleans and 8-bit floats included.
+        communicator.broadcast(after.reshape(-1).view(np.uint8), root)
+        if before.tobytes() != after.tobytes():
+            differed = True
+            variable.assign(after)
+    return differed
+
+
+def _other_model(communicator: Communicator, peer: int, text: str, remedy: str) -> MismatchError:
+    return MismatchError(
+        text,
+        rank=communicator.rank,
+        size=communicator.size,
+        peer=peer,
+        operation="broadcast of the initial weights",
+        remedy=remedy,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """What the ranks must have alike, as far as this process has it."""
+    keras = sys.modules.get("keras")
+    found = {"TensorFlow": tf.__version__, "Keras": getattr(keras, "__version__", "")}
+    return {library: version for library, version in found.items() if version}
+
+
+def is_initialized(variable: Any) -> bool:
+    """Whether a variable has a value; outside of a function, or in `tf.init_scope`.
+
+    A variable made while a function is traced gets its value after that. Until then it reads
+    as zeros, without an error.
+    """
+    plain = variable if isinstance(variable, tf.Variable) else variable.value
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
+
+
+def value_of(variable: Any) -> np.ndarray:
+    """The value of a variable as an array; not to be written to."""
+    return np.asarray(variable.numpy())
+
+
+def path_of(variable: Any) -> str:
+    """What messages call a variable."""
+    return str(getattr(variable, "path", variable.name))

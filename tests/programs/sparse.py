@@ -1,0 +1,344 @@
+"""Sparse gradients on a real ring, by every way through the bridge; each case prints JSON.
+
+Values are whole multiples of the number of ranks, so means are exact. Every rank knows what all
+have, and compares its results with what plain numpy makes of that.
+"""
+
+import hashlib
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import RingReduceError
+from ringreduce.tensorflow import GradientBridge, bridge, ops
+
+comm = rr.init()
+SIZE = comm.size
+
+
+class NoOps:
+    are_available = staticmethod(lambda: False)
+
+
+WAYS = {"eager": ops, "python": NoOps}
+if ops.are_available():
+    WAYS["native"] = ops
+
+
+def say(case, **facts):
+    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
+
+
+def digest(arrays):
+    return hashlib.sha256(b"".join(np.asarray(a).tobytes() for a in arrays)).hexdigest()
+
+
+class Sparse:
+    """A sparse gradient of a step: of each rank the indices, for each dtype of them."""
+
+    def __init__(self, indices, shape, dtype=tf.float32, index_dtype=tf.int64, seed=0):
+        self.indices, self.shape, self.dtype, self.index_dtype = indices, shape, dtype, index_dtype
+        rng = np.random.default_rng(seed)
+        self.values = [
+            rng.integers(-3, 4, (len(own), *shape[1:])).astype("float64") * SIZE for own in indices
+        ]
+
+    def parts(self):
+        values = tf.constant(self.values[comm.rank].astype(self.dtype.as_numpy_dtype))
+        return values, tf.constant(self.indices[comm.rank], self.index_dtype)
+
+    def specs(self):
+        return tf.TensorSpec([None, *self.shape[1:]], self.dtype), tf.TensorSpec(
+            [None], self.index_dtype
+        )
+
+    def made_of(self, values, indices):
+        return tf.IndexedSlices(values, indices, tf.constant(self.shape, tf.int64))
+
+    def is_right(self, mean):
+        expected = np.zeros(self.shape)
+        for indices, values in zip(self.indices, self.values, strict=True):
+            np.add.at(expected, indices, values)
+        expected = (expected / SIZE).astype(self.dtype.as_numpy_dtype)
+        indices = mean.indices.numpy()
+        whole = np.zeros_like(expected)
+        whole[indices] = mean.values.numpy()
+        return bool(
+            isinstance(mean, tf.IndexedSlices)
+            and (mean.dtype, mean.indices.dtype) == (self.dtype, self.index_dtype)
+            and tuple(mean.dense_shape.numpy()) == self.shape
+            and (np.diff(indices) > 0).all()
+            and (whole == expected).all()
+        )
+
+    def contents(self, mean):
+        return [mean.indices.numpy(), mean.values.numpy()]
+
+    def rows(self, mean):
+        return len(mean.indices)
+
+
+class Dense:
+    """A dense one: rank r has everywhere (r + 1) times the number of ranks."""
+
+    def __init__(self, shape, dtype=tf.float32):
+        self.shape, self.dtype = shape, dtype
+
+    def parts(self):
+        return (tf.cast(tf.fill(self.shape, (comm.rank + 1) * SIZE), self.dtype),)
+
+    def specs(self):
+        return (tf.TensorSpec(self.shape, self.dtype),)
+
+    def made_of(self, value):
+        return value
+
+    def is_right(self, mean):
+        return bool(tf.reduce_all(mean == tf.cast(SIZE * (SIZE + 1) // 2, self.dtype)))
+
+    def contents(self, mean):
+        return [mean.numpy()]
+
+    def rows(self, mean):
+        return None
+
+
+class Nothing:
+    """A variable without a gradient."""
+
+    def parts(self):
+        return ()
+
+    specs = parts
+
+    def made_of(self):
+        return None
+
+    def is_right(self, mean):
+        return mean is None
+
+    def contents(self, mean):
+        return []
+
+    rows = Dense.rows
+
+
+def run(case, *steps):
+    """Reduce each of `steps`, lists of gradients of the same kinds, by every way."""
+    for way, used in WAYS.items():
+        bridge.ops = used
+        made = GradientBridge(lambda: comm, 1 << 20)
+        paths = [f"variable {number}" for number in range(len(steps[0]))]
+
+        def step(*parts, made=made, paths=paths):
+            remaining = list(parts)
+            gradients = []
+            for kind in steps[0]:
+                count = len(kind.specs())
+                gradients.append(kind.made_of(*remaining[:count]))
+                del remaining[:count]
+            means = made.mean(gradients, paths)
+            for kind, mean in zip(steps[0], means, strict=True):
+                if isinstance(kind, Sparse):
+                    assert mean.values.shape[1:] == kind.shape[1:]
+            return means
+
+        if way != "eager":
+            specs = [spec for kind in steps[0] for spec in kind.specs()]
+            step = tf.function(step, input_signature=specs)
+            graph = step.get_concrete_function().graph
+            waits = any(op.type == "RingreduceWait" for op in graph.get_operations())
+            has_dense = any(isinstance(kind, Dense) for kind in steps[0])
+            assert waits is (way == "native" and has_dense and SIZE > 1)
+        right, rows, contents = [], [], []
+        for kinds in steps:
+            means = step(*(part for kind in kinds for part in kind.parts()))
+            pairs = list(zip(kinds, means, strict=True))
+            # Alone nothing is merged: gradients are what they were.
+            right.append(SIZE == 1 or all(kind.is_right(mean) for kind, mean in pairs))
+            rows.append([kind.rows(mean) for kind, mean in pairs])
+            contents += [part for kind, mean in pairs for part in kind.contents(mean)]
+        say(case, way=way, right=right, rows=rows, digest=digest(contents))
+
+
+EVERYWHERE = [[0, 1, 2, 3, 4]] * SIZE
+
+
+def duplicates(number):
+    """Within a rank, and between ranks; in no order."""
+    return [[9, rank, 4, rank, 9, rank + number, 9] for rank in range(SIZE)]
+
+
+def all_cases():
+    run("duplicates", [Sparse(duplicates(0), (40, 3))])
+    run("whole table", [Sparse(EVERYWHERE, (5, 3))])
+    run("whole table with duplicates", [Sparse([[4, 2, 0, 4, 1, 3]] * SIZE, (5, 2))])
+    last_only = [[] for _ in range(SIZE - 1)] + [[3, 1, 3]]
+    run("rows of one rank only", [Sparse(last_only, (40, 3))])
+    run("no rows", [Sparse([[]] * SIZE, (40, 3))])
+    run("no rows of one of two", [Sparse([[]] * SIZE, (9, 3)), Sparse(duplicates(1), (40, 3))])
+    run(
+        "two sparse",
+        [Sparse(duplicates(0), (50, 2, 2)), Sparse(EVERYWHERE, (5,), index_dtype=tf.int32, seed=1)],
+    )
+    run(
+        "sparse and dense",
+        [
+            Dense((3, 4)),
+            Sparse(duplicates(2), (60, 3)),
+            Nothing(),
+            Dense((1000,), tf.float64),
+            Sparse(EVERYWHERE, (5, 1), tf.float64, seed=2),
+            Dense(()),
+        ],
+    )
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        for index_dtype in (tf.int32, tf.int64):
+            gathered = Sparse(duplicates(1), (90, 3), dtype, index_dtype, seed=3)
+            table = Sparse(EVERYWHERE, (5, 3), dtype, index_dtype, seed=4)
+            run(f"{dtype.name} {index_dtype.name}", [gathered, table, Dense((7,), dtype)])
+    run("width of zero", [Sparse(EVERYWHERE, (5, 0)), Sparse(duplicates(0), (40, 1))])
+    run(
+        "other rows in each step",
+        *(
+            [Sparse([[(rank * 3 + i * n) % 20 for i in range(n * 4)] for rank in range(SIZE)],
+                    (20, 4), seed=n), Dense((5,))]
+            for n in (0, 1, 2, 5, 1, 0)
+        ),
+    )  # fmt: skip
+
+
+def accumulates_in_float32():
+    """2048 + 1 is 2048 in float16, but 2048 + 1 + 1 is not when added in float32."""
+    gradient = tf.IndexedSlices(
+        tf.constant([[2048.0], [1.0], [1.0]], tf.float16),
+        tf.constant([2, 2, 2]),
+        tf.constant([90, 1]),
+    )
+    [mean] = GradientBridge(lambda: comm, 1 << 20).mean([gradient], ["v"])
+    say("accumulation", sum=float(tf.reduce_sum(tf.cast(mean.values, tf.float32))))
+
+
+def retraces_at_different_steps():
+    """A batch of another length makes a rank trace again when the others do not."""
+    made = GradientBridge(lambda: comm, 1 << 20)
+
+    @tf.function
+    def step(indices):
+        values = tf.ones((len(indices), 2)) * SIZE
+        gradient = tf.IndexedSlices(values, indices, tf.constant([100, 2]))
+        means = made.mean([tf.ones(3), gradient], ["dense", "sparse"])
+        return tf.convert_to_tensor(means[1])
+
+    results = []
+    for number in range(5):
+        rows = 2 + (number // 2 if comm.rank else number % 3)
+        results.append(step(tf.fill([rows], number)).numpy())
+    counts = [[2 + (n // 2 if rank else n % 3) for rank in range(SIZE)] for n in range(5)]
+    right = all((r[n] == sum(counts[n])).all() for n, r in enumerate(results))
+    traces = step.experimental_get_tracing_count()
+    say("retracing", right=right, traces=traces, digest=digest(results))
+
+
+def in_a_loop_of_one_function():
+    """Steps within a while loop of the graph, as with ``steps_per_execution``."""
+    made = GradientBridge(lambda: comm, 1 << 20)
+
+    @tf.function
+    def steps():
+        table = tf.zeros((50, 2))
+        for number in tf.range(4):
+            indices = tf.stack([number, number, number + 10 + comm.rank])
+            gradient = tf.IndexedSlices(tf.ones((3, 2)) * SIZE, indices, tf.constant([50, 2]))
+            means = made.mean([tf.ones(3), gradient], ["dense", "sparse"])
+            table += tf.convert_to_tensor(means[1])
+            table.set_shape((50, 2))
+        return table
+
+    expected = np.zeros((50, 2))
+    for number in range(4):
+        expected[number] += 2 * SIZE
+        for rank in range(SIZE):
+            expected[number + 10 + rank] += 1
+    result = steps().numpy()
+    say("loop", right=bool((result == expected).all()), digest=digest([result]))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.01),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.01),
+    "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.001),
+    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), initial_scale=64.0
+    ),
+}
+
+
+def in_fit(name, how, **options):
+    """Weights after training a model whose embedding is used twice."""
+    keras.utils.set_random_seed(7)
+    embed = keras.layers.Embedding(200, 4)
+    one, other = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
+    joined = keras.layers.Concatenate(axis=1)([embed(one), embed(other)])
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(joined))
+    model = keras.Model([one, other], outputs)
+    optimizer = rr.DistributedOptimizer(OPTIMIZERS[name](), sparse_as_dense=how == "dense")
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    rng = np.random.default_rng(comm.rank)
+    words = [rng.integers(0, 200, (24, count)).astype("int32") for count in (3, 2)]
+    labels = rng.normal(size=(24, 1)).astype("float32")
+    begun = comm.statistics().bytes_sent
+    model.fit(words, labels, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), comm.statistics().bytes_sent - begun
+
+
+def like_dense_in_keras():
+    ways = [(name, name, {}) for name in OPTIMIZERS]
+    ways.append(("eager", "adam", {"run_eagerly": True}))
+    ways.append(("steps_per_execution", "adam", {"steps_per_execution": 3}))
+    for case, name, options in ways:
+        sparse, sent = in_fit(name, "sparse", **options)
+        dense, sent_dense = in_fit(name, "dense", **options)
+        apart = max(float(np.abs(a - b).max()) for a, b in zip(sparse, dense, strict=True))
+        say(f"keras {case}", apart=apart, digest=digest(sparse), sent=[sent, sent_dense])
+
+
+def sparse_on_one_rank_only():
+    """Must come last: it breaks the ring."""
+    made = GradientBridge(lambda: comm, 1 << 20)
+
+    @tf.function
+    def step():
+        gradient = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([9, 2]))
+        if comm.rank == 0:
+            gradient = tf.convert_to_tensor(gradient)
+        return made.mean([tf.ones(3), gradient], ["kernel", "table"])[0]
+
+    try:
+        step()
+    except (RingReduceError, tf.errors.OpError) as error:
+        say("mismatch", error=type(error).__name__, text=str(error))
+    else:
+        say("mismatch", error="", text="")
+
+
+say("ways", ways=list(WAYS))
+all_cases()
+accumulates_in_float32()
+for way, used in WAYS.items():
+    if way != "eager":
+        bridge.ops = used
+        retraces_at_different_steps()
+        in_a_loop_of_one_function()
+bridge.ops = ops
+if SIZE > 1:
+    like_dense_in_keras()
+    sparse_on_one_rank_only()

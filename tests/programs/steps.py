@@ -1,0 +1,323 @@
+"""Training steps beyond the plain one, on a ring; each case prints one line of JSON.
+
+What must come out is computed beside it, by plain Keras, on the data of all ranks together.
+"""
+
+import hashlib
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import RingReduceError
+
+comm = rr.init()
+LOSS = keras.losses.MeanSquaredError()
+
+
+def say(case, **facts):
+    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+
+
+def data(steps, batch, seed=0):
+    """Inputs and targets, (steps * size * batch, ...): a step's global batch after another."""
+    generator = np.random.default_rng(seed)
+    count = steps * comm.size * batch
+    inputs = generator.normal(size=(count, 4)).astype("float32")
+    return inputs, inputs[:, :2] - inputs[:, 2:] ** 2
+
+
+def own(arrays, batch):
+    """This rank's batches of those that `data` gives."""
+    return [
+        array.reshape(-1, comm.size, batch, array.shape[1])[:, comm.rank].reshape(
+            -1, array.shape[1]
+        )
+        for array in arrays
+    ]
+
+
+def make_model(*layers, seed=5):
+    keras.utils.set_random_seed(seed)
+    middle = layers or (keras.layers.Dense(6, activation="tanh"),)
+    return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
+
+
+def fit(model, optimizer, arrays, batch, epochs=1, **options):
+    model.compile(optimizer=optimizer, loss=LOSS, **options)
+    model.fit(*arrays, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+def difference(model, other):
+    """The largest of all weights' differences."""
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in pairs)
+
+
+def error_of(action):
+    try:
+        action()
+    except (RingReduceError, tf.errors.OpError) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
+
+
+class Spike(keras.layers.Layer):
+    """Passes its input on, times infinity where that says so."""
+
+    def call(self, inputs):
+        return inputs * tf.where(tf.reduce_any(inputs > 100.0), np.inf, 1.0)
+
+
+def half_precision(policy):
+    """One rank alone meets an infinity in its third step."""
+    inputs, targets = own(data(6, 4), 4)
+    if comm.rank == comm.size - 1:
+        inputs[8:12] = 1000.0
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = make_model(Spike(dtype="float32"), keras.layers.Dense(6, activation="tanh"))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    if policy == "mixed_bfloat16":
+        inputs = np.minimum(inputs, 3.0)
+    first = model.get_weights()[0].copy()
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    fit(model, optimizer, (inputs, targets), 4)
+    scale = getattr(model.optimizer, "dynamic_scale", None)
+    say(
+        policy,
+        digest=digest(model),
+        optimizer=type(model.optimizer).__name__,
+        inner=type(model.optimizer._inner).__name__,
+        is_ours=isinstance(model.optimizer, rr.DistributedOptimizer),
+        scale=None if scale is None else float(scale.numpy()),
+        steps=int(model.optimizer.iterations.numpy()),
+        finite=bool(all(np.isfinite(w).all() for w in model.get_weights())),
+        moved=float(np.abs(first - model.get_weights()[0]).max()),
+        dtypes=sorted({w.dtype.name for w in model.get_weights()}),
+    )
+
+
+def wrapped_by_hand():
+    """LossScaleOptimizer around ours, and around ours that has one already."""
+    ours = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="bf16")
+    outer = keras.optimizers.LossScaleOptimizer(ours, initial_scale=8.0)
+    again = keras.optimizers.LossScaleOptimizer(outer)
+    plain = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    say(
+        "loss scale around",
+        ours=isinstance(outer, rr.DistributedOptimizer),
+        scale=outer.initial_scale,
+        rate=float(outer.learning_rate),
+        options=outer._options["compression"],
+        same=again is outer,
+        plain=type(plain) is keras.optimizers.LossScaleOptimizer,
+    )
+
+
+def accumulation(name, make, **options):
+    """Three steps added up equal one with three times the batch; seven leave one over."""
+    arrays = data(7, 4, seed=1)
+    policy = options.pop("policy", "float32")
+    keras.config.set_dtype_policy(policy)
+    try:
+        model, alone = make_model(), make_model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = rr.DistributedOptimizer(make(), accumulate_steps=3)
+    fit(model, optimizer, own(arrays, 4), 4, **options)
+    whole = [array[: 6 * comm.size * 4] for array in arrays]
+    fit(alone, make(), whole, 3 * comm.size * 4)
+    say(
+        f"accumulation {name}",
+        digest=digest(model),
+        difference=difference(model, alone),
+        moved=difference(alone, make_model()),
+        steps=int(model.optimizer.iterations.numpy()),
+        saved=len(model.optimizer.variables) == len(alone.optimizer.variables),
+    )
+
+
+def accumulation_forgets_infinity():
+    """An infinity in one of the steps skips that update alone."""
+    inputs, targets = own(data(6, 4, seed=2), 4)
+    if comm.rank == 0:
+        inputs[4:8] = 1000.0
+    model = make_model(Spike(), keras.layers.Dense(3))
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0)
+    optimizer = rr.DistributedOptimizer(inner, accumulate_steps=2)
+    fit(model, optimizer, (inputs, targets), 4)
+    say(
+        "accumulated infinity",
+        digest=digest(model),
+        scale=float(optimizer.dynamic_scale.numpy()),
+        steps=int(optimizer.iterations.numpy()),
+        finite=bool(all(np.isfinite(w).all() for w in model.get_weights())),
+    )
+
+
+def accumulated_sparse_gradients():
+    """Sparse gradients add up too."""
+    keras.utils.set_random_seed(30)
+    layers = [keras.Input((3,)), keras.layers.Embedding(7, 2)]
+    model, alone = keras.Sequential(layers), keras.Sequential(layers)
+    alone = keras.models.clone_model(model)
+    alone.set_weights(model.get_weights())
+    index = np.arange(2 * comm.size * 3).reshape(2, comm.size, 3) % 5
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulate_steps=2)
+    fit(model, optimizer, (index[:, comm.rank], np.zeros((2, 3, 2))), 1)
+    every = index.reshape(-1, 3)
+    fit(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
+    say("accumulated sparse", digest=digest(model), difference=difference(model, alone))
+
+
+def refused_accumulation():
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    say("inner accumulation", **error_of(lambda: rr.DistributedOptimizer(inner)))
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    say("inner accumulation, scaled", **error_of(lambda: rr.DistributedOptimizer(scaled)))
+
+
+def compression(name):
+    """Exact where values fit the dtype; large ones do not overflow by being added up."""
+    variable = tf.Variable(tf.zeros(5))
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=name)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], [variable])
+
+    values = tf.constant([60000.0, -60000.0, float(comm.rank), 2.0, 1 + 2.0**-9])
+    step(values)
+    in_graph = variable.numpy().tolist()
+    variable.assign(tf.zeros(5))
+    optimizer.apply([values], [variable])
+    say(f"compression {name}", graph=in_graph, eager=variable.numpy().tolist())
+
+
+def local_variables():
+    """One variable stays each rank's own, with its values, gradients and optimizer state."""
+    shared, mine = (keras.Variable(np.full(3, float(comm.rank))) for _ in range(2))
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+    optimizer.register_local_var(mine)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient, gradient], [shared, mine])
+
+    for _ in range(2):
+        step(tf.fill((3,), float(comm.rank + 1)))
+    say("local", shared=shared.numpy().tolist(), mine=mine.numpy().tolist())
+
+
+def new_values():
+    """A variable that is overwritten gets the largest of all ranks' values."""
+    scale = keras.Variable(np.zeros(2), name="scale")
+    scale.overwrite_with_gradient = True
+    weight = keras.Variable(np.zeros(2), name="weight")
+    for accumulate_steps in (1, 2):
+        optimizer = rr.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), accumulate_steps=accumulate_steps
+        )
+        for step in range(accumulate_steps):
+            value = tf.constant([float(comm.rank - step), -float(comm.rank) - 1.0])
+            optimizer.apply([value, tf.ones(2)], [scale, weight])
+        say(f"new value {accumulate_steps}", value=scale.numpy().tolist())
+
+
+def frozen_layers():
+    """Only what is trainable has gradients; the ranks agree on the rest by themselves."""
+    model = make_model()
+    frozen = model.layers[0]
+    frozen.trainable = False
+    before = frozen.get_weights()
+    arrays = data(4, 4, seed=3)
+    fit(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), own(arrays, 4), 4)
+    same = all((a == b).all() for a, b in zip(before, frozen.get_weights(), strict=True))
+    alone = make_model()
+    alone.layers[0].trainable = False
+    fit(alone, keras.optimizers.SGD(0.1), arrays, 4 * comm.size)
+    say("frozen", digest=digest(model), same=same, difference=difference(model, alone))
+
+
+def several_models():
+    """Two models and optimizers in turns, of equal and of other shapes."""
+    arrays = data(2, 4, seed=4)
+    models = [make_model(seed=7), make_model(seed=8), make_model(keras.layers.Dense(3), seed=9)]
+    alone = [make_model(seed=7), make_model(seed=8), make_model(keras.layers.Dense(3), seed=9)]
+    optimizers = [rr.DistributedOptimizer(keras.optimizers.Adam(0.01)) for _ in models]
+    plain = [keras.optimizers.Adam(0.01) for _ in models]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if not model.compiled:
+                model.compile(optimizer=optimizer, loss=LOSS)
+            model.fit(*own(arrays, 4), batch_size=4, shuffle=False, verbose=0)
+        for model, optimizer in zip(alone, plain, strict=True):
+            if not model.compiled:
+                model.compile(optimizer=optimizer, loss=LOSS)
+            model.fit(*arrays, batch_size=4 * comm.size, shuffle=False, verbose=0)
+    say(
+        "several",
+        digest=[digest(model) for model in models],
+        difference=max(difference(a, b) for a, b in zip(models, alone, strict=True)),
+    )
+
+
+def dropout(run_eagerly):
+    """Masks differ between the ranks, weights do not."""
+    keras.utils.set_random_seed(11)
+    layer = keras.layers.Dropout(0.5)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(32), layer])
+    if run_eagerly:
+        rr.fold_seeds(model)
+    model.compile(
+        optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        loss=LOSS,
+        run_eagerly=run_eagerly,
+    )
+    model.fit(np.ones((4, 4)), np.ones((4, 32)), batch_size=2, verbose=0)
+    first = layer.seed_generator.state.numpy().tolist()
+    rr.fold_seeds(model)
+    rr.broadcast_variables(model.variables, root_rank=0)
+    mask = layer(np.ones((1, 64)), training=True).numpy() != 0
+    say(
+        f"dropout {'eager' if run_eagerly else 'graph'}",
+        digest=digest(model),
+        state=first,
+        again=layer.seed_generator.state.numpy().tolist()[0] == first[0],
+        mask=mask.tolist(),
+    )
+
+
+half_precision("mixed_float16")
+half_precision("mixed_bfloat16")
+wrapped_by_hand()
+accumulation("sgd", lambda: keras.optimizers.SGD(0.1, momentum=0.5))
+accumulation("adam, clipped", lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1))
+accumulation("eager", lambda: keras.optimizers.SGD(0.1), run_eagerly=True)
+accumulation("several steps", lambda: keras.optimizers.SGD(0.1), steps_per_execution=4)
+accumulation(
+    "mixed_float16",
+    lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=16.0),
+    policy="mixed_float16",
+)
+accumulation("mixed_bfloat16", lambda: keras.optimizers.SGD(0.1), policy="mixed_bfloat16")
+accumulation_forgets_infinity()
+accumulated_sparse_gradients()
+refused_accumulation()
+for kind in ("none", "fp16", "bf16"):
+    compression(kind)
+local_variables()
+new_values()
+frozen_layers()
+several_models()
+dropout(False)
+dropout(True)

@@ -1,0 +1,495 @@
+"""Collectives on tensors, the tape and batch normalization, with as many ranks as there are.
+
+Each case prints one line of JSON, with what came out eagerly and in a graph; what it should
+be is for the tests to say. Importing TensorFlow takes longer than all cases, so they share
+processes.
+"""
+
+import functools
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import RingReduceError
+from ringreduce.keras import tape as tapes
+from ringreduce.types import DTYPE_NAMES
+
+comm = rr.init()
+rank, size = comm.rank, comm.size
+OPS = ("sum", "mean", "min", "max", "product")
+
+
+def say(case, **facts):
+    print(json.dumps({"case": case, "rank": rank, **facts}), flush=True)
+
+
+def plain(value):
+    """Tensors as lists, in whatever structure they are."""
+    if isinstance(value, tf.IndexedSlices):
+        value = tf.convert_to_tensor(value)
+    if isinstance(value, tf.Tensor | tf.Variable | keras.Variable):
+        value = value.numpy()
+    if isinstance(value, np.ndarray | np.generic):
+        return value.astype(np.float64).tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value
+
+
+def both(case, action):
+    """`action` eagerly and traced; twice traced code runs once more from its trace."""
+    traced = tf.function(action)
+    traced()
+    say(case, eager=plain(action()), graph=plain(traced()))
+
+
+def error_of(action):
+    try:
+        action()
+    except (RingReduceError, tf.errors.OpError) as error:
+        return {
+            "error": type(error).__name__,
+            "ours": isinstance(error, RingReduceError),
+            "text": str(error),
+        }
+    return {"error": "", "ours": False, "text": ""}
+
+
+def weights(rows, dtype=tf.float32):
+    """Upstream gradients: 1, 2, 3, ... with two columns."""
+    return tf.reshape(tf.cast(tf.range(1, 2 * rows + 1), dtype), (rows, 2))
+
+
+def values():
+    base = tf.reshape(tf.range(6) % 4, (3, 2)) + rank + 1
+    for op in OPS:
+        both(f"all_reduce {op}", lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op))
+    for dtype in DTYPE_NAMES:
+        of_dtype = tf.cast(base, dtype)
+        both(f"all_reduce {dtype}", lambda of_dtype=of_dtype: rr.all_reduce(of_dtype))
+        both(f"all_gather {dtype}", lambda of_dtype=of_dtype: rr.all_gather(of_dtype))
+        both(
+            f"reduce_scatter {dtype}", lambda of_dtype=of_dtype: rr.reduce_scatter(of_dtype, "sum")
+        )
+        both(f"broadcast {dtype}", lambda of_dtype=of_dtype: rr.broadcast(of_dtype, size - 1))
+    variable = keras.Variable([1.0])
+    both(
+        "structure",
+        lambda: rr.all_reduce({"a": tf.fill((2,), float(rank)), "b": [np.float32(rank), variable]}),
+    )
+    both("empty", lambda: rr.all_reduce(tf.zeros((0, 3))))
+    both("gather rows", lambda: rr.all_gather(tf.fill((rank, 2), float(rank))))
+    both("gather scalars", lambda: rr.all_gather(tf.constant(rank)))
+    for rows in (1, 5, 6):
+        for op in OPS:
+            both(
+                f"scatter {rows} {op}",
+                lambda rows=rows, op=op: rr.reduce_scatter(weights(rows) + float(rank), op),
+            )
+    both("scatter vector", lambda: rr.reduce_scatter(tf.range(5)))
+    both("scatter none", lambda: rr.reduce_scatter(tf.zeros((0, 4))))
+
+
+def static_shapes():
+    found = {}
+
+    @tf.function(input_signature=[tf.TensorSpec((5, 2)), tf.TensorSpec((None, 2))])
+    def shapes(known, rows):
+        found["reduced"] = rr.all_reduce(known).shape.as_list()
+        found["sent"] = rr.broadcast(known).shape.as_list()
+        found["gathered"] = rr.all_gather(known).shape.as_list()
+        found["scattered"] = rr.reduce_scatter(known).shape.as_list()
+        found["unknown"] = rr.reduce_scatter(rows).shape.as_list()
+        return rr.reduce_scatter(rows)
+
+    result = shapes(tf.ones((5, 2)), tf.ones((3, 2)))
+    say("static shapes", **found, rows=result.shape.as_list())
+
+
+def inputs_are_left_alone():
+    source = tf.Variable(tf.fill((4,), float(rank)))
+
+    @tf.function
+    def step():
+        value = source.read_value()
+        first = rr.all_reduce(value)
+        second = rr.broadcast(value, size - 1)
+        third = rr.reduce_scatter(value)
+        return value, first, second, third
+
+    kept = step()[0], source.read_value()
+    rr.all_reduce(kept[0])
+    results = [rr.all_reduce(tf.fill((4,), float(step))) for step in range(3)]
+    say("left alone", kept=plain(kept), results=plain(results))
+
+
+def gradients():
+    """Each rank's loss is weighted with its number plus one."""
+
+    def of(collective, own, *arguments):
+        def differentiate():
+            value = tf.ones((own, 2))
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                result = collective(value, *arguments)
+                weighted = result * weights(tf.shape(result)[0]) * (rank + 1.0)
+                loss = tf.reduce_sum(weighted)
+            return tape.gradient(loss, value)
+
+        return differentiate
+
+    both("gradient sum", of(rr.all_reduce, 3, "sum"))
+    both("gradient mean", of(rr.all_reduce, 3, "mean"))
+    both("gradient gather", of(rr.all_gather, rank))
+    both("gradient gather of one rank's", of(rr.all_gather, 5 if rank == size - 1 else 0))
+    both("gradient gather equal", of(rr.all_gather, 2))
+    both("gradient broadcast", of(rr.broadcast, 3, size - 1))
+    for rows in (1, 5, 6):
+        both(f"gradient scatter {rows}", of(rr.reduce_scatter, rows, "sum"))
+    both("gradient scatter mean", of(rr.reduce_scatter, 6, "mean"))
+
+    def scalar():
+        value = tf.constant(3.0)
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            loss = tf.reduce_sum(rr.all_gather(value) * tf.range(1.0, size + 1)) * (rank + 1.0)
+        return tape.gradient(loss, value)
+
+    both("gradient gather scalars", scalar)
+
+    def second():
+        value = tf.constant([1.0, 2.0])
+        with tf.GradientTape() as outer:
+            outer.watch(value)
+            with tf.GradientTape() as inner:
+                inner.watch(value)
+                loss = tf.reduce_sum(rr.all_reduce(value) ** 2)
+            first = inner.gradient(loss, value)
+        return first, outer.gradient(first, value)
+
+    both("second derivative", second)
+
+    def through_all():
+        """Gradients of gradients of each, by a function whose second derivatives are known."""
+        value = tf.ones((size, 2))
+        with tf.GradientTape() as outer:
+            outer.watch(value)
+            with tf.GradientTape() as inner:
+                inner.watch(value)
+                scattered = rr.reduce_scatter(value)
+                gathered = rr.all_gather(scattered)
+                sent = rr.broadcast(gathered, size - 1)
+                loss = tf.reduce_sum(sent**2)
+            first = inner.gradient(loss, value)
+        return first, outer.gradient(first, value)
+
+    both("second derivative of all", through_all)
+
+    @tf.function
+    def loop():
+        value = tf.constant([1.0, 2.0])
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = tf.while_loop(
+                lambda step, total: step < 3,
+                lambda step, total: (step + 1, rr.all_reduce(total)),
+                (0, value),
+            )[1]
+        return result, tape.gradient(result, value)
+
+    say("loop", graph=plain(loop()))
+
+
+# AutoGraph makes an error of its own of whatever is raised while it converts, with the same text.
+without_autograph = functools.partial(tf.function, autograph=False)
+
+
+def refusals():
+    value = tf.ones((2, 2))
+    say("bool", **error_of(lambda: rr.all_reduce(tf.constant([True]))))
+    say("complex", **error_of(lambda: rr.all_gather(tf.constant([1j]))))
+    say("text", **error_of(lambda: rr.broadcast(tf.constant(["a"]))))
+    say("operator", **error_of(lambda: rr.all_reduce(value, "xor")))
+    say("root", **error_of(lambda: rr.broadcast(value, size)))
+    say("root in a graph", **error_of(without_autograph(lambda: rr.broadcast(value, -1))))
+    say("no rows", **error_of(lambda: rr.reduce_scatter(tf.constant(1.0))))
+
+    @without_autograph
+    def in_condition(flag):
+        return tf.cond(flag, lambda: rr.all_reduce(value), lambda: value)
+
+    say("cond", **error_of(lambda: in_condition(tf.constant(rank == 0))))
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled():
+        return rr.all_gather(value)
+
+    say("jit", **error_of(compiled))
+
+    def gradient(op, collective):
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            result = collective(value, op)
+        return tape.gradient(result, value)
+
+    for op in ("min", "max", "product"):
+        say(f"gradient {op}", **error_of(lambda op=op: gradient(op, rr.all_reduce)))
+        traced = without_autograph(lambda op=op: gradient(op, rr.reduce_scatter))
+        say(f"gradient {op} in a graph", **error_of(traced))
+
+
+def losses_of(model, batch, target):
+    return tf.reduce_mean((model(batch, training=True) - target) ** 2)
+
+
+def dense_model():
+    keras.utils.set_random_seed(5)
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(2)]
+    )
+
+
+def tape_trains_like_the_wrapper():
+    data = np.arange(48, dtype="float32").reshape(12, 4) / 48
+    data = data[rank :: comm.size]
+    ends = {}
+    for way, wrap in (("eager", lambda step: step), ("graph", tf.function)):
+        for kind in ("tape", "wrapper"):
+            model, optimizer = dense_model(), keras.optimizers.SGD(0.5)
+            if kind == "wrapper":
+                optimizer = rr.DistributedOptimizer(optimizer)
+            optimizer.build(model.trainable_variables)
+
+            @wrap
+            def step(model=model, optimizer=optimizer, kind=kind):
+                make = rr.DistributedGradientTape if kind == "tape" else tf.GradientTape
+                with make() as tape:
+                    loss = losses_of(model, data, data[:, :2])
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply(gradients, model.trainable_variables)
+
+            for _ in range(3):
+                step()
+            ends[f"{way} {kind}"] = plain(model.get_weights())
+    # The ring goes with bridges that were made for it; all loops above had the same options.
+    say("tape", **ends, bridges=len(tapes._bridges.get(comm, ())))
+
+
+def tape_costs_one_collective_a_step():
+    model = dense_model()
+    counts = []
+    for _ in range(3):
+        before = comm.statistics().collectives
+        with rr.DistributedGradientTape() as tape:
+            loss = losses_of(model, tf.ones((2, 4)), 0.0)
+        tape.gradient(loss, model.trainable_variables)
+        counts.append(comm.statistics().collectives - before)
+    say("tape collectives", counts=counts)
+
+
+def tape_structures():
+    first, second = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
+    unused, table = tf.Variable(1.0), tf.Variable(tf.ones((4, 2)))
+
+    def loss_of():
+        picked = tf.gather(table, [rank, rank, 3])
+        return (tf.reduce_sum(first**2) + second) * (rank + 1.0) + tf.reduce_sum(picked)
+
+    def nested():
+        with rr.DistributedGradientTape() as tape:
+            loss = loss_of()
+        return tape.gradient(loss, {"a": [first, unused], "b": (second, table)})
+
+    both("tape structure", nested)
+
+    def zeros_and_outputs():
+        with rr.DistributedGradientTape(persistent=True) as tape:
+            loss = loss_of()
+        zero = tape.gradient(
+            loss, [unused, second], unconnected_gradients=tf.UnconnectedGradients.ZERO
+        )
+        return zero, tape.gradient(loss, second, output_gradients=tf.constant(10.0))
+
+    both("tape options", zeros_and_outputs)
+
+    def watched():
+        constant = tf.constant([1.0, 2.0])
+        with rr.DistributedGradientTape(tf.GradientTape(watch_accessed_variables=False)) as tape:
+            tape.watch(constant)
+            result = constant**2 * (rank + 1.0)
+        watched = len(tape.watched_variables())
+        return tape.gradient(result, constant), tf.constant(watched)
+
+    both("tape of a tensor", watched)
+
+    def nothing():
+        with rr.DistributedGradientTape(persistent=True) as tape:
+            loss = loss_of()
+        return tape.gradient(loss, []), tape.gradient(loss, unused)
+
+    both("tape of nothing", nothing)
+
+    def jacobian():
+        with rr.DistributedGradientTape(persistent=True) as tape:
+            result = first * (rank + 1.0)
+        return tape.jacobian(result, first, experimental_use_pfor=False)
+
+    say("tape jacobian", eager=plain(jacobian()))
+
+
+def normalized_model(layer):
+    keras.utils.set_random_seed(6)
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 2)),
+            keras.layers.Conv2D(3, 3),
+            layer(momentum=0.7),
+            keras.layers.Activation("relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(5),
+            layer(momentum=0.7),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def normalization_in_fit():
+    rng = np.random.default_rng(1)
+    inputs = rng.normal(3, 2, (36, 4, 4, 2)).astype("float32")
+    targets = rng.normal(size=(36, 2)).astype("float32")
+    data = rr.shard(tf.data.Dataset.from_tensor_slices((inputs, targets))).batch(12 // size)
+    for way, options in (
+        ("fit", {}),
+        ("steps", {"steps_per_execution": 3}),
+        ("eager", {"run_eagerly": True}),
+    ):
+        model = normalized_model(rr.SyncBatchNormalization)
+        start = [w.copy() for w in model.get_weights()]
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+        model.compile(optimizer=optimizer, loss="mse", **options)
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+        before = comm.statistics().collectives
+        loss = model.evaluate(inputs, targets, verbose=0)
+        model.predict(inputs, verbose=0)
+        say(
+            f"normalization {way}",
+            weights=plain(model.get_weights()),
+            digest=b"".join(w.tobytes() for w in model.get_weights()).hex(),
+            moved=max(
+                float(np.abs(first - last).max())
+                for first, last in zip(start, model.get_weights(), strict=True)
+            ),
+            loss=loss,
+            sent=comm.statistics().collectives - before,
+        )
+
+
+def normalization_of(inputs, bounds, case, mask=None, **options):
+    """The layer on this rank's rows, and Keras's own on all rows; outputs, gradients, moments."""
+    upstream = tf.cast(np.random.default_rng(2).normal(size=inputs.shape), "float32")
+    own = slice(bounds[rank], bounds[rank + 1])
+
+    def run(layer, rows):
+        layer.build(inputs.shape)
+        value = tf.constant(inputs[rows])
+        kept = None if mask is None else tf.constant(mask[rows])
+
+        def step():
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                result = layer(value, training=True, mask=kept)
+                if kept is not None:
+                    result = tf.where(kept[..., tf.newaxis], result, 0.0)
+                loss = tf.reduce_sum(result * upstream[rows])
+            by_input, by_gamma = tape.gradient(loss, [value, layer.gamma])
+            return result, by_input, by_gamma
+
+        return step
+
+    def outcome(wrap):
+        ours = rr.SyncBatchNormalization(momentum=0.5, **options)
+        keras_own = keras.layers.BatchNormalization(momentum=0.5, **options)
+        result, by_input, by_gamma = wrap(run(ours, own))()
+        expected, expected_by_input, expected_by_gamma = wrap(run(keras_own, slice(None)))()
+        # The gamma's gradient is of this rank's rows alone; all together they are of all.
+        by_gamma = rr.all_reduce(by_gamma)
+        return {
+            "got": plain([result, by_input, by_gamma, ours.moving_mean, ours.moving_variance]),
+            "want": plain(
+                [
+                    expected[own],
+                    expected_by_input[own],
+                    expected_by_gamma,
+                    keras_own.moving_mean,
+                    keras_own.moving_variance,
+                ]
+            ),
+        }
+
+    say(case, eager=outcome(lambda step: step), graph=outcome(tf.function))
+
+
+def normalization_of_batches():
+    rng = np.random.default_rng(3)
+    rows = (3, 5, 0)[:size] if size > 1 else (8,)
+    bounds = np.concatenate([[0], np.cumsum(rows)]).tolist()
+    total = bounds[-1]
+    inputs = rng.normal(2, 3, (total, 4, 3)).astype("float32")
+    normalization_of(inputs, bounds, "moments uneven")
+    normalization_of(inputs, bounds, "moments of the first axis", axis=1)
+    mask = rng.random((total, 4)) < 0.6
+    mask[:1] = True
+    normalization_of(inputs, bounds, "moments masked", mask=mask)
+    far = (1e4 + rng.normal(size=(total, 4, 3))).astype("float32")
+    layer = rr.SyncBatchNormalization(momentum=0.0)
+    layer(far[bounds[rank] : bounds[rank + 1]], training=True)
+    exact = far.astype("float64").var((0, 1))
+    say("moments far from zero", got=plain(layer.moving_variance), want=exact.tolist())
+
+
+def normalization_frozen_or_copied():
+    layer = rr.SyncBatchNormalization()
+    layer.trainable = False
+    before = comm.statistics().collectives
+    layer(tf.ones((2, 3)), training=True)
+    layer.trainable = True
+    layer(tf.ones((2, 3)), training=False)
+    model = keras.Sequential([keras.Input((3,)), rr.SyncBatchNormalization(momentum=0.0)])
+    copied = keras.models.clone_model(model)
+    copied(tf.fill((2, 3), float(rank)), training=True)
+    say(
+        "frozen",
+        sent=comm.statistics().collectives - before,
+        mean=plain(copied.layers[0].moving_mean),
+    )
+
+
+def shapes_that_differ():
+    """Last: it breaks the ring."""
+
+    @tf.function(input_signature=[tf.TensorSpec(None)])
+    def reduce(value):
+        return rr.all_reduce(value)
+
+    shape = (2, 3) if rank == 0 else (3, 2)
+    say("mismatch", **error_of(lambda: reduce(tf.ones(shape))))
+    say("mismatch again", **error_of(lambda: rr.all_gather(tf.ones(shape))))
+
+
+values()
+static_shapes()
+inputs_are_left_alone()
+gradients()
+refusals()
+tape_trains_like_the_wrapper()
+tape_costs_one_collective_a_step()
+tape_structures()
+normalization_in_fit()
+normalization_of_batches()
+normalization_frozen_or_copied()
+shapes_that_differ()

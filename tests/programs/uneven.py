@@ -1,0 +1,249 @@
+"""Ranks with unequal amounts of data; each case prints one line of JSON.
+
+What must come out is computed beside it, by plain Keras: its step k trains on the batches that the
+ranks have in step k, put together.
+"""
+
+import hashlib
+import json
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import RingReduceError
+
+comm = rr.init()
+LOSS = keras.losses.MeanSquaredError()
+# Samples of each batch of each rank; rank r's are BATCHES[r % 3].
+BATCHES = [[4, 4, 4, 4, 2], [4, 4, 1], []]
+
+
+def say(case, **facts):
+    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
+
+
+def digest(model):
+    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+
+
+def batches_of(rank, batches=BATCHES):
+    generator = np.random.default_rng(rank)
+    found = []
+    for count in batches[rank % len(batches)]:
+        inputs = generator.normal(size=(count, 4)).astype("float32")
+        found.append((inputs, inputs[:, :2] ** 2))
+    return found
+
+
+def dataset_of(batches, *, known=True):
+    def generate():
+        yield from batches
+
+    spec = (tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None, 2), tf.float32))
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    if known:
+        data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    return data
+
+
+def make_model(*layers):
+    keras.utils.set_random_seed(5)
+    middle = layers or (keras.layers.Dense(6, activation="tanh"),)
+    return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
+
+
+def compiled(model, optimizer, **options):
+    model.compile(optimizer=optimizer, loss=LOSS, metrics=["mae"], **options)
+    return model
+
+
+def trained_alone(epochs=1, weighting="samples", optimizer=None, batches=BATCHES, layers=()):
+    """By plain Keras, on all ranks' batches."""
+    model = compiled(make_model(*layers), optimizer or keras.optimizers.SGD(0.1))
+    everyone = [batches_of(rank, batches) for rank in range(comm.size)]
+    for _ in range(epochs):
+        for step in range(max(map(len, everyone))):
+            parts = [batches[step] for batches in everyone if len(batches) > step]
+            inputs, targets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            weights = None
+            if weighting == "ranks":
+                # A mean of means: what a sample counts falls with the length of its batch.
+                weights = np.concatenate([np.full(len(x), 1 / len(x)) for x, _ in parts])
+                weights *= len(weights) / weights.sum()
+            model.train_on_batch(inputs, targets, sample_weight=weights)
+    return model
+
+
+def difference(model, other):
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def error_of(action):
+    try:
+        action()
+    except (RingReduceError, tf.errors.OpError) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
+
+
+class Steps(keras.callbacks.Callback):
+    """Counts training batches by epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.counts.append(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.counts[-1] += 1
+
+
+def fitted(case, *, known=True, weighting="samples", epochs=2, make=None, again=False, **options):
+    model = compiled(
+        make_model(), rr.DistributedOptimizer((make or keras.optimizers.SGD)(0.1)), **options
+    )
+    data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
+    if again:  # Joining once more changes nothing.
+        data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
+    steps = Steps()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        history = model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=[steps])
+    alone = trained_alone(epochs, weighting, (make or keras.optimizers.SGD)(0.1))
+    say(
+        case,
+        digest=digest(model),
+        difference=difference(model, alone),
+        moved=difference(alone, make_model()),
+        counts=steps.counts,
+        iterations=int(model.optimizer.iterations.numpy()),
+        loss=[float(loss) for loss in history.history["loss"]],
+    )
+
+
+def metrics_of_own_batches():
+    """Empty steps count in no metric and in no moving average."""
+    keras.utils.set_random_seed(6)
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = compiled(make_model(norm), rr.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    own = batches_of(comm.rank)
+    history = model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False)
+    norm_alone = keras.layers.BatchNormalization(momentum=0.5)
+    alone = compiled(make_model(norm_alone), keras.optimizers.SGD(0.0))
+    expected = alone.fit(dataset_of(own), verbose=0, shuffle=False).history if own else None
+    say(
+        "metrics",
+        mae=history.history["mae"],
+        expected=expected and expected["mae"],
+        norm=[norm.moving_mean.numpy().tolist(), norm.moving_variance.numpy().tolist()],
+        norm_alone=[
+            norm_alone.moving_mean.numpy().tolist(),
+            norm_alone.moving_variance.numpy().tolist(),
+        ],
+    )
+
+
+def moments_of_all_batches():
+    """Normalization over all ranks leaves out who has no data, and is alike on all ranks."""
+    norm = rr.SyncBatchNormalization(momentum=0.5)
+    model = compiled(make_model(norm), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
+    alone = trained_alone(layers=[keras.layers.BatchNormalization(momentum=0.5)])
+    say("synchronized", digest=digest(model), difference=difference(model, alone))
+
+
+def infinity_in_an_empty_step():
+    """The logarithm of a sample of zeros has no finite gradient."""
+    model = make_model(keras.layers.Lambda(lambda x: tf.math.log(tf.abs(x))))
+    compiled(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
+    finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
+    say("empty infinity", digest=digest(model), finite=finite)
+
+
+def accumulated():
+    """Two steps of unequal batches are one step over all their samples."""
+    batches = [[4, 2, 3, 1], [2, 2], [1]]
+    model = compiled(
+        make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulate_steps=2)
+    )
+    data = rr.join(dataset_of(batches_of(comm.rank, batches)), model)
+    model.fit(data, verbose=0, shuffle=False)
+    alone = compiled(make_model(), keras.optimizers.SGD(0.1))
+    everyone = [batches_of(rank, batches) for rank in range(comm.size)]
+    for step in (0, 2):
+        parts = [part for own in everyone for part in own[step : step + 2]]
+        alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    say("accumulated", digest=digest(model), difference=difference(model, alone))
+
+
+def loops():
+    """A loop of one's own, eagerly and in a function, with `joined`."""
+    for case in ("eager loop", "graph loop"):
+        model = make_model()
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(model.trainable_variables)
+
+        def step(inputs, targets, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = LOSS(targets, model(inputs, training=True))
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+
+        run = tf.function(step, reduce_retracing=True) if case == "graph loop" else step
+        seen = []
+        for (inputs, targets), samples in rr.joined(dataset_of(batches_of(comm.rank))):
+            run(inputs, targets)
+            seen.append(samples)
+        say(case, digest=digest(model), difference=difference(model, trained_alone()), seen=seen)
+
+
+def own_weights():
+    """`step_weight` with a number, eagerly and inside a function."""
+    variable = tf.Variable([0.0])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    def apply(gradient, samples):
+        with rr.step_weight(samples):
+            optimizer.apply([gradient], [variable])
+
+    gradient = tf.constant([float(comm.rank) if comm.rank else np.nan])
+    apply(gradient, comm.rank)
+    eagerly = variable.numpy().tolist()
+    tf.function(apply)(gradient, tf.constant(comm.rank))
+    say("own weight", eager=eagerly, graph=variable.numpy().tolist())
+
+
+def refusals():
+    model = compiled(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    data = dataset_of(batches_of(0))
+    say("weighting", **error_of(lambda: rr.join(data, model, weighting="bytes")))
+    say("no dataset", **error_of(lambda: rr.join(np.zeros((3, 4)), model)))
+    say("no model", **error_of(lambda: rr.join(data, make_model())))
+    scalars = tf.data.Dataset.range(3)
+    say("not batched", **error_of(lambda: rr.join(scalars, model)))
+    different = ("samples", "ranks")[min(comm.rank, 1)]
+    # The last case: it breaks the ring.
+    say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
+
+
+fitted("known")
+fitted("unknown", known=False)
+fitted("by ranks", weighting="ranks")
+fitted("adam", make=keras.optimizers.Adam)
+fitted("several steps", known=False, steps_per_execution=2)
+fitted("eager", run_eagerly=True)
+fitted("joined twice", again=True)
+metrics_of_own_batches()
+moments_of_all_batches()
+infinity_in_an_empty_step()
+accumulated()
+loops()
+own_weights()
+refusals()

@@ -1,0 +1,264 @@
+"""Evaluation and prediction shared out to ranks, against one process; in rings of threads.
+
+That it also works between processes, with models that were never called, is looked at in
+test_callbacks.py.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce
+import ringreduce.keras as rr
+from ringreduce.testing import ring_of_threads
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+def rows(count):
+    """Inputs and labels of which all sums are exact."""
+    rng = np.random.default_rng(count)
+    return rng.integers(0, 5, (count, 2)).astype("float32") / 4, rng.integers(0, 2, (count, 1))
+
+
+def make_model(**options):
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
+    )
+    model.compile(loss="mse", metrics=["mae", keras.metrics.BinaryAccuracy(name="hits")], **options)
+    return model
+
+
+def by_all(size, work, make=make_model):
+    """`work(model, communicator)` of every rank, each with a model of its own."""
+    models = [make() for _ in range(size)]
+    return ring_of_threads(size, lambda comm: work(models[comm.rank], comm))
+
+
+@SIZES
+@pytest.mark.parametrize("count", [1, 2, 5, 33])
+def test_evaluation_is_that_of_one_process(size, count):
+    x, y = rows(count)
+    expected = make_model().evaluate(x, y, batch_size=4, verbose=0)
+    results = by_all(size, lambda m, comm: rr.evaluate(m, x, y, batch_size=4, communicator=comm))
+    assert results == [expected] * size
+
+
+def test_evaluation_of_a_loss_alone_is_a_number():
+    def make():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.layers[0].set_weights([np.ones((2, 1)), np.zeros(1)])
+        model.compile(loss="mse")
+        return model
+
+    x, y = rows(5)
+    expected = make().evaluate(x, y, verbose=0)
+    assert isinstance(expected, float)
+    results = by_all(2, lambda m, comm: rr.evaluate(m, x, y, communicator=comm), make)
+    assert results == [expected] * 2
+
+
+def test_tensors_and_nested_inputs_are_shared_out():
+    def make():
+        inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
+        model = keras.Model(inputs, keras.layers.Add()([inputs["a"], inputs["b"]]))
+        model.compile(loss="mse")
+        return model
+
+    x, y = rows(7)
+    data = {"a": tf.constant(x), "b": x}
+    expected = make().evaluate(data, y, verbose=0)
+    results = by_all(3, lambda m, comm: rr.evaluate(m, data, y, communicator=comm), make)
+    assert results == [expected] * 3
+
+
+def test_several_outputs_are_listed_in_keras_order():
+    def make():
+        inputs = keras.Input((2,))
+        model = keras.Model(inputs, {"a": inputs * 2, "b": inputs * 4})
+        model.compile(loss={"a": "mse", "b": "mae"}, metrics={"a": ["mae"], "b": ["mse"]})
+        return model
+
+    x, _ = rows(7)
+    targets = {"a": x, "b": x}
+    expected = make().evaluate(x, targets, verbose=0)
+    assert len(expected) == 5
+    # On 8 ranks one has nothing, and so never gets to know its metrics.
+    results = by_all(8, lambda m, comm: rr.evaluate(m, x, targets, communicator=comm), make)
+    assert results == [expected] * 8
+
+
+def test_metrics_of_several_numbers_are_added():
+    def make():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Activation("linear")])
+        model.compile(loss="mse", metrics=[keras.metrics.F1Score(threshold=0.5, name="f1")])
+        return model
+
+    x, _ = rows(9)
+    y = (x > 0.3).astype("float32")
+    expected = make().evaluate(x, y, verbose=0, return_dict=True)
+    results = by_all(
+        2, lambda m, comm: rr.evaluate(m, x, y, communicator=comm, return_dict=True), make
+    )
+    for result in results:
+        assert result["loss"] == expected["loss"]
+        assert np.array_equal(result["f1"], expected["f1"])
+        assert result["f1"].shape == (2,)
+
+
+def test_a_test_step_of_ones_own_is_averaged_over_ranks_that_had_data():
+    class Model(keras.Sequential):
+        def test_step(self, data):
+            x, _ = data
+            return {"most": tf.reduce_max(x)}
+
+    def make():
+        model = Model([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(loss="mse")
+        return model
+
+    x = np.array([[1.0], [4.0]])
+    results = by_all(3, lambda m, comm: rr.evaluate(m, x, x, communicator=comm), make)
+    assert results == [2.5] * 3
+
+
+def test_own_states_stay_after_an_evaluation():
+    """Metrics hold this rank's share; where there is none, nothing."""
+    x, y = rows(5)
+
+    def work(model, comm):
+        rr.evaluate(model, x[:1], y[:1], communicator=comm)
+        return [float(metric.variables[1].numpy()) for metric in model.metrics[:1]]
+
+    assert by_all(2, work) == [[0.0], [1.0]]
+
+
+def test_callbacks_see_this_ranks_share():
+    x, y = rows(6)
+
+    def work(model, comm):
+        batches = []
+        count = keras.callbacks.LambdaCallback(on_test_batch_end=lambda b, logs: batches.append(b))
+        rr.evaluate(model, x, y, batch_size=1, communicator=comm, callbacks=[count])
+        return batches
+
+    assert by_all(2, work) == [[0, 1, 2]] * 2
+
+
+# Keras's own warning, for a dataset whose length it has to find out.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@SIZES
+@pytest.mark.parametrize("count", [1, 4, 23])
+@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+def test_datasets_are_dealt_out_by_batch(size, count, known):
+    x, y = rows(count)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    if not known:
+        dataset = dataset.filter(lambda *_: True)
+    model = make_model()
+    expected = model.evaluate(dataset, verbose=0), model.predict(dataset, verbose=0)
+
+    def work(model, comm):
+        return (
+            rr.evaluate(model, dataset, communicator=comm),
+            rr.predict(model, dataset, communicator=comm),
+        )
+
+    for result, predicted in by_all(size, work):
+        assert result == expected[0]
+        assert predicted.dtype == expected[1].dtype
+        assert np.array_equal(predicted, expected[1])
+
+
+def test_an_endless_dataset_needs_steps():
+    x, y = rows(8)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2).repeat()
+    expected = make_model().evaluate(dataset, steps=3, verbose=0)
+
+    def work(model, comm):
+        with pytest.raises(ringreduce.ConfigError, match="Pass steps"):
+            rr.evaluate(model, dataset, communicator=comm)
+        return rr.evaluate(model, dataset, communicator=comm, steps=3)
+
+    assert by_all(2, work) == [expected] * 2
+
+
+@SIZES
+@pytest.mark.parametrize("count", [1, 2, 5, 33])
+def test_predictions_are_those_of_one_process(size, count):
+    x, _ = rows(count)
+    expected = make_model().predict(x, batch_size=4, verbose=0)
+    results = by_all(size, lambda m, comm: rr.predict(m, x, batch_size=4, communicator=comm))
+    for predicted in results:
+        assert predicted.dtype == expected.dtype
+        assert np.array_equal(predicted, expected)
+        assert predicted.flags.writeable
+
+
+class Outputs(keras.Model):
+    """Nested outputs of several dtypes; one has no dimension but rows, one no elements."""
+
+    def call(self, x):
+        return {
+            "half": tf.cast(x, tf.float16),
+            "rest": (x[:, 0], [x[:, :1] > 0.5, tf.cast(x, tf.bfloat16)]),
+            "empty": x[:, :0],
+        }
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_the_structure_of_outputs_is_kept(count):
+    x, _ = rows(count)
+    expected = Outputs().predict(x, verbose=0)
+    for predicted in by_all(3, lambda m, comm: rr.predict(m, x, communicator=comm), Outputs):
+        keras.tree.assert_same_structure(predicted, expected)
+        pairs = zip(keras.tree.flatten(predicted), keras.tree.flatten(expected), strict=True)
+        for ours, theirs in pairs:
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            assert ours.tobytes() == theirs.tobytes()
+
+
+def test_ragged_outputs_are_refused():
+    class Ragged(keras.Model):
+        def call(self, x):
+            return tf.RaggedTensor.from_row_lengths(x[:, 0], tf.ones(tf.shape(x)[0], tf.int32))
+
+    def work(model, comm):
+        with pytest.raises(ringreduce.ConfigError, match="cannot join outputs of type Ragged"):
+            rr.predict(model, rows(4)[0], communicator=comm)
+
+    by_all(2, work, Ragged)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((iter([1]),), "cannot share out"),
+        ((np.float32(1),), "cannot share out"),
+        ((tf.sparse.eye(3),), "cannot share out SparseTensor"),
+        ((np.ones((3, 2)), np.ones((2, 1))), r"got arrays of \[2, 3\] rows"),
+        ((tf.data.Dataset.range(3).batch(1), np.ones(3)), "beside a dataset"),
+    ],
+    ids=["generator", "scalar", "sparse", "unequal rows", "labels beside a dataset"],
+)
+def test_data_that_cannot_be_shared_out_are_refused(arguments, text):
+    def work(model, comm):
+        with pytest.raises(ringreduce.ConfigError, match=text):
+            rr.evaluate(model, *arguments, communicator=comm)
+
+    by_all(2, work)
+
+
+@pytest.mark.parametrize("function", [rr.evaluate, rr.predict])
+def test_ranks_that_pass_unequal_data_get_an_error(function):
+    def work(model, comm):
+        try:
+            function(model, rows(3 + comm.rank)[0], communicator=comm)
+        except ringreduce.MismatchError as error:
+            return str(error)
+
+    for text in by_all(2, work):
+        assert "rank 0 has passed 3 rows and rank 1 4" in text

@@ -1,0 +1,168 @@
+"""Half precision, accumulation, compression, local variables, dropout: on a real ring of two."""
+
+import json
+
+import pytest
+
+from ringreduce.testing import ring_of_processes
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+
+RANKS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """What each case of programs/steps.py said on ranks 0 and 1."""
+    result = ring_of_processes(2, ["tests/programs/steps.py"], timeout_s=60)
+    assert result.exit_code == 0, result.errors
+    said = {}
+    for line in result.output.splitlines():
+        if "{" in line:
+            fact = json.loads(line.partition("] ")[2])
+            said.setdefault(fact["case"], {})[fact["rank"]] = fact
+    return said
+
+
+ACCUMULATIONS = ("sgd", "adam, clipped", "eager", "several steps")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mixed_float16",
+        "mixed_bfloat16",
+        *(f"accumulation {name}" for name in ACCUMULATIONS),
+        "accumulation mixed_float16",
+        "accumulation mixed_bfloat16",
+        "accumulated infinity",
+        "accumulated sparse",
+        "frozen",
+        "several",
+        "dropout graph",
+        "dropout eager",
+    ],
+)
+def test_ranks_end_bit_identical(facts, case):
+    assert facts[case][0]["digest"] == facts[case][1]["digest"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_compile_leaves_the_wrapper_outermost(facts, rank):
+    fact = facts["mixed_float16"][rank]
+    assert fact["is_ours"]
+    assert fact["optimizer"] == fact["inner"] == "LossScaleOptimizer"
+    assert facts["mixed_bfloat16"][rank]["inner"] == "Adam"
+
+
+def test_one_ranks_infinity_skips_the_step_on_all(facts):
+    first, other = (facts["mixed_float16"][rank] for rank in RANKS)
+    assert first["scale"] == other["scale"] <= 2**14
+    assert first["steps"] == other["steps"]
+    assert 0 < first["steps"] < 6
+    assert first["finite"]
+    assert first["moved"] > 0
+    assert first["dtypes"] == ["float32"]
+
+
+def test_bfloat16_trains_every_step(facts):
+    for rank in RANKS:
+        assert facts["mixed_bfloat16"][rank]["steps"] == 6
+        assert facts["mixed_bfloat16"][rank]["finite"]
+        assert facts["mixed_bfloat16"][rank]["moved"] > 0
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_loss_scale_optimizer_goes_inside(facts, rank):
+    fact = facts["loss scale around"][rank]
+    assert fact["ours"]
+    assert fact["same"]
+    assert fact["plain"]
+    assert (fact["scale"], fact["options"]) == (8.0, "bf16")
+    assert fact["rate"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+def test_accumulated_steps_equal_one_of_the_whole_batch(facts, name):
+    fact = facts[f"accumulation {name}"][0]
+    assert fact["difference"] < 2e-6 < 1e-2 < fact["moved"]
+    assert fact["steps"] == 2
+    assert fact["saved"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_float16", 2e-3), ("mixed_bfloat16", 1e-2)]
+)
+def test_accumulation_in_half_precision(facts, policy, tolerance):
+    """Activations are rounded, so that only their digits agree: 11 and 8 bits."""
+    fact = facts[f"accumulation {policy}"][0]
+    assert fact["difference"] < tolerance
+    assert fact["moved"] > 0.1
+    assert fact["steps"] == 2
+
+
+def test_an_accumulated_infinity_is_forgotten_after_its_update(facts):
+    fact = facts["accumulated infinity"][0]
+    assert fact["finite"]
+    assert (fact["steps"], fact["scale"]) == (2, 2.0)
+
+
+def test_accumulated_sparse_gradients_equal_the_whole_batch(facts):
+    assert facts["accumulated sparse"][0]["difference"] < 1e-6
+
+
+@pytest.mark.parametrize("case", ["inner accumulation", "inner accumulation, scaled"])
+def test_accumulation_by_the_inner_optimizer_is_refused_with_the_reason(facts, case):
+    assert facts[case][0]["error"] == "ConfigError"
+    assert "accumulate_steps" in facts[case][0]["text"]
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("none", [-60000.0, 60000.0, -0.5, -2.0, -1 - 2.0**-9]),
+        # Twice 60000 is more than float16 holds.
+        ("fp16", [-60000.0, 60000.0, -0.5, -2.0, -1 - 2.0**-9]),
+        # 8 significant bits.
+        ("bf16", [-59904.0, 59904.0, -0.5, -2.0, -1.0]),
+    ],
+)
+def test_compression_rounds_gradients_and_overflows_by_no_sum(facts, name, expected, way):
+    for rank in RANKS:
+        assert facts[f"compression {name}"][rank][way] == expected
+
+
+def test_a_local_variable_is_each_ranks_own(facts):
+    # Two steps with momentum 0.5: 1 + 1.5 times the gradient.
+    for rank in RANKS:
+        assert facts["local"][rank]["shared"] == [0.0 - 2.5 * 1.5] * 3
+        assert facts["local"][rank]["mine"] == [rank - 2.5 * (rank + 1)] * 3
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_variable_that_is_overwritten_gets_the_largest_value(facts, steps):
+    for rank in RANKS:
+        assert facts[f"new value {steps}"][rank]["value"] == [1.0, -1.0]
+
+
+def test_frozen_layers_stay(facts):
+    assert facts["frozen"][0]["same"]
+    assert facts["frozen"][0]["difference"] < 2e-6
+
+
+def test_several_models_and_optimizers_train_in_turns(facts):
+    assert facts["several"][0]["difference"] < 2e-6
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_dropout_differs_between_ranks(facts, way):
+    first, other = (facts[f"dropout {way}"][rank] for rank in RANKS)
+    assert first["state"][0] != other["state"][0]
+    assert first["mask"] != other["mask"]
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+def test_seeds_that_differ_stay_as_they_are(facts, way):
+    for rank in RANKS:
+        assert facts[f"dropout {way}"][rank]["again"]

@@ -1,0 +1,103 @@
+"""Ranks with 5, 3 and no batches, of unequal lengths: what they train to, and when they end."""
+
+import json
+
+import pytest
+
+from ringreduce.testing import ring_of_processes
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+
+SIZE = 3
+WAYS = ("known", "unknown", "by ranks", "adam", "several steps", "eager", "joined twice")
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """What each case of programs/uneven.py said, by rank."""
+    result = ring_of_processes(SIZE, ["tests/programs/uneven.py"], timeout_s=60)
+    assert result.exit_code == 0, result.errors
+    said = {}
+    for line in result.output.splitlines():
+        if "{" in line:
+            fact = json.loads(line.partition("] ")[2])
+            said.setdefault(fact["case"], {})[fact["rank"]] = fact
+    return said
+
+
+@pytest.mark.parametrize(
+    "case", [*WAYS, "synchronized", "empty infinity", "accumulated", "eager loop", "graph loop"]
+)
+def test_ranks_end_bit_identical(facts, case):
+    digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_all_train_as_one_process_on_the_batches_of_all(facts, case):
+    for rank in range(SIZE):
+        assert facts[case][rank]["difference"] < 2e-6
+        assert facts[case][rank]["moved"] > 0.1
+
+
+def test_normalization_over_all_ranks_leaves_out_who_has_no_data(facts):
+    assert facts["synchronized"][0]["difference"] < 2e-6
+
+
+@pytest.mark.parametrize("case", ["accumulated", "eager loop", "graph loop"])
+def test_loops_and_accumulation_weight_by_samples_too(facts, case):
+    assert facts[case][0]["difference"] < 2e-6
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_epochs_end_together(facts, case):
+    """After the longest rank's 5 batches, and nothing counts the step that found no data."""
+    steps = 2 if case == "several steps" else 5
+    for rank in range(SIZE):
+        assert facts[case][rank]["counts"] == [steps, steps]
+        assert facts[case][rank]["iterations"] == 10
+
+
+def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):
+    for rank in (0, 1):
+        fact = facts["metrics"][rank]
+        assert fact["mae"] == fact["expected"]
+        assert fact["norm"] == fact["norm_alone"]
+    assert facts["metrics"][2]["mae"] == [0.0]
+    assert facts["metrics"][2]["norm"] == facts["metrics"][2]["norm_alone"]
+
+
+def test_an_infinity_of_an_empty_step_does_not_count(facts):
+    assert all(facts["empty infinity"][rank]["finite"] for rank in range(SIZE))
+
+
+@pytest.mark.parametrize("case", ["eager loop", "graph loop"])
+def test_a_loop_is_told_how_many_samples_are_real(facts, case):
+    seen = [facts[case][rank]["seen"] for rank in range(SIZE)]
+    assert seen == [[4, 4, 4, 4, 2], [4, 4, 1, 0, 0], [0, 0, 0, 0, 0]]
+
+
+def test_a_weight_of_zero_leaves_out_even_nan(facts):
+    # (1 * 1 + 2 * 2) / 3, once eagerly and once more in a function.
+    for rank in range(SIZE):
+        assert facts["own weight"][rank]["eager"] == pytest.approx([-5 / 3])
+        assert facts["own weight"][rank]["graph"] == pytest.approx([-10 / 3])
+
+
+@pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        ("weighting", "accepted: samples, ranks"),
+        ("no dataset", "tf.data.Dataset"),
+        ("no model", "compile"),
+        ("not batched", "Batch it"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(facts, case, word):
+    for rank in range(SIZE):
+        assert facts[case][rank]["error"] == "ConfigError"
+        assert word in facts[case][rank]["text"]
+
+
+def test_different_weightings_are_an_error_on_all_ranks(facts):
+    assert [facts["different"][rank]["error"] for rank in range(SIZE)] == ["MismatchError"] * SIZE
