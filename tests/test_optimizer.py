@@ -10,8 +10,6 @@ import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
 from tests.models import fit, make_model
 
-pytestmark = pytest.mark.keras
-
 
 @pytest.fixture
 def world_of_one():

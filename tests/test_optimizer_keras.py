@@ -11,8 +11,6 @@ import ringreduce
 import ringreduce.keras as rr
 from tests.models import INPUTS, TARGETS, assert_equal_state, fit, make_model
 
-pytestmark = pytest.mark.keras
-
 # New in Keras 3.14.
 needs_multi_optimizer = pytest.mark.skipif(
     not hasattr(optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"

@@ -16,8 +16,6 @@ from ringreduce.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from tests.test_bridge_failures import training_ring
 
-pytestmark = pytest.mark.keras
-
 
 def verified(size: int, variables_of: Any) -> list[Any]:
     """What each rank got: an error, or how many collectives the comparison took."""

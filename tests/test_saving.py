@@ -19,9 +19,8 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
 from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
+from tests.models import fit as fit_in_graph
 from tests.processes import clean_environment
-
-pytestmark = pytest.mark.keras
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +117,18 @@ def test_a_copy_has_the_state_and_trains_on_alike(kind, copied):
 
 
 @every_way
+def test_a_copy_is_built_in_a_graph_and_scales_its_first_loss_rightly(copied):
+    """By the scale that it came with. A graph would keep the initial one for ever."""
+    model = trained("loss scale")
+    assert float(model.optimizer.dynamic_scale) != model.optimizer.initial_scale
+    other = make_model()
+    other.set_weights(model.get_weights())
+    again = copied(model.optimizer)
+    assert not again.built
+    assert_equal_state(fit_in_graph(model, model.optimizer), fit_in_graph(other, again))
+
+
+@every_way
 def test_a_copy_is_independent(copied):
     model = trained("adam")
     before = [v.numpy() for v in model.optimizer.variables]
@@ -184,7 +195,16 @@ def test_a_communicator_is_shared_by_deepcopy_and_refused_by_pickle():
     assert ring_of_threads(1, work) == [True]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
+def test_local_variables_are_shared_by_deepcopy_and_refused_by_pickle():
+    optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5))
+    optimizer.register_local_var(keras.Variable(np.zeros(2)))
+    with pytest.raises(ringreduce.ConfigError, match="local variables of its own cannot be pick"):
+        pickle.dumps(optimizer)
+    again = copy.deepcopy(optimizer)
+    assert again._local == optimizer._local != set()
+
+
+@every_way
 def test_a_copy_of_a_compiled_model_has_the_plain_optimizer_and_its_state(copied):
     """Keras copies a model as it saves it."""
     model = trained("adam")

@@ -468,11 +468,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self._inner._lookup_dependency(*arguments, **options)
 
     def __reduce__(self) -> Any:
-        if self._communicator is not None:
+        held = "a communicator" if self._communicator is not None else "local variables"
+        if self._communicator is not None or self._options["local_variables"]:
             raise ConfigError(
-                f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
+                f"an optimizer ({self.name}) with {held} of its own cannot be pickled",
                 remedy="Leave the communicator out and call ringreduce.init() in both processes, "
-                "or save the model and load it with ringreduce.keras.load_model.",
+                "register local variables after unpickling, or save the model and load it with "
+                "ringreduce.keras.load_model.",
             )
         return _copy, (self._describe(), None, dict(self._options))
 
