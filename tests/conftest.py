@@ -1,6 +1,7 @@
 """What every test is held to: no thread of a ring outlives the test that formed it.
 
-And which tests need no second run without the native library, since it is nowhere near them.
+Also which tests need no second run without the native library, since it is nowhere near them, and
+which need one with the lowest version of Keras, since it is what they are about.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ _ONCE = {
     "test_types",
     "test_wire",
 }
+_KERAS = {
+    "test_callbacks",
+    "test_evaluation",
+    "test_keras",
+    "test_normalization",
+    "test_optimizer",
+    "test_optimizer_keras",
+    "test_parity",
+    "test_replicas",
+    "test_saving",
+    "test_steps",
+    "test_uneven",
+}
 # The kernel takes a moment to forget a thread that has been joined.
 _SETTLE_S = 5.0
 
@@ -44,6 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in _ONCE:
             item.add_marker("once")
+        if item.path.stem in _KERAS:
+            item.add_marker("keras")
 
 
 @pytest.fixture(autouse=True)

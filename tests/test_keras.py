@@ -7,7 +7,7 @@ import pytest
 
 from ringreduce.testing import ring_of_processes
 
-pytestmark = [pytest.mark.keras, pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """The wrapper in one process, where it must be nothing but the optimizer that it wraps."""
 
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -11,8 +8,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
-
-pytestmark = pytest.mark.keras
+from tests.models import fit, make_model
 
 
 @pytest.fixture
@@ -21,18 +17,6 @@ def world_of_one():
     with ringreduce.init() as communicator:
         yield communicator
     ringreduce.shutdown()
-
-
-def make_model():
-    keras.utils.set_random_seed(3)
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(2)])
-
-
-def fit(model, optimizer, **options):
-    model.compile(optimizer=optimizer, loss="mse", **options.pop("compile", {}))
-    inputs = np.arange(48, dtype="float32").reshape(12, 4) / 48
-    model.fit(inputs, inputs[:, :2], batch_size=4, shuffle=False, verbose=0, **options)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -116,32 +100,6 @@ def test_training_before_init_says_what_to_do():
     assert not rr.is_initialized()
     with pytest.raises(ringreduce.ClosedError, match=r"ringreduce.init\(\)"):
         fit(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD()))
-
-
-def test_a_saved_model_loads_where_ringreduce_is_not_installed(world_of_one, tmp_path):
-    """Config, weights and optimizer state come back as the plain optimizer's."""
-    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.25, beta_1=0.5))
-    model = fit(make_model(), optimizer, epochs=2)
-    model.save(tmp_path / "model.keras")
-    np.savez(tmp_path / "state.npz", *[v.numpy() for v in optimizer.variables])
-    program = f"""
-import sys
-sys.modules["ringreduce"] = None
-import keras, numpy
-model = keras.models.load_model({str(tmp_path / "model.keras")!r})
-assert type(model.optimizer) is keras.optimizers.Adam, type(model.optimizer)
-assert model.optimizer.beta_1 == 0.5
-with numpy.load({str(tmp_path / "state.npz")!r}) as state:
-    expected = [state[name] for name in state.files]
-actual = [v.numpy() for v in model.optimizer.variables]
-assert len(actual) == len(expected) == 10
-assert all((a == e).all() for a, e in zip(actual, expected))
-model.fit(numpy.ones((4, 4)), numpy.ones((4, 2)), verbose=0)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_a_loaded_optimizer_can_be_wrapped_and_goes_on(world_of_one, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from ringreduce.testing import ring_of_processes
 
-pytestmark = [pytest.mark.keras, pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
 PROGRAM = "tests/programs/parity.py"
 # What each way of programs/parity.py may differ by. float32 sums in another order: after 16 steps

@@ -22,8 +22,6 @@ from tests.models import INPUTS, TARGETS, assert_equal_state, make_model
 from tests.models import fit as fit_in_graph
 from tests.processes import clean_environment
 
-pytestmark = pytest.mark.keras
-
 
 @pytest.fixture(autouse=True)
 def _world_of_one():
@@ -66,9 +64,14 @@ if hasattr(optimizers, "MultiOptimizer"):
     )
 
 
-def fit(model, optimizer=None, **options):
-    """Train, in Python, since tracing would take most of the time here."""
-    return fit_in_graph(model, optimizer, compile={"run_eagerly": True}, **options)
+def fit(model, optimizer=None, epochs=1):
+    """Train batch by batch in Python: tracing, or `fit`, would take most of the time here."""
+    if optimizer is not None:
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    for _ in range(epochs):
+        for start in range(0, len(INPUTS), 4):
+            model.train_on_batch(INPUTS[start : start + 4], TARGETS[start : start + 4])
+    return model
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -111,6 +114,18 @@ def test_a_copy_has_the_state_and_trains_on_alike(kind, copied):
     assert_equal_state(model, other)
     assert_equal_state(fit(model), fit(other))
     assert int(again.iterations) == 9
+
+
+@every_way
+def test_a_copy_is_built_in_a_graph_and_scales_its_first_loss_rightly(copied):
+    """By the scale that it came with. A graph would keep the initial one for ever."""
+    model = trained("loss scale")
+    assert float(model.optimizer.dynamic_scale) != model.optimizer.initial_scale
+    other = make_model()
+    other.set_weights(model.get_weights())
+    again = copied(model.optimizer)
+    assert not again.built
+    assert_equal_state(fit_in_graph(model, model.optimizer), fit_in_graph(other, again))
 
 
 @every_way
@@ -180,7 +195,16 @@ def test_a_communicator_is_shared_by_deepcopy_and_refused_by_pickle():
     assert ring_of_threads(1, work) == [True]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle], ids=["deepcopy", "pickle"])
+def test_local_variables_are_shared_by_deepcopy_and_refused_by_pickle():
+    optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5))
+    optimizer.register_local_var(keras.Variable(np.zeros(2)))
+    with pytest.raises(ringreduce.ConfigError, match="local variables of its own cannot be pick"):
+        pickle.dumps(optimizer)
+    again = copy.deepcopy(optimizer)
+    assert again._local == optimizer._local != set()
+
+
+@every_way
 def test_a_copy_of_a_compiled_model_has_the_plain_optimizer_and_its_state(copied):
     """Keras copies a model as it saves it."""
     model = trained("adam")
@@ -336,7 +360,8 @@ for kind in kinds:
         model.load_weights(f"{folder}/{kind}.weights.h5")
         keep(f"{kind} weights", [*model.variables, *model.optimizer.variables])
     assert model.run_eagerly
-    model.fit(inputs, targets, batch_size=4, shuffle=False, epochs=2, verbose=0)
+    for start in 2 * list(range(0, len(inputs), 4)):
+        model.train_on_batch(inputs[start : start + 4], targets[start : start + 4])
     keep(f"{kind} trained", [*model.variables, *model.optimizer.variables])
 assert not any(name.partition(".")[0] == "ringreduce" for name in sys.modules)
 numpy.savez(f"{folder}/elsewhere.npz", **arrays)

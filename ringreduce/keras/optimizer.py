@@ -8,8 +8,9 @@ state of an optimizer that is already built. Three facts of Keras 3 shape it:
   gradients are reduced, before the inner optimizer clips or decays them, so that N ranks of
   batch B do what one process does with batch N B.
 - Saving records the class of `model.optimizer`. The wrapper's class takes the name and the
-  module of the inner one, and its configuration and variables are the inner one's, so a
-  saved model loads where ringreduce is not installed, as the plain optimizer.
+  module of the inner one, and its configuration and variables are the inner one's, and so is
+  what `dir` lists, where Keras looks for more to save. So a saved model loads where ringreduce
+  is not installed, as the plain optimizer.
 - Variables of model and optimizer exist at the latest when the first step is traced, and
   the step has not run yet then: that is when rank 0's values go to everyone.
 """
@@ -59,8 +60,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     differed, its first gradients are left out of the mean. Call
     ``optimizer.build(model.trainable_variables)`` before such a loop to avoid that.
 
-    It must be the outermost wrapper. It has no variables of its own, forwards what it does
-    not know to `inner_optimizer`, and is saved as that.
+    It must be the outermost wrapper. It has no variables of its own, and what else Keras's
+    optimizers have, it reads from the wrapped one and writes there.
+
+    It is saved as what it wraps, state included: by `model.save`, `model.save_weights`,
+    `tf.train.Checkpoint`. Such files load where ringreduce is not installed, and plain ones load
+    here; `ringreduce.keras.load_model` wraps again what Keras's `load_model` gives back plain, as
+    do copies of a compiled model. `copy.deepcopy` and `pickle` of the optimizer itself keep the
+    wrapper with its options. Such a copy is not built, so that it can be used with another model
+    like its original's, and has the state when it is; its `variables` show it until then.
 
     Args:
         inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the
@@ -468,11 +476,13 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self._inner._lookup_dependency(*arguments, **options)
 
     def __reduce__(self) -> Any:
-        if self._communicator is not None:
+        held = "a communicator" if self._communicator is not None else "local variables"
+        if self._communicator is not None or self._options["local_variables"]:
             raise ConfigError(
-                f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
+                f"an optimizer ({self.name}) with {held} of its own cannot be pickled",
                 remedy="Leave the communicator out and call ringreduce.init() in both processes, "
-                "or save the model and load it with ringreduce.keras.load_model.",
+                "register local variables after unpickling, or save the model and load it with "
+                "ringreduce.keras.load_model.",
             )
         return _copy, (self._describe(), None, dict(self._options))
 
