@@ -14,7 +14,12 @@ PROGRAM = "tests/programs/parity.py"
 # of SGD the weights differ in the last digits. Adam divides by the root of squared gradients, which
 # magnifies that where they are near zero; its relatives do alike.
 SUMS, ROOTS = 2e-6, 2e-4
+# In half precision each rank's gradients are rounded, to 11 or 8 bits, before they are averaged.
+ROUNDED = {"mixed_float16": 5e-3, "mixed_bfloat16": 3e-2}
+COMMON = ("sgd", "adam", "adamw_clipnorm", "nadam", "lamb", "muon")
 WAYS = {
+    **{f"{name} accumulated": ROOTS for name in COMMON},
+    **{f"{name} {policy}": ROUNDED[policy] for name in COMMON for policy in ROUNDED},
     "sgd": SUMS,
     "adam": ROOTS,
     "adamw": ROOTS,

@@ -38,7 +38,7 @@ class Way:
         optimizer: a name in `OPTIMIZERS`.
         wrapper: options of `DistributedOptimizer`.
         compile: options of `model.compile`.
-        policy: the layers' dtype policy.
+        policy: the model's dtype policy.
     """
 
     optimizer: str
@@ -47,9 +47,13 @@ class Way:
     policy: str = "float32"
 
 
+COMMON = ("sgd", "adam", "adamw_clipnorm", "nadam", "lamb", "muon")
 # To be tried in another way: a line here, and its tolerance in test_parity.py.
 WAYS = {
     **{name: Way(name) for name in OPTIMIZERS},
+    **{f"{name} accumulated": Way(name, {"accumulate_steps": 2}) for name in COMMON},
+    **{f"{name} mixed_float16": Way(name, policy="mixed_float16") for name in COMMON},
+    **{f"{name} mixed_bfloat16": Way(name, policy="mixed_bfloat16") for name in COMMON},
     "steps_per_execution": Way("sgd", compile={"steps_per_execution": 4}),
     # A bucket for each gradient.
     "small_buckets": Way("sgd", wrapper={"bucket_bytes": 64}),
@@ -58,13 +62,17 @@ WAYS = {
 
 def make_model(seed, policy="float32"):
     keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(16, activation="tanh", dtype=policy),
-            keras.layers.Dense(3, dtype=policy),
-        ]
-    )
+    keras.config.set_dtype_policy(policy)
+    try:
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(16, activation="tanh"),
+                keras.layers.Dense(3),
+            ]
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
 
 
 def main(folder):
