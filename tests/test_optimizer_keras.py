@@ -157,6 +157,13 @@ def test_wrong_calls_are_the_errors_of_keras(gradients, variables, text):
             optimizer.apply([tf.constant(g) for g in gradients], given)
 
 
+def test_gradients_for_only_some_variables_are_refused():
+    variables = [keras.Variable(np.zeros(1)), keras.Variable(np.zeros(1))]
+    optimizer = rr.DistributedOptimizer(optimizers.SGD(0.5))
+    with pytest.raises(ringreduce.ConfigError, match="1 gradients for 2 variables"):
+        optimizer.apply([tf.constant([1.0])], variables)
+
+
 def test_gradients_alone_go_to_the_variables_it_was_built_for():
     def use(optimizer):
         variable = keras.Variable(np.array([1.0, 2.0], "float32"), name="weights")

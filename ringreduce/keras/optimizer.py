@@ -180,8 +180,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         variables = None if trainable_variables is None else list(trainable_variables)
         if not self._inner.built and variables is not None:
-            self.build_inner(variables)
+            # As its own `apply` would, for variables of the same names.
+            with keras.name_scope(self._inner.name, caller=self._inner):
+                self.build_inner(variables)
         known = variables or self._inner._trainable_variables
+        if len(grads) != len(known):
+            self._refuse_number(grads, variables)
         if not self._synchronized:
             grads = self._synchronize(known, grads)
         weight = weighting.current()
@@ -202,6 +206,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             kinds,
             (one, one) if weight is None else (weight.own, weight.mean),
             lambda sums: self._reduce_and_apply(sums, known, kinds, variables),
+        )
+
+    def _refuse_number(self, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Raise what Keras does where gradients come without variables; it takes other calls."""
+        if variables is None:
+            self._inner.apply(gradients)
+        raise ConfigError(
+            f"got {len(gradients)} gradients for "
+            f"{len(variables or self._inner._trainable_variables)} variables",
+            remedy="Pass one for each variable, None where there is none.",
         )
 
     def _reduce_and_apply(
@@ -256,13 +270,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables; nothing travels."""
-        # As its own `apply` would, for variables of the same names.
-        with keras.name_scope(self._inner.name, caller=self._inner):
-            if self._copied is None:
-                self._inner.build(list(variables))
-            else:
-                self._to_give = self._copied.build(self._inner, variables)
-                self._copied = None
+        if self._copied is None:
+            self._inner.build(list(variables))
+        else:
+            self._to_give = self._copied.build(self._inner, variables)
+            self._copied = None
         self._give()
 
     def _give(self) -> None:
@@ -476,13 +488,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         return self._inner._lookup_dependency(*arguments, **options)
 
     def __reduce__(self) -> Any:
-        held = "a communicator" if self._communicator is not None else "local variables"
-        if self._communicator is not None or self._options["local_variables"]:
+        if self._communicator is not None:
             raise ConfigError(
-                f"an optimizer ({self.name}) with {held} of its own cannot be pickled",
+                f"an optimizer ({self.name}) with a communicator of its own cannot be pickled",
                 remedy="Leave the communicator out and call ringreduce.init() in both processes, "
-                "register local variables after unpickling, or save the model and load it with "
-                "ringreduce.keras.load_model.",
+                "or save the model and load it with ringreduce.keras.load_model.",
             )
         return _copy, (self._describe(), None, dict(self._options))
 
