@@ -37,6 +37,7 @@ ACCUMULATIONS = ("sgd", "adam, clipped", "eager", "several steps")
         "accumulation mixed_bfloat16",
         "accumulated infinity",
         "accumulated sparse",
+        "eight bits",
         "frozen",
         "several",
         "dropout graph",
@@ -144,6 +145,10 @@ def test_a_local_variable_is_each_ranks_own(facts):
 def test_a_variable_that_is_overwritten_gets_the_largest_value(facts, steps):
     for rank in RANKS:
         assert facts[f"new value {steps}"][rank]["value"] == [1.0, -1.0]
+
+
+def test_layers_in_eight_bits_share_their_scales(facts):
+    assert max(facts["eight bits"][0]["largest"]) > 0
 
 
 def test_frozen_layers_stay(facts):

@@ -233,6 +233,22 @@ def new_values():
         say(f"new value {accumulate_steps}", value=scale.numpy().tolist())
 
 
+def eight_bits():
+    """Layers in 8 bits scale by what all ranks have seen."""
+    model = make_model()
+    for layer in model.layers:
+        layer.quantize("float8")
+    inputs, targets = own(data(6, 4), 4)
+    fit(
+        model,
+        rr.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        (inputs * 2**comm.rank, targets),
+        4,
+    )
+    scales = [v for v in model.trainable_variables if "amax_history" in v.path]
+    say("eight bits", digest=digest(model), largest=[float(v.numpy().max()) for v in scales])
+
+
 def frozen_layers():
     """Only what is trainable has gradients; the ranks agree on the rest by themselves."""
     model = make_model()
@@ -317,6 +333,7 @@ for kind in ("none", "fp16", "bf16"):
     compression(kind)
 local_variables()
 new_values()
+eight_bits()
 frozen_layers()
 several_models()
 dropout(False)
