@@ -92,7 +92,7 @@ def main():
             f"{end['val_loss']:.4f}, learning rate {end['learning_rate']:g}"
         )
         for rank, theirs in enumerate(ends):
-            print(f"rank {rank}: weights {theirs['weights_sha256'][:16]}")
+            print(f"rank {rank}: weights {theirs['weights_sha256']}")
     if any(theirs != ends[0] for theirs in ends):
         sys.exit(f"rank {comm.rank}: the workers did not end alike: {ends}")
     if checkpoints != [True] + [False] * (comm.size - 1):

@@ -66,7 +66,7 @@ def main():
     )
     before = model.evaluate(words, labels, verbose=0)
     # Rank 0's weights go to all before the first step; they are not counted.
-    model.fit(data.take(1), verbose=0)
+    model.fit(data.take(1), shuffle=False, verbose=0)
     sent, steps = comm.statistics().bytes_sent, int(optimizer.iterations)
     model.fit(data, epochs=arguments.epochs, shuffle=False, verbose=0)
     sent = (comm.statistics().bytes_sent - sent) / 1e6
