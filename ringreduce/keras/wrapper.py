@@ -1,0 +1,198 @@
+"""An optimizer that is another one in all that Keras and TensorFlow ask of it.
+
+It has no variables of its own. What is read, set, saved, restored and checkpointed is the inner
+optimizer's, so that files are those of the plain one. A subclass says what is done differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce import tensorflow as bridge
+from ringreduce.keras.copying import CopiedState
+
+__all__ = ["Wrapper"]
+
+
+class Wrapper(keras.optimizers.Optimizer):
+    """Forwards everything to the optimizer it stands for; see `_stand_for`."""
+
+    # What a copy that is not built waits with.
+    _copied: CopiedState | None
+    # And what of that its variables are to be given, since it was built.
+    _to_give: list[tuple[Any, Any]]
+
+    def _stand_for(self, inner: Any) -> None:
+        """Leave to `inner` everything that the base's `__init__` has set on this one.
+
+        With that, what Keras and TensorFlow read is the inner one's: clipnorm, use_ema, the name,
+        and what a checkpoint depends on, so that it holds the same as the plain optimizer's.
+        """
+        self.__dict__.clear()
+        self._inner = inner
+        self._copied, self._to_give = None, []
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that updates weights: the wrapped one, or what a LossScaleOptimizer holds.
+
+        So Keras calls what is in a LossScaleOptimizer, for its callbacks (SwapEMAWeights) and in
+        its files. What else such a wrapped one has, like ``dynamic_scale``, this one has too.
+        """
+        return getattr(self._inner, "inner_optimizer", self._inner)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables; of a copy that is not built, what it will have."""
+        if self._copied is not None:
+            return list(self._copied.variables)
+        return list(self._inner.variables)
+
+    @property
+    def built(self) -> bool:
+        """Whether the inner optimizer has its variables."""
+        return "_inner" in self.__dict__ and bool(self._inner.built)
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        pass
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's step counter."""
+        return self._inner.iterations
+
+    @property
+    def _iterations(self) -> Any:
+        return self._inner._iterations
+
+    @_iterations.setter
+    def _iterations(self, value: Any) -> None:
+        pass
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; setting it sets that."""
+        return self._inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self._inner.learning_rate = value
+
+    @property
+    def _learning_rate(self) -> Any:
+        return self._inner._learning_rate
+
+    @_learning_rate.setter
+    def _learning_rate(self, value: Any) -> None:
+        if "_inner" in self.__dict__:
+            self._inner._learning_rate = value
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As the inner optimizer scales it."""
+        scaling = self._inner if self._copied is None else self._copied.holder
+        return scaling.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """As the inner optimizer does: overwrites variables with their averages, where used."""
+        self._inner.finalize_variable_values(var_list)
+
+    def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
+        """Refused, as by every optimizer on the TensorFlow backend."""
+        return self._inner.stateless_apply(*arguments, **options)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the inner optimizer's variables."""
+        if self._copied is not None:
+            super().save_own_variables(store)
+        else:
+            self._inner.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the inner optimizer's variables."""
+        if self._copied is not None:
+            super().load_own_variables(store)
+        else:
+            self._inner.load_own_variables(store)
+
+    def set_weights(self, weights: Any) -> None:
+        """Set the inner optimizer's variables."""
+        self._inner.set_weights(weights)
+
+    def add_variable(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer."""
+        return self._inner.add_variable(*arguments, **options)
+
+    def add_variable_from_reference(self, *arguments: Any, **options: Any) -> Any:
+        """Add a variable to the inner optimizer, like another."""
+        return self._inner.add_variable_from_reference(*arguments, **options)
+
+    def add_optimizer_variables(self, *arguments: Any, **options: Any) -> Any:
+        """Add variables to the inner optimizer, one for each of a list."""
+        return self._inner.add_optimizer_variables(*arguments, **options)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Tell the inner optimizer which variables not to decay; before it is built."""
+        self._inner.exclude_from_weight_decay(var_list, var_names)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable as the inner optimizer does; nothing is averaged."""
+        self._inner.update_step(gradient, variable, learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """The inner optimizer's configuration, from which its own class is made again."""
+        config: dict[str, Any] = self._inner.get_config()
+        return config
+
+    def build_inner(self, variables: Sequence[Any]) -> None:
+        """Create the inner optimizer's variables; nothing travels."""
+        if self._copied is None:
+            self._inner.build(list(variables))
+        else:
+            self._to_give = self._copied.build(self._inner, variables)
+            self._copied = None
+        self._give()
+
+    def _give(self) -> None:
+        """Give a copy's variables their values, once they can have any (see `_synchronize`)."""
+        with tf.init_scope():
+            if all(bridge.is_initialized(variable) for variable, _ in self._to_give):
+                for variable, holding in self._to_give:
+                    variable.assign(holding.numpy())
+                self._to_give = []
+
+    # A checkpoint of TensorFlow's sees the inner optimizer's dependencies as this one's.
+
+    def _maybe_initialize_trackable(self) -> None:
+        self._inner._maybe_initialize_trackable()
+
+    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+        return self._inner._trackable_children(*arguments, **options)
+
+    def _lookup_dependency(self, *arguments: Any, **options: Any) -> Any:
+        return self._inner._lookup_dependency(*arguments, **options)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves what it finds by these names beside the variables. With our own attributes,
+        # above all `inner_optimizer`, everything would be in the file twice.
+        names = {*dir(type(self))} - {"inner_optimizer"}
+        return sorted(names | {*dir(self._inner)})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_inner")
+        ours = name in vars(self) or hasattr(type(self), name)
+        if inner is None or ours or not hasattr(inner, name):
+            # Past Keras and TensorFlow, which would save it.
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not found otherwise: momentum, beta_1, the slots.
+        if name.startswith("__") or "_inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_inner"], name)
