@@ -113,7 +113,7 @@ def test_compile_does_not_choose_to_compile_it():
 
 
 def test_training_without_a_ring_says_what_to_do():
-    with pytest.raises(ClosedError, match="init"):
+    with pytest.raises(ClosedError, match="ring"):
         rr.SyncBatchNormalization()(np.ones((2, 3)), training=True)
 
 
