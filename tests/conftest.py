@@ -1,7 +1,7 @@
 """What every test is held to: no thread of a ring outlives the test that formed it.
 
-Also which tests need no second run without the native library, since it is nowhere near them, and
-which need one with the lowest version of Keras, since it is what they are about.
+Also which tests need no second run without the native library, since it is nowhere near them, or so
+far below that others see to it, and which need one with the lowest version of Keras, since it is what they are about.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import pytest
 
 _ONCE = {
     "test_buckets",
+    "test_callbacks",
     "test_checksum",
     "test_config",
     "test_errors",
+    "test_evaluation",
+    "test_examples",
+    "test_from_horovod",
     "test_fuzz",
     "test_half_open",
     "test_kernels",
@@ -26,14 +30,19 @@ _ONCE = {
     "test_launch_output",
     "test_layers",
     "test_liveness",
+    "test_normalization",
+    "test_optimizer_keras",
     "test_placement",
     "test_proxy",
     "test_public_api",
     "test_recorder",
     "test_rendezvous",
     "test_report",
+    "test_saving",
     "test_schedule",
     "test_security",
+    "test_tape",
+    "test_tensors",
     "test_types",
     "test_wire",
 }
