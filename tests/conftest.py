@@ -1,7 +1,8 @@
 """What every test is held to: no thread of a ring outlives the test that formed it.
 
 Also which tests need no second run without the native library, since it is nowhere near them, or so
-far below that others see to it, and which need one with the lowest version of Keras, since it is what they are about.
+far below that others see to it, and which need one with the lowest version of Keras, since it is
+what they are about.
 """
 
 from __future__ import annotations
