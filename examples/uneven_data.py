@@ -71,7 +71,8 @@ def main():
         epochs=arguments.epochs,
         shuffle=False,
         verbose=2 if comm.rank == 0 else 0,
-        callbacks=[count],
+        # With it the numbers shown are those of all workers' samples.
+        callbacks=[rr.callbacks.Together([count])],
     )
     _, accuracy = model.evaluate(*test, verbose=0)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())

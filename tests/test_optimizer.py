@@ -1,5 +1,7 @@
 """The wrapper in one process, where it must be nothing but the optimizer that it wraps."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -190,3 +192,26 @@ def test_a_gradient_that_is_no_number_is_reported_as_asked(options, mode, caplog
 def test_another_way_to_check_numerics_is_refused():
     with pytest.raises(ringreduce.ConfigError, match="check_numerics is 'always'; accepted: warn"):
         rr.DistributedOptimizer(keras.optimizers.SGD(0.1), check_numerics="always")
+
+
+def test_one_with_local_variables_is_not_copied(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.register_local_var(make_model().trainable_variables[0])
+    with pytest.raises(ringreduce.ConfigError, match="local variables"):
+        copy.deepcopy(optimizer)
+
+
+def test_local_variables_are_known_to_what_a_loss_scale_makes_of_it():
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer)
+    variable = make_model().trainable_variables[0]
+    optimizer.register_local_var(variable)
+    assert scaled._local == {id(variable): variable}
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_steps": 0}, {"compression": "int8"}, {"bucket_bytes": 0}]
+)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ringreduce.ConfigError, match=str(next(iter(options.values())))):
+        rr.DistributedOptimizer(keras.optimizers.SGD(0.5), **options)

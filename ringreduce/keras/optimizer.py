@@ -133,14 +133,12 @@ class DistributedOptimizer(Wrapper):
         super().__init__(learning_rate=0.0, name=inner.name)
         self._stand_for(inner)
         self._communicator = communicator
-        # Past Keras, which would take these variables for the optimizer's own.
-        self.__dict__["_options"] = {
+        self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "check_numerics": check_numerics,
             "accumulate_steps": accumulate_steps,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
-            "local_variables": tuple(local_variables),
         }
         self._bridge = bridge.GradientBridge(
             self._ring,
@@ -151,7 +149,7 @@ class DistributedOptimizer(Wrapper):
             sparse_as_dense=sparse_as_dense,
         )
         self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
-        self._local = {id(variable) for variable in local_variables}
+        self._local = {id(variable): variable for variable in local_variables}
         self._synchronized = False
 
     def _ring(self) -> Communicator:
@@ -249,8 +247,7 @@ class DistributedOptimizer(Wrapper):
         Its gradients are applied as they are, not divided by the number of ranks. Before the first
         step, and alike on all ranks.
         """
-        self._local.add(id(variable))
-        self._options["local_variables"] = (*self._options["local_variables"], variable)
+        self._local[id(variable)] = variable
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
@@ -387,7 +384,10 @@ def _is_distributed(optimizer: Any) -> bool:
 
 def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
     """Another with the same options, around `inner`."""
-    return DistributedOptimizer(inner, optimizer._communicator, **optimizer._options)
+    other = DistributedOptimizer(inner, optimizer._communicator, **optimizer._options)
+    # The same, since whoever has the first may still register some with it.
+    other._local = optimizer._local
+    return other
 
 
 def _belongs_to_any(state: Any, variables: Sequence[Any]) -> bool:
