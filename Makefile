@@ -33,10 +33,12 @@ native: $(VENV)/.installed
 # Many tests kill, stop and starve real processes, two tests at a time. What fails is run once more by
 # itself; both runs are shown, since a race may pass the second time.
 PYTEST := $(BIN)/python -m pytest
+# A file's tests stay together: most share a ring that the first of them has started.
+IN_TWO := -n 2 --dist loadfile
 AGAIN := --last-failed --last-failed-no-failures none
 
 check: $(VENV)/.installed
-	$(PYTEST) -n 2 || $(PYTEST) $(AGAIN)
+	$(PYTEST) $(IN_TWO) || $(PYTEST) $(AGAIN)
 
 # What depends on Keras, with the lowest that is supported, which lies beside the environment's own.
 LOWEST_KERAS := build/keras-3.12
@@ -44,7 +46,7 @@ LOWEST_KERAS := build/keras-3.12
 check-lowest-keras: $(LOWEST_KERAS)/.installed
 	export PYTHONPATH=$(abspath $(LOWEST_KERAS)); \
 	$(BIN)/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
-	{ $(PYTEST) -n 2 -m keras || $(PYTEST) -m keras $(AGAIN); }
+	{ $(PYTEST) $(IN_TWO) -m keras || $(PYTEST) -m keras $(AGAIN); }
 
 $(LOWEST_KERAS)/.installed: $(VENV)/.installed
 	rm -rf $(LOWEST_KERAS)
@@ -54,7 +56,7 @@ $(LOWEST_KERAS)/.installed: $(VENV)/.installed
 
 # Everything works without the native library, over sockets and Python.
 check-without-native: $(VENV)/.installed
-	export RINGREDUCE_NATIVE=0; $(PYTEST) -n 2 -m "not once" || $(PYTEST) -m "not once" $(AGAIN)
+	export RINGREDUCE_NATIVE=0; $(PYTEST) $(IN_TWO) -m "not once" || $(PYTEST) -m "not once" $(AGAIN)
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed
