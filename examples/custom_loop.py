@@ -10,25 +10,16 @@ import hashlib
 import json
 import sys
 
+import digits
 import keras
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
 
 import ringreduce.keras as rr
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--batch-size", type=int, default=120, help="over all workers together")
-SPLIT, SEED = 1500, 1
-
-
-def load():
-    """Training and test pixels (8 x 8, 0 to 1) and labels, in an order that depends on nothing."""
-    pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(SEED).permutation(len(labels))
-    pixels = (pixels[order].reshape(-1, 8, 8, 1) / 16).astype("float32")
-    return (pixels[:SPLIT], labels[order][:SPLIT]), (pixels[SPLIT:], labels[order][SPLIT:])
 
 
 def make_model():
@@ -50,9 +41,11 @@ def make_model():
 def main():
     arguments = parser.parse_args()
     comm = rr.init()
-    keras.utils.set_random_seed(SEED)  # all workers must shuffle alike
-    (pixels, labels), (test_pixels, test_labels) = load()
-    data = tf.data.Dataset.from_tensor_slices((pixels, labels)).shuffle(SPLIT, seed=SEED)
+    keras.utils.set_random_seed(digits.SEED)  # all workers must shuffle alike
+    (pixels, labels), (test_pixels, test_labels) = digits.load()
+    data = tf.data.Dataset.from_tensor_slices((pixels, labels)).shuffle(
+        digits.SPLIT, seed=digits.SEED
+    )
     data = rr.shard(data).batch(arguments.batch_size // comm.size, drop_remainder=True)
 
     model = make_model()

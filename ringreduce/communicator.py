@@ -16,7 +16,6 @@ import atexit
 import copy
 import logging
 import math
-import operator
 import os
 import sys
 import threading
@@ -42,7 +41,7 @@ from ringreduce.errors import (
     RingReduceError,
 )
 from ringreduce.formation import form
-from ringreduce.payload import bounds_of, checked_lengths, decode, encode, flat_view
+from ringreduce.payload import bounds_of, checked_lengths, checked_root, decode, encode, flat_view
 from ringreduce.recorder import Recorder
 from ringreduce.transport.news import write_goodbye
 from ringreduce.types import ReduceOp, dtype_code, reduce_op
@@ -396,7 +395,7 @@ class Communicator:
         Raises:
             As `all_reduce`; ArrayError also when `root` is no rank.
         """
-        root = self._checked_root(root)
+        root = checked_root(root, self.rank, self.size)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
         _check_signature(signature)
         arguments = (Kind.BROADCAST, flat, root, signature)
@@ -430,7 +429,7 @@ class Communicator:
             As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is
             over 64 MiB. The others wait for it all the same: let that error end the process.
         """
-        root = self._checked_root(root)
+        root = checked_root(root, self.rank, self.size)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
 
         def run() -> np.ndarray:
@@ -713,21 +712,6 @@ class Communicator:
                 f"received the lengths {counts.tolist()}", rank=self.rank, size=self.size
             )
         return [int(number) for number in counts]
-
-    def _checked_root(self, root: int) -> int:
-        """`root` as a plain int, since it is hashed and compared by its text."""
-        try:
-            number = operator.index(root)
-        except TypeError:
-            number = -1
-        if not 0 <= number < self.size:
-            raise ArrayError(
-                f"got root {root!r}",
-                rank=self.rank,
-                size=self.size,
-                remedy=f"Roots are 0 to {self.size - 1}.",
-            )
-        return number
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Refuse a mean whose divisor the dtype cannot hold, before anything travels."""

@@ -1,7 +1,8 @@
-"""What collectives accept: arrays as flat views, objects as bytes, lengths from other ranks."""
+"""What collectives accept: arrays as flat views, objects as bytes, roots, others' lengths."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,15 @@ import numpy as np
 from ringreduce.errors import ArrayError, MismatchError
 from ringreduce.types import dtype_code
 
-__all__ = ["OBJECT_BYTES_MAX", "bounds_of", "checked_lengths", "decode", "encode", "flat_view"]
+__all__ = [
+    "OBJECT_BYTES_MAX",
+    "bounds_of",
+    "checked_lengths",
+    "checked_root",
+    "decode",
+    "encode",
+    "flat_view",
+]
 
 # An object is a setting, a file name, a metric: whoever sends more wants an array.
 OBJECT_BYTES_MAX = 64 << 20
@@ -53,6 +62,19 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
     if not all(0 <= number <= OBJECT_BYTES_MAX for number in numbers):
         raise MismatchError(f"received objects of {numbers} bytes, over the limit")
     return numbers
+
+
+def checked_root(root: Any, rank: int, size: int) -> int:
+    """`root` as a plain int, since it is hashed and compared by its text; for an error of `rank`."""
+    try:
+        number = operator.index(root)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise ArrayError(
+            f"got root {root!r}", rank=rank, size=size, remedy=f"Roots are 0 to {size - 1}."
+        )
+    return number
 
 
 def encode(value: Any) -> np.ndarray:

@@ -3,8 +3,6 @@
 What programs/callbacks.py does in processes is looked at here; the rest needs no training.
 """
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ import ringreduce.keras as rr
 from ringreduce.keras.callbacks.together import _WRITERS
 from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_processes, ring_of_threads
+from tests.facts import facts_in
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,15 +36,11 @@ def facts(request, tmp_path_factory):
     arguments = ["tests/programs/callbacks.py", str(tmp_path_factory.mktemp("callbacks"))]
     result = ring_of_processes(size, arguments, timeout_s=60)
     assert result.exit_code == 0, result.errors
-    said = {}
-    for line in result.output.splitlines():
-        text = line.partition("] ")[2]
-        if text.startswith("{"):
-            fact = json.loads(text)
-            said.setdefault(fact["case"], {})[fact["rank"]] = fact
-        else:
-            said.setdefault("printed", []).append(text)
-    said["size"] = size
+    said = {"size": size}
+    for fact in facts_in(result.output):
+        said.setdefault(fact["case"], {})[fact["rank"]] = fact
+    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
+    said["printed"] = [line for line in lines if not line.startswith("{")]
     return said
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ringreduce.testing import ring_of_processes
+from tests.facts import facts_of
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
@@ -13,13 +14,7 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def facts():
     """What each case of programs/behaviour.py said on ranks 0 and 1."""
-    result = ring_of_processes(2, ["tests/programs/behaviour.py"], timeout_s=60)
-    assert result.exit_code == 0, result.errors
-    said = {}
-    for line in result.output.splitlines():
-        fact = json.loads(line.partition("] ")[2])
-        said.setdefault(fact["case"], {})[fact["rank"]] = fact
-    return said
+    return facts_of("behaviour", 2)
 
 
 @pytest.mark.parametrize("case", ["unbuilt model", "eager first step", "retracing", "loss scale"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
@@ -14,6 +13,7 @@ from ringreduce import ArrayError, MismatchError, NumericsError, native
 from ringreduce.communicator import Communicator
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_processes, ring_of_threads
+from tests.facts import facts_in
 
 SIZES = (1, 2, 3)
 # tests/programs/sparse.py runs each of these by every way.
@@ -255,8 +255,7 @@ def facts() -> dict[Any, Any]:
     for size in SIZES:
         result = ring_of_processes(size, ["tests/programs/sparse.py"], timeout_s=60)
         assert result.exit_code == 0, result.errors
-        for line in result.output.splitlines():
-            fact = json.loads(line.partition("] ")[2])
+        for fact in facts_in(result.output):
             of_case = said.setdefault((size, fact["case"]), {})
             of_case.setdefault(fact["rank"], []).append(fact)
     return said

@@ -1,10 +1,8 @@
 """Half precision, accumulation, compression, local variables, dropout: on a real ring of two."""
 
-import json
-
 import pytest
 
-from ringreduce.testing import ring_of_processes
+from tests.facts import facts_of
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
@@ -14,14 +12,7 @@ RANKS = (0, 1)
 @pytest.fixture(scope="module")
 def facts():
     """What each case of programs/steps.py said on ranks 0 and 1."""
-    result = ring_of_processes(2, ["tests/programs/steps.py"], timeout_s=60)
-    assert result.exit_code == 0, result.errors
-    said = {}
-    for line in result.output.splitlines():
-        if "{" in line:
-            fact = json.loads(line.partition("] ")[2])
-            said.setdefault(fact["case"], {})[fact["rank"]] = fact
-    return said
+    return facts_of("steps", 2)
 
 
 ACCUMULATIONS = ("sgd", "adam, clipped", "eager", "several steps")

@@ -1,10 +1,8 @@
 """Ranks with 5, 3 and no batches, of unequal lengths: what they train to, and when they end."""
 
-import json
-
 import pytest
 
-from ringreduce.testing import ring_of_processes
+from tests.facts import facts_of
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
@@ -15,14 +13,7 @@ WAYS = ("known", "unknown", "by ranks", "adam", "several steps", "eager", "joine
 @pytest.fixture(scope="module")
 def facts():
     """What each case of programs/uneven.py said, by rank."""
-    result = ring_of_processes(SIZE, ["tests/programs/uneven.py"], timeout_s=60)
-    assert result.exit_code == 0, result.errors
-    said = {}
-    for line in result.output.splitlines():
-        if "{" in line:
-            fact = json.loads(line.partition("] ")[2])
-            said.setdefault(fact["case"], {})[fact["rank"]] = fact
-    return said
+    return facts_of("uneven", SIZE)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ those of the mean of all losses. Each gradient is made of functions that have on
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ import tensorflow as tf
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ArrayError, ConfigError
-from ringreduce.payload import bounds_of
+from ringreduce.payload import bounds_of, checked_root
 from ringreduce.schedule import chunk_bounds
 from ringreduce.tensorflow import failures
 from ringreduce.tensorflow.places import refuse_unreachable_places
@@ -132,7 +131,7 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
     Raises:
         As `all_reduce`; ArrayError also when `root` is no rank.
     """
-    source, value = _checked_root(communicator, root), _checked(tensor)
+    source, value = checked_root(root, communicator.rank, communicator.size), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
 
@@ -283,22 +282,6 @@ def _checked(tensor: Any) -> Any:
             remedy=f"Convert it with tf.cast to one of {', '.join(DTYPE_NAMES)}.",
         )
     return value
-
-
-def _checked_root(communicator: Communicator, root: Any) -> int:
-    """`root` as an int; refused here, while tracing, and not by the op when it runs."""
-    try:
-        number = operator.index(root)
-    except TypeError:
-        number = -1
-    if not 0 <= number < communicator.size:
-        raise ArrayError(
-            f"got root {root!r}",
-            rank=communicator.rank,
-            size=communicator.size,
-            remedy=f"Roots are 0 to {communicator.size - 1}.",
-        )
-    return number
 
 
 def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) -> None:
