@@ -65,7 +65,7 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
 
 
 def checked_root(root: Any, rank: int, size: int) -> int:
-    """`root` as a plain int, since it is hashed and compared by its text; for an error of `rank`."""
+    """`root` as a plain int, since it is hashed and compared by its text; `rank` for errors."""
     try:
         number = operator.index(root)
     except TypeError:
