@@ -28,6 +28,7 @@ ACCUMULATIONS = ("sgd", "adam, clipped", "eager", "several steps")
         "accumulation mixed_bfloat16",
         "accumulated infinity",
         "accumulated sparse",
+        "accumulated dense",
         "eight bits",
         "frozen",
         "several",
@@ -99,8 +100,9 @@ def test_an_accumulated_infinity_is_forgotten_after_its_update(facts):
     assert (fact["steps"], fact["scale"]) == (2, 2.0)
 
 
-def test_accumulated_sparse_gradients_equal_the_whole_batch(facts):
-    assert facts["accumulated sparse"][0]["difference"] < 1e-6
+@pytest.mark.parametrize("how", ["sparse", "dense"])
+def test_accumulated_sparse_gradients_equal_the_whole_batch(facts, how):
+    assert facts[f"accumulated {how}"][0]["difference"] < 1e-6
 
 
 @pytest.mark.parametrize("case", ["inner accumulation", "inner accumulation, scaled"])
@@ -130,6 +132,27 @@ def test_a_local_variable_is_each_ranks_own(facts):
     for rank in RANKS:
         assert facts["local"][rank]["shared"] == [0.0 - 2.5 * 1.5] * 3
         assert facts["local"][rank]["mine"] == [rank - 2.5 * (rank + 1)] * 3
+
+
+def test_an_accumulated_local_variable_is_too(facts):
+    # The mean of 1 and 3 times rank + 1.
+    for rank in RANKS:
+        assert facts["accumulated local"][rank]["shared"] == [-3.0] * 3
+        assert facts["accumulated local"][rank]["mine"] == [-2.0 * (rank + 1)] * 3
+
+
+def test_callbacks_leave_local_variables_alone(facts):
+    first, other = (facts["local layer"][rank] for rank in RANKS)
+    assert first["shared"] == other["shared"]
+    for name in ("local", "momenta"):
+        assert all(a != b for a, b in zip(first[name], other[name], strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_schedule_counts_what_is_applied(facts, steps):
+    for rank in RANKS:
+        assert facts[f"schedule {steps}"][rank]["difference"] < 2e-6
+        assert facts[f"schedule {steps}"][rank]["rate"] == pytest.approx(0.1 * 0.5 ** (6 // steps))
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -306,10 +306,21 @@ class DistributedOptimizer(Wrapper):
         ring = self._ring()
         if ring.size == 1:
             return False
-        local = [v for v in variables if id(v) in self._local]
-        state = [v for v in self._inner.variables if not _belongs_to_any(v, local)]
-        bridge.broadcast_variables(state, ring)
-        return bridge.broadcast_variables([v for v in variables if id(v) not in self._local], ring)
+        bridge.broadcast_variables(self.shared(self._inner.variables), ring)
+        return bridge.broadcast_variables(self.shared(variables), ring)
+
+    def shared(self, variables: Sequence[Any]) -> list[Any]:
+        """Those of `variables` that are equal on all ranks: without local ones and their state.
+
+        Args:
+            variables: of the model or of the optimizer.
+        """
+        if not self._local:
+            return list(variables)
+        trained = [*self._inner._trainable_variables, *self._local.values()]
+        state = set(map(id, self._inner.variables))
+        owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
+        return [v for v, o in zip(variables, owners, strict=True) if id(o) not in self._local]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -390,11 +401,18 @@ def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
     return other
 
 
-def _belongs_to_any(state: Any, variables: Sequence[Any]) -> bool:
-    """Whether a variable of an optimizer is the state it keeps for one of `variables`."""
-    # Keras names it after the variable's whole path.
+def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
+    """Of the variables that are trained the one an optimizer keeps `state` for; None: none."""
+
+    def prefix(owner: Any) -> str:
+        # Keras names the state after the whole path of what it is kept for.
+        path = getattr(owner, "path", str(owner.name).replace(":", "_"))
+        return f"{path.replace('/', '_')}_"
+
     name = str(state.path).rpartition("/")[2]
-    return any(name.startswith(f"{v.path.replace('/', '_')}_") for v in variables)
+    # The longest, since another's name may go on where this one's ends.
+    owners = [owner for owner in trained if name.startswith(prefix(owner))]
+    return max(owners, key=lambda owner: len(prefix(owner)), default=None)
 
 
 def _refuse_unusable(inner: Any) -> None:

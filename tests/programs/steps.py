@@ -49,9 +49,9 @@ def make_model(*layers, seed=5):
     return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
 
 
-def fit(model, optimizer, arrays, batch, epochs=1, **options):
+def fit(model, optimizer, arrays, batch, callbacks=(), **options):
     model.compile(optimizer=optimizer, loss=LOSS, **options)
-    model.fit(*arrays, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+    model.fit(*arrays, batch_size=batch, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model
 
 
@@ -164,7 +164,7 @@ def accumulation_forgets_infinity():
     )
 
 
-def accumulated_sparse_gradients():
+def accumulated_sparse_gradients(sparse_as_dense):
     """Sparse gradients add up too."""
     keras.utils.set_random_seed(30)
     layers = [keras.Input((3,)), keras.layers.Embedding(7, 2)]
@@ -172,11 +172,14 @@ def accumulated_sparse_gradients():
     alone = keras.models.clone_model(model)
     alone.set_weights(model.get_weights())
     index = np.arange(2 * comm.size * 3).reshape(2, comm.size, 3) % 5
-    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), accumulate_steps=2)
+    optimizer = rr.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), accumulate_steps=2, sparse_as_dense=sparse_as_dense
+    )
     fit(model, optimizer, (index[:, comm.rank], np.zeros((2, 3, 2))), 1)
     every = index.reshape(-1, 3)
     fit(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
-    say("accumulated sparse", digest=digest(model), difference=difference(model, alone))
+    case = f"accumulated {'dense' if sparse_as_dense else 'sparse'}"
+    say(case, digest=digest(model), difference=difference(model, alone))
 
 
 def refused_accumulation():
@@ -216,6 +219,55 @@ def local_variables():
     for _ in range(2):
         step(tf.fill((3,), float(comm.rank + 1)))
     say("local", shared=shared.numpy().tolist(), mine=mine.numpy().tolist())
+
+
+def accumulated_local_variables():
+    """A local variable gets the mean of its own rank's gradients alone."""
+    shared, mine = (keras.Variable(np.zeros(3)) for _ in range(2))
+    optimizer = rr.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), accumulate_steps=2, local_variables=[mine]
+    )
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient, gradient], [shared, mine])
+
+    for factor in (1.0, 3.0):
+        step(tf.fill((3,), factor * (comm.rank + 1)))
+    say("accumulated local", shared=shared.numpy().tolist(), mine=mine.numpy().tolist())
+
+
+def local_layer():
+    """What copies and compares weights leaves a local layer alone, and its momentum."""
+    model = make_model()
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5))
+    for variable in model.layers[0].trainable_variables:
+        optimizer.register_local_var(variable)
+        variable.assign(variable + comm.rank)
+    callbacks = [rr.callbacks.Broadcast(), rr.callbacks.VerifyReplicas(1)]
+    fit(model, optimizer, own(data(3, 4), 4), 4, callbacks=callbacks)
+    local, shared = ([w.tobytes().hex() for w in layer.get_weights()] for layer in model.layers)
+    momenta = {v.path.rpartition("/")[2]: v.numpy().tobytes().hex() for v in optimizer.variables}
+    kept = [
+        momenta[f"{v.path.replace('/', '_')}_momentum"] for v in model.layers[0].trainable_variables
+    ]
+    say("local layer", local=local, shared=shared, momenta=kept)
+
+
+def schedules():
+    """A schedule counts the steps that are applied, as in one process."""
+    arrays = data(6, 4, seed=6)
+    for steps in (1, 2):
+
+        def make():
+            return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+
+        model, alone = make_model(), make_model()
+        optimizer = rr.DistributedOptimizer(make(), accumulate_steps=steps)
+        fit(model, optimizer, own(arrays, 4), 4)
+        fit(alone, make(), arrays, 4 * comm.size * steps)
+        rate = float(optimizer.learning_rate)
+        say(f"schedule {steps}", difference=difference(model, alone), rate=rate)
 
 
 def new_values():
@@ -327,11 +379,15 @@ accumulation(
 )
 accumulation("mixed_bfloat16", lambda: keras.optimizers.SGD(0.1), policy="mixed_bfloat16")
 accumulation_forgets_infinity()
-accumulated_sparse_gradients()
+accumulated_sparse_gradients(False)
+accumulated_sparse_gradients(True)
 refused_accumulation()
 for kind in ("none", "fp16", "bf16"):
     compression(kind)
 local_variables()
+accumulated_local_variables()
+local_layer()
+schedules()
 new_values()
 eight_bits()
 frozen_layers()

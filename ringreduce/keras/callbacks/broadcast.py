@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.process import default_communicator
 from ringreduce.types import ReduceOp
 
-__all__ = ["Broadcast", "broadcast_state", "build_optimizer_here", "count_built"]
+__all__ = ["Broadcast", "broadcast_state", "build_optimizer_here", "count_built", "shared_state"]
 
 
 class Broadcast(keras.callbacks.Callback):
@@ -92,8 +93,16 @@ def build_optimizer_here(model: Any) -> None:
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
-    """Give `model` and its optimizer the values that they have on rank `root`. Collective."""
-    optimizer = model.optimizer
-    state = [] if optimizer is None else optimizer.variables
+    """Give `model` and its optimizer the values that they have on rank `root`. Collective.
+
+    Variables that the optimizer knows to be local stay as they are.
+    """
     # Not `model.variables`, which has the states of random generators.
-    bridge.broadcast_variables([*model.weights, *state], communicator, root)
+    bridge.broadcast_variables(shared_state(model, model.weights), communicator, root)
+
+
+def shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
+    """`weights` of `model` and all variables of its optimizer, without what is a rank's own."""
+    optimizer = model.optimizer
+    every = [*weights, *([] if optimizer is None else optimizer.variables)]
+    return every if not hasattr(optimizer, "shared") else optimizer.shared(every)

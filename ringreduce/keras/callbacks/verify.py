@@ -10,6 +10,7 @@ import keras
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras.callbacks.broadcast import shared_state
 from ringreduce.process import default_communicator
 
 __all__ = ["VerifyReplicas", "verify_replicas"]
@@ -37,9 +38,10 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
 class VerifyReplicas(keras.callbacks.Callback):
     """Stops training with a `MismatchError` when the ranks' weights are no longer equal.
 
-    Compares trainable variables and the optimizer's, every `every` batches and at the end of
-    training. Batches are counted over all epochs, and with ``steps_per_execution`` as often as
-    Keras reports one, so that all ranks compare at the same step.
+    Compares trainable variables and the optimizer's, local ones excepted, every `every` batches
+    and at the end of training. Batches are counted over all epochs, and with
+    ``steps_per_execution`` as often as Keras reports one, so that all ranks compare at the same
+    step.
 
     Args:
         every: batches between two comparisons. Each hashes all weights, at about 1 GB/s.
@@ -67,6 +69,6 @@ class VerifyReplicas(keras.callbacks.Callback):
         self._verify()
 
     def _verify(self) -> None:
-        optimizer = self.model.optimizer
-        variables = [*self.model.trainable_variables, *optimizer.variables]
-        verify_replicas(variables, self._communicator)
+        verify_replicas(
+            shared_state(self.model, self.model.trainable_variables), self._communicator
+        )
