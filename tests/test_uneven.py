@@ -17,7 +17,8 @@ def facts():
 
 
 @pytest.mark.parametrize(
-    "case", [*WAYS, "synchronized", "empty infinity", "accumulated", "eager loop", "graph loop"]
+    "case",
+    [*WAYS, "synchronized", "batches", "empty infinity", "accumulated", "eager loop", "graph loop"],
 )
 def test_ranks_end_bit_identical(facts, case):
     digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
@@ -35,7 +36,7 @@ def test_normalization_over_all_ranks_leaves_out_who_has_no_data(facts):
     assert facts["synchronized"][0]["difference"] < 2e-6
 
 
-@pytest.mark.parametrize("case", ["accumulated", "eager loop", "graph loop"])
+@pytest.mark.parametrize("case", ["accumulated", "batches", "eager loop", "graph loop"])
 def test_loops_and_accumulation_weight_by_samples_too(facts, case):
     assert facts[case][0]["difference"] < 2e-6
 

@@ -204,6 +204,8 @@ def _filled(batch: Any) -> Any:
     """`batch`, or one sample of zeros where it has none."""
 
     def fill(tensor: Any) -> Any:
+        if tensor is None:  # Sample weights that nobody gave.
+            return None
         shape = tf.shape(tensor)
         one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
         result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)
@@ -248,7 +250,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
         model = owner()
         assert model is not None
         weighting, ring = _followed[model]
-        samples = tf.shape(tf.nest.flatten(data)[0])[0]
+        samples = tf.shape(next(part for part in tf.nest.flatten(data) if part is not None))[0]
         has_data = samples > 0
         own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
         weight = weighting_module.exchanged(own, ring)

@@ -158,6 +158,21 @@ def moments_of_all_batches():
     say("synchronized", digest=digest(model), difference=difference(model, alone))
 
 
+def batch_by_batch():
+    """`train_on_batch` of a model that was joined weights too; it needs no dataset."""
+    model = compiled(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    rr.join(dataset_of(batches_of(comm.rank)), model)
+    everyone = [batches_of(rank) for rank in range(comm.size)]
+    for step in range(2):
+        own = everyone[comm.rank][step : step + 1] or [(np.zeros((0, 4)), np.zeros((0, 2)))]
+        model.train_on_batch(*own[0])
+    alone = compiled(make_model(), keras.optimizers.SGD(0.1))
+    for step in range(2):
+        parts = [own[step] for own in everyone if own]
+        alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    say("batches", digest=digest(model), difference=difference(model, alone))
+
+
 def infinity_in_an_empty_step():
     """The logarithm of a sample of zeros has no finite gradient."""
     model = make_model(keras.layers.Lambda(lambda x: tf.math.log(tf.abs(x))))
@@ -242,6 +257,7 @@ fitted("eager", run_eagerly=True)
 fitted("joined twice", again=True)
 metrics_of_own_batches()
 moments_of_all_batches()
+batch_by_batch()
 infinity_in_an_empty_step()
 accumulated()
 loops()
