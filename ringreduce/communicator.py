@@ -444,11 +444,13 @@ class Communicator:
         received = self._call("broadcast_object", payload.size, run)
         return value if self.rank == root else decode(received)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, in rank order.
 
         Args:
             value: as for `broadcast_object`.
+            signature: 64 bits that must be equal on all ranks, such as a hash of what the object
+                is.
 
         Returns:
             A list of `size` decoded copies.
@@ -459,7 +461,7 @@ class Communicator:
         payload = encode(value)
 
         def run() -> tuple[np.ndarray, tuple[int, ...]]:
-            lengths = self._gather_counts(Kind.ALL_GATHER_OBJECT, payload.size, 0)
+            lengths = self._gather_counts(Kind.ALL_GATHER_OBJECT, payload.size, signature)
             bounds = bounds_of(checked_lengths(lengths))
             gathered = np.empty(bounds[-1], np.uint8)
             gathered[bounds[self.rank] : bounds[self.rank + 1]] = payload

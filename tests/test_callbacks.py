@@ -165,6 +165,14 @@ def test_predictions_of_all_are_those_of_one(facts):
 
 
 @pytest.mark.tensorflow
+def test_a_model_is_evaluated_with_the_moving_averages_of_rank_0(facts):
+    for rank, fact in enumerate(of_all_ranks(facts, "averages")):
+        assert fact["loss"][0] == pytest.approx(fact["loss"][1], rel=1e-6)
+        assert fact["outputs"] < 1e-6
+        assert fact["kept"] == [float(rank)] * 3
+
+
+@pytest.mark.tensorflow
 def test_ranks_that_log_under_different_names_are_an_error_on_all(facts):
     for fact in of_all_ranks(facts, "names"):
         assert fact["error"] == "MismatchError"

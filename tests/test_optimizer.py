@@ -206,7 +206,7 @@ def test_local_variables_are_known_to_what_a_loss_scale_makes_of_it():
     scaled = keras.optimizers.LossScaleOptimizer(optimizer)
     variable = make_model().trainable_variables[0]
     optimizer.register_local_var(variable)
-    assert scaled._local == {id(variable): variable}
+    assert list(scaled._local.values()) == [variable]
 
 
 @pytest.mark.parametrize(
@@ -215,3 +215,73 @@ def test_local_variables_are_known_to_what_a_loss_scale_makes_of_it():
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ringreduce.ConfigError, match=str(next(iter(options.values())))):
         rr.DistributedOptimizer(keras.optimizers.SGD(0.5), **options)
+
+
+@pytest.mark.parametrize("variable", [keras.layers.Dense(1), "kernel", None])
+def test_what_is_no_variable_cannot_be_local(variable):
+    with pytest.raises(ringreduce.ConfigError, match="local variable"):
+        rr.DistributedOptimizer(keras.optimizers.SGD(0.5), local_variables=[variable])
+
+
+def trained_with_local(optimizer, variable=None):
+    model = make_model()
+    optimizer.register_local_var(model.trainable_variables[0] if variable is None else variable)
+    return fit(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("inner", "word"),
+    [
+        (lambda: keras.optimizers.SGD(0.5, global_clipnorm=1.0), "global_clipnorm"),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)), "loss scale"),
+    ],
+)
+def test_local_variables_beside_what_joins_all_gradients_are_refused(world_of_one, inner, word):
+    with pytest.raises(ringreduce.ConfigError, match=word):
+        trained_with_local(rr.DistributedOptimizer(inner()))
+
+
+def test_a_local_variable_must_be_trained(world_of_one):
+    with pytest.raises(ringreduce.ConfigError, match="not trained"):
+        trained_with_local(
+            rr.DistributedOptimizer(keras.optimizers.SGD(0.5)), keras.Variable([1.0])
+        )
+
+
+def test_a_local_variable_comes_too_late_after_the_first_step(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    model = trained_with_local(optimizer)
+    with pytest.raises(ringreduce.ConfigError, match="after the first step"):
+        optimizer.register_local_var(model.trainable_variables[1])
+
+
+def test_a_local_variable_may_be_the_one_in_a_variable_of_keras(world_of_one):
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    variable = make_model().trainable_variables[0]
+    optimizer.register_local_var(variable.value)
+    optimizer.build([variable])
+    assert optimizer.shared([variable]) == []
+
+
+def test_a_copy_that_is_not_built_gets_no_loss_scale(world_of_one):
+    model = fit(make_model(), rr.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.5)))
+    with pytest.raises(ringreduce.ConfigError, match="lose its state"):
+        keras.optimizers.LossScaleOptimizer(copy.deepcopy(model.optimizer))
+
+
+@pytest.mark.parametrize(("name", "word"), [("allreduce", "all_reduce"), ("elastic", "none")])
+def test_names_of_horovods_that_are_not_there_say_what_is(name, word):
+    with pytest.raises(AttributeError, match=word):
+        getattr(rr, name)
+
+
+def test_options_of_horovods_that_are_not_there_say_what_is():
+    with pytest.raises(TypeError, match="accumulate_steps"):
+        rr.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
+    with pytest.raises(TypeError, match="no_such"):
+        rr.DistributedOptimizer(keras.optimizers.SGD(), no_such=2)
+
+
+def test_only_a_dataset_is_sharded(world_of_one):
+    with pytest.raises(ringreduce.ConfigError, match=r"tf\.data\.Dataset"):
+        rr.shard(np.ones((3, 2)))

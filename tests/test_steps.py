@@ -165,6 +165,16 @@ def test_layers_in_eight_bits_share_their_scales(facts):
     assert max(facts["eight bits"][0]["largest"]) > 0
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_variables_that_are_applied_in_parts_begin_alike_and_have_steps_of_their_own(facts, steps):
+    for rank in RANKS:
+        assert facts[f"sets {steps}"][rank]["values"] == [[-4.0 / steps] * 2] * 2
+
+
+def test_ranks_that_exchange_other_things_get_a_mismatch(facts):
+    assert [facts["one builds"][rank]["error"] for rank in RANKS] == ["MismatchError"] * 2
+
+
 def test_frozen_layers_stay(facts):
     assert facts["frozen"][0]["same"]
     assert facts["frozen"][0]["difference"] < 2e-6

@@ -7,7 +7,18 @@ from tests.facts import facts_of
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
 
 SIZE = 3
-WAYS = ("known", "unknown", "by ranks", "adam", "several steps", "eager", "joined twice")
+# Batches that Keras reports in each epoch, of 5 steps.
+WAYS = {
+    "known": 5,
+    "unknown": 5,
+    "by ranks": 5,
+    "adam": 5,
+    "several steps": 3,
+    "one execution": 1,
+    "eager": 5,
+    "joined twice": 5,
+}
+EMPTY = ("empty infinity", "empty infinity normalized")
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +29,7 @@ def facts():
 
 @pytest.mark.parametrize(
     "case",
-    [*WAYS, "synchronized", "batches", "empty infinity", "accumulated", "eager loop", "graph loop"],
+    [*WAYS, "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"],
 )
 def test_ranks_end_bit_identical(facts, case):
     digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
@@ -44,10 +55,10 @@ def test_loops_and_accumulation_weight_by_samples_too(facts, case):
 @pytest.mark.parametrize("case", WAYS)
 def test_epochs_end_together(facts, case):
     """After the longest rank's 5 batches, and nothing counts the step that found no data."""
-    steps = 2 if case == "several steps" else 5
     for rank in range(SIZE):
-        assert facts[case][rank]["counts"] == [steps, steps]
+        assert facts[case][rank]["counts"] == [WAYS[case]] * 2
         assert facts[case][rank]["iterations"] == 10
+        assert len(facts[case][rank]["loss"]) == 2
 
 
 def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):
@@ -59,8 +70,24 @@ def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):
     assert facts["metrics"][2]["norm"] == facts["metrics"][2]["norm_alone"]
 
 
-def test_an_infinity_of_an_empty_step_does_not_count(facts):
-    assert all(facts["empty infinity"][rank]["finite"] for rank in range(SIZE))
+@pytest.mark.parametrize("case", EMPTY)
+def test_an_infinity_of_an_empty_step_does_not_count(facts, case):
+    """In no weight, and in no log, where TerminateOnNaN would end training."""
+    for rank in range(SIZE):
+        assert facts[case][rank]["finite"]
+        assert facts[case][rank]["counts"] == [5]
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_an_empty_step_logs_what_the_last_real_one_did(facts, rank):
+    fact = facts["empty infinity"][rank]
+    assert fact["largest"] == pytest.approx(fact["expected"])
+
+
+def test_a_weight_ends_with_its_block(facts):
+    """Weights 1, 2, 3 of gradients 0, 1, 2; the same around others; none."""
+    for rank in range(SIZE):
+        assert facts["nested weights"][rank]["moved"] == pytest.approx([-8 / 6, -8 / 6, -1.0])
 
 
 @pytest.mark.parametrize("case", ["eager loop", "graph loop"])

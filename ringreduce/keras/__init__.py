@@ -7,6 +7,8 @@ model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.01)), los
 model.fit(rr.shard(dataset))
 """
 
+from typing import NoReturn
+
 import keras
 
 from ringreduce.errors import ConfigError
@@ -15,13 +17,22 @@ from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
+from ringreduce.keras.horovod import advice_on_name
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.tape import DistributedGradientTape
-from ringreduce.keras.tensors import all_gather, all_reduce, broadcast, reduce_scatter
+from ringreduce.keras.tensors import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    reduce_scatter,
+)
 from ringreduce.keras.weighting import step_weight
 from ringreduce.process import (
     init,
@@ -39,8 +50,11 @@ __all__ = [
     "DistributedOptimizer",
     "SyncBatchNormalization",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
+    "barrier",
     "broadcast",
+    "broadcast_object",
     "broadcast_variables",
     "callbacks",
     "evaluate",
@@ -61,6 +75,11 @@ __all__ = [
     "step_weight",
     "verify_replicas",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(advice_on_name(name))
+
 
 if keras.backend.backend() != "tensorflow":
     raise ConfigError(

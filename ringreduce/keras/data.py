@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
 from ringreduce.process import default_communicator
 
 __all__ = ["shard"]
@@ -31,8 +32,14 @@ def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool 
 
     Raises:
         ClosedError: `init` was not called.
+        ConfigError: `dataset` is none.
     """
     ring = communicator or default_communicator()
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ConfigError(
+            f"got {type(dataset).__name__} to shard",
+            remedy="Pass a tf.data.Dataset; tf.data.Dataset.from_tensor_slices(arrays) makes one.",
+        )
     if ring.size == 1:
         return dataset
     if not even:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.keras.metric_states import (
@@ -49,6 +51,8 @@ def evaluate(
     """What ``model.evaluate`` says of the whole data, each rank having seen a share.
 
     Collective: all ranks must call it at the same place, with the same data and weights.
+    Moving averages of normalization layers, which follow each rank's own batches, are rank 0's
+    everywhere for as long as this takes.
     Metrics are computed from the sum of the ranks' states, as those of one process would be; a
     loss that depends on which samples are in a batch together sees other batches than there.
     Afterwards the model's metrics hold this rank's share.
@@ -93,19 +97,20 @@ def evaluate(
     if share.is_empty:
         # Not evaluated by Keras, which cannot; the metrics may not even be built.
         model.reset_metrics()
-    else:
-        own_x, own_y, own_weight = share.parts
-        logs = model.evaluate(
-            own_x,
-            y=own_y,
-            sample_weight=own_weight,
-            batch_size=batch_size,
-            verbose=verbose if ring.rank == 0 else 0,
-            callbacks=callbacks,
-            return_dict=True,
-        )
-        # The number of batches matters only in that there are some.
-        states = states_of(model, 1)
+    own_x, own_y, own_weight = share.parts
+    with _averages_of_rank_0(model, ring):
+        if not share.is_empty:
+            logs = model.evaluate(
+                own_x,
+                y=own_y,
+                sample_weight=own_weight,
+                batch_size=batch_size,
+                verbose=verbose if ring.rank == 0 else 0,
+                callbacks=callbacks,
+                return_dict=True,
+            )
+            # The number of batches matters only in that there are some.
+            states = states_of(model, 1)
     names = [] if share.is_empty else _in_order(model, logs)
     own = {"entries": entries_of(logs, states.results), "names": names}
     gathered = ring.all_gather_object(own)
@@ -113,7 +118,7 @@ def evaluate(
     result = {**logs, **merged([theirs["entries"] for theirs in gathered], together)}
     if return_dict:
         return {name: result[name] for name in sorted(result)}
-    names = next(theirs["names"] for theirs in gathered if theirs["names"])
+    names = next((theirs["names"] for theirs in gathered if theirs["names"]), [])
     values = [result[name] for name in names if name in result]
     return values[0] if len(values) == 1 else values
 
@@ -128,7 +133,8 @@ def predict(
 ) -> Any:
     """What ``model.predict`` returns for the whole data, each rank having computed a share.
 
-    Collective: all ranks must call it at the same place, with the same data and weights.
+    Collective: all ranks must call it at the same place, with the same data and weights; moving
+    averages are rank 0's, as in `evaluate`.
 
     Args:
         model: a model; it need not be compiled.
@@ -153,20 +159,51 @@ def predict(
     share = _share_of((x, None, None), batch_size, steps, ring)
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
-    own_x = share.parts[0]
-    if share.is_empty:
-        # The outputs' structure, dtypes and shapes are needed all the same.
-        outputs = [model.predict_on_batch(_first_of(x))]
-        batches = [keras.tree.map_structure(lambda output: output[:0], outputs[0])]
-    elif isinstance(own_x, tf.data.Dataset):
-        # Batch by batch, since it must be known which rows came from which.
-        batches = [model.predict_on_batch(_inputs_of(element)) for element in own_x]
-    else:
-        shown = verbose if ring.rank == 0 else 0
-        batches = [model.predict(own_x, batch_size=batch_size, verbose=shown)]
+    with _averages_of_rank_0(model, ring):
+        batches = _predicted(model, x, share, batch_size, verbose if ring.rank == 0 else 0)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
+
+
+def _predicted(
+    model: Any, x: Any, share: _Share, batch_size: int | None, verbose: Any
+) -> list[Any]:
+    """The outputs for this rank's share: of its batches one by one, or of all of its rows."""
+    own_x = share.parts[0]
+    if share.is_empty:
+        # The outputs' structure, dtypes and shapes are needed all the same.
+        outputs = model.predict_on_batch(_first_of(x))
+        return [keras.tree.map_structure(lambda output: output[:0], outputs)]
+    if isinstance(own_x, tf.data.Dataset):
+        # Batch by batch, since it must be known which rows came from which.
+        return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
+    return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
+
+
+@contextmanager
+def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
+    """Within the block the model's moving averages are rank 0's on all ranks. Collective.
+
+    Those of normalization layers follow each rank's own batches; a model that is evaluated in
+    parts must be one model. It is the one that rank 0 would save.
+    """
+    averages = [
+        variable
+        for layer in model._flatten_layers(include_self=False)
+        # What is frozen does not move, and may be large.
+        if layer.trainable and not layer._layers
+        for variable in layer.non_trainable_weights
+    ]
+    own = [np.array(variable.numpy()) for variable in averages]
+    # A rank whose share is empty may have a model that is not built, and needs none.
+    if len(set(ring.all_gather_object(len(averages)))) == 1:
+        bridge.broadcast_variables(averages, ring)
+    try:
+        yield
+    finally:
+        for variable, value in zip(averages, own, strict=True):
+            variable.assign(value)
 
 
 @dataclass(frozen=True)

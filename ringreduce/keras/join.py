@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator import Communicator
@@ -22,6 +23,7 @@ from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.callbacks.broadcast import build_optimizer_here
 from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.optimizer import warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.process import default_communicator
 
@@ -51,7 +53,8 @@ def join(
     Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the
     number of steps. Otherwise the last step of an epoch is one that nobody has data for; it
     changes nothing, and Keras warns that the data has run out, as it does for every dataset of
-    unknown length.
+    unknown length. With ``steps_per_execution`` such a dataset is counted first, which reads it
+    once.
 
     From then on each training step of this model begins with a small exchange.
 
@@ -83,7 +86,12 @@ def join(
     empty = _empty_batch(dataset)
     if ring.size == 1:
         return dataset
-    longest = _longest(dataset, weighting, ring)
+    count = int(dataset.cardinality())
+    if count == tf.data.UNKNOWN_CARDINALITY and model.steps_per_execution > 1:
+        # The step that finds no data would take those before it in its execution along.
+        count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
+    longest = _longest(count, weighting, ring)
+    warn_of_plain_optimizer(model, "rr.join", ring)
     _build(model, empty)
     fold_seeds(model, ring)
     _follow(model, weighting, ring)
@@ -111,8 +119,9 @@ def joined(
             if samples:
                 metric.update_state(loss)
 
-    Collective, once for each batch. One such loop at a time in each thread; leave it with all
-    ranks in the same step or not at all.
+    Collective, once for each batch. One such loop at a time in each thread. Whoever leaves it early
+    must do so on all ranks after the same batch, and call ``close()`` on it where something still
+    refers to it: until then what is applied is weighted.
 
     Args:
         dataset, weighting, communicator: as for `join`.
@@ -148,9 +157,9 @@ def _samples(batch: Any) -> int:
     return int(tf.nest.flatten(batch)[0].shape[0])
 
 
-def _longest(dataset: Any, weighting: str, ring: Communicator) -> int | None:
+def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where one does not know."""
-    gathered = ring.all_gather_object([int(dataset.cardinality()), weighting])
+    gathered = ring.all_gather_object([count, weighting])
     for rank, (_, theirs) in enumerate(gathered):
         if theirs != weighting:
             raise ring.fail(
@@ -164,18 +173,21 @@ def _longest(dataset: Any, weighting: str, ring: Communicator) -> int | None:
                 )
             )
     counts = [count for count, _ in gathered]
-    if tf.data.INFINITE_CARDINALITY in counts:
+    endless = [rank for rank, n in enumerate(counts) if n == tf.data.INFINITE_CARDINALITY]
+    if endless:
         raise ring.fail(
             ConfigError(
-                f"got a dataset without end (rank {counts.index(tf.data.INFINITE_CARDINALITY)})",
-                rank=ring.rank,
-                size=ring.size,
+                f"the dataset of rank{'s' * (len(endless) > 1)} "
+                f"{', '.join(map(str, endless))} never ends",
                 remedy="Data that never ends needs no rr.join; pass steps_per_epoch to fit.",
             )
         )
     if max(counts) == 0:
         raise ring.fail(
-            ConfigError("no rank has any data", rank=ring.rank, size=ring.size, remedy="")
+            ConfigError(
+                "no rank has any data",
+                remedy="Look at how the data is dealt out: rr.shard takes what is not batched.",
+            )
         )
     return None if min(counts) < 0 else max(counts)
 
@@ -229,6 +241,8 @@ def _build(model: Any, empty: Any) -> None:
     build_optimizer_here(model)
 
 
+# What was last logged of each model, by name.
+_logged: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 # Models whose steps are followed, and with what weighting.
 _followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
 
@@ -266,7 +280,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
                         "an empty step could not be undone",
                         remedy="Call model.evaluate on a batch before rr.join.",
                     )
-            _restore(list(before.values()), has_data)
+            logs = _restore(model, list(before.values()), has_data, logs)
         return logs
 
     return train_step
@@ -288,10 +302,43 @@ def _passing(model: Any) -> list[Any]:
     return list(unique.values())
 
 
-def _restore(before: list[tuple[Any, Any]], has_data: Any) -> None:
-    def put_back() -> Any:
-        for variable, value in before:
-            variable.assign(value)
-        return tf.constant(True)
+def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> dict[str, Any]:
+    """Undo an empty step; return the logs: of such a step those of the last real one.
 
-    tf.cond(has_data, lambda: tf.constant(False), put_back)
+    Otherwise what a sample of zeros made of the loss would be shown, and a NaN of it would end
+    training. Metrics are asked again, once they have their values back.
+    """
+    if not isinstance(logs, dict):
+        logs = {"loss": logs}  # As Keras names it.
+    values = {name: tf.convert_to_tensor(value) for name, value in logs.items()}
+    others = {name: _latest(model, name, value) for name, value in values.items()}
+
+    def keep() -> dict[str, Any]:
+        for name, latest in others.items():
+            latest.assign(values[name])
+        return {name: tf.identity(value) for name, value in values.items()}
+
+    def put_back() -> dict[str, Any]:
+        restored = [variable.assign(value) for variable, value in before]
+        with tf.control_dependencies([tf.convert_to_tensor(value) for value in restored]):
+            results = model.get_metrics_result()
+        return {
+            name: tf.cast(results[name], value.dtype)
+            if name in results and not isinstance(results[name], dict)
+            else tf.convert_to_tensor(others[name])
+            for name, value in values.items()
+        }
+
+    found: dict[str, Any] = tf.cond(has_data, keep, put_back)
+    return found
+
+
+def _latest(model: Any, name: str, value: Any) -> Any:
+    """A variable for the last real value of what is logged under `name`; 0 before there is one."""
+    kept = _logged.setdefault(model, {})
+    if name not in kept:
+        with tf.init_scope():
+            kept[name] = tf.Variable(
+                tf.zeros(value.shape, value.dtype), trainable=False, shape=value.shape
+            )
+    return kept[name]

@@ -40,8 +40,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ``steps_per_execution``.
 
     It is saved as plain `keras.layers.BatchNormalization`, with the same weights, and loads as
-    that where ringreduce is not installed. To go on training with synchronized moments load
-    with ``custom_objects={"BatchNormalization": rr.SyncBatchNormalization}``.
+    that where ringreduce is not installed. To go on training with synchronized moments use
+    ``rr.load_model(path, sync_batch_normalization=True)``.
 
     Args:
         arguments, options: as for `keras.layers.BatchNormalization`, without ``synchronized``.
@@ -81,16 +81,32 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return moments
         refuse_unreachable_places(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
-        if (weight := weighting.current()) is not None:
-            # What stands for the batch of a rank that has none left is no part of the moments.
-            own = tf.where(weight.own > 0, own, tf.zeros_like(own))
-        return _combined(collectives.all_gather(own[tf.newaxis], ring, equal_rows=True))
+        weight = weighting.current()
+        if weight is None:
+            return _combined(collectives.all_gather(own[tf.newaxis], ring, equal_rows=True))
+        # What stands for the batch of a rank that has none left is no part of the moments.
+        own = tf.where(weight.own > 0, own, tf.zeros_like(own))
+        # A rank's loss counts by that rank's weight, also in the gradients that it sends to the
+        # others; what it receives is multiplied by its own later, with all its gradients.
+        own = _times_back(own, tf.math.divide_no_nan(weight.mean, weight.own))
+        every = collectives.all_gather(own[tf.newaxis], ring, equal_rows=True)
+        return _combined(_times_back(every, weight.factor))
 
 
 # What Keras writes into a file is the name and the module of the class, and the configuration is
 # that of the plain layer.
 SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
 SyncBatchNormalization.__module__ = keras.layers.BatchNormalization.__module__
+
+
+@tf.custom_gradient
+def _times_back(values: Any, factor: Any) -> Any:
+    """`values`, whose gradient is multiplied by `factor`; by 0 even what is no number."""
+
+    def gradient(upstream: Any) -> Any:
+        return tf.math.multiply_no_nan(upstream, tf.cast(factor, upstream.dtype)), None
+
+    return tf.identity(values), gradient
 
 
 def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:

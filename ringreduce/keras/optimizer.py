@@ -32,6 +32,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.keras import weighting
 from ringreduce.keras.copying import Description
+from ringreduce.keras.horovod import advice_on_option
 from ringreduce.keras.loss_scale import turn_inside_out
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.wrapper import Wrapper
@@ -40,7 +41,7 @@ from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.types import ReduceOp
 
-__all__ = ["DistributedOptimizer", "broadcast_variables"]
+__all__ = ["DistributedOptimizer", "broadcast_variables", "warn_of_plain_optimizer"]
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class DistributedOptimizer(Wrapper):
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
             itself; another argument is out of range; or a `tf.distribute` strategy of several
             replicas is active.
+        TypeError: there is no such argument; for one of Horovod's, what it is called here.
     """
 
     # What a class made for an optimizer's class wraps.
@@ -124,7 +126,10 @@ class DistributedOptimizer(Wrapper):
         compression: str = "none",
         sparse_as_dense: bool = False,
         local_variables: Sequence[Any] = (),
+        **others: Any,
     ) -> None:
+        for name in others:
+            raise TypeError(advice_on_option(name))
         _refuse_unusable(inner)
         for name, value in (("bucket_bytes", bucket_bytes), ("accumulate_steps", accumulate_steps)):
             if value < 1:
@@ -149,8 +154,10 @@ class DistributedOptimizer(Wrapper):
             sparse_as_dense=sparse_as_dense,
         )
         self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
-        self._local = {id(variable): variable for variable in local_variables}
+        self._local: dict[int, Any] = {}
         self._synchronized = False
+        for variable in local_variables:
+            self.register_local_var(variable)
 
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
@@ -182,6 +189,7 @@ class DistributedOptimizer(Wrapper):
         if len(grads) != len(known):
             self._refuse_number(grads, variables)
         if not self._synchronized:
+            self._check_local()
             grads = self._synchronize(known, grads)
         weight = weighting.current()
         kinds = [self._kind_of(variable) for variable in known]
@@ -234,7 +242,7 @@ class DistributedOptimizer(Wrapper):
         self._inner.apply(final, variables)
 
     def _kind_of(self, variable: Any) -> Kind:
-        if id(variable) in self._local:
+        if id(_plain(variable)) in self._local:
             return Kind.LOCAL
         # The scales of 8-bit floats: their "gradient" is their new value, from the largest number
         # that was seen.
@@ -244,10 +252,50 @@ class DistributedOptimizer(Wrapper):
     def register_local_var(self, variable: Any) -> None:
         """Leave `variable` to each rank: neither its values nor its gradients are shared.
 
-        Its gradients are applied as they are, not divided by the number of ranks. Before the first
-        step, and alike on all ranks.
+        Its gradients are applied as they are, not divided by the number of ranks. Call it before
+        the first step, and alike on all ranks.
+
+        Args:
+            variable: `keras.Variable` or `tf.Variable`, one of those that are trained.
+
+        Raises:
+            ConfigError: it is neither, or a step was made; in the first step, where the optimizer
+                does something with all gradients together (``global_clipnorm``, a
+                LossScaleOptimizer), which would then differ between ranks, or does not train it.
         """
-        self._local[id(variable)] = variable
+        if not isinstance(variable, (keras.Variable, tf.Variable)):
+            raise ConfigError(
+                f"got {type(variable).__name__} as a local variable",
+                remedy="Pass variables, such as those in layer.trainable_variables, one by one.",
+            )
+        if self._synchronized:
+            raise ConfigError(
+                "got a local variable after the first step, in which it was shared",
+                remedy="Call register_local_var before training.",
+            )
+        self._local[id(_plain(variable))] = variable
+
+    def _check_local(self) -> None:
+        if not self._local:
+            return
+        for one in _all_within(self._inner):
+            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
+            if isinstance(one, keras.optimizers.LossScaleOptimizer):
+                joint = "a loss scale"
+            if joint:
+                raise ConfigError(
+                    f"has local variables, and {one.name} with {joint}: what it makes of all "
+                    "gradients together would differ between ranks, and shared weights with it",
+                    remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
+                    "what is local.",
+                )
+        trained = {id(_plain(variable)) for variable in self._inner._trainable_variables}
+        for key, variable in self._local.items():
+            if key not in trained:
+                raise ConfigError(
+                    f"got {bridge.path_of(variable)} as a local variable, which is not trained",
+                    remedy="Register variables of the model that this optimizer is applied to.",
+                )
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
@@ -273,6 +321,9 @@ class DistributedOptimizer(Wrapper):
         While tracing, gradients are not computed yet and will be with the right weights.
         Eagerly they were, with the weights this rank had before.
         """
+        # All that it may ever train: what is frozen now, say, and will not be later.
+        every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
+        variables = list(every.values())
         states = seed_states_in_use()
         self._give()
         with tf.init_scope():
@@ -320,7 +371,9 @@ class DistributedOptimizer(Wrapper):
         trained = [*self._inner._trainable_variables, *self._local.values()]
         state = set(map(id, self._inner.variables))
         owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
-        return [v for v, o in zip(variables, owners, strict=True) if id(o) not in self._local]
+        return [
+            v for v, o in zip(variables, owners, strict=True) if id(_plain(o)) not in self._local
+        ]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -389,16 +442,39 @@ def broadcast_variables(
     )
 
 
+def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
+    """Say so if nothing seems to average what `model` trains on."""
+    optimizer = model.optimizer
+    if communicator.size == 1 or optimizer is None or _is_distributed(optimizer):
+        return
+    _log.warning(
+        "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
+        "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
+        *(communicator.rank, communicator.size, where, optimizer.name),
+    )
+
+
 def _is_distributed(optimizer: Any) -> bool:
     return isinstance(optimizer, DistributedOptimizer)
 
 
 def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
     """Another with the same options, around `inner`."""
+    if optimizer._copied is not None:
+        raise ConfigError(
+            f"the copy of an optimizer ({optimizer.name}) gets a loss scale before it is built, "
+            "and would lose its state",
+            remedy="Build it first, or copy an optimizer that has its LossScaleOptimizer inside.",
+        )
     other = DistributedOptimizer(inner, optimizer._communicator, **optimizer._options)
     # The same, since whoever has the first may still register some with it.
     other._local = optimizer._local
     return other
+
+
+def _plain(variable: Any) -> Any:
+    """The `tf.Variable` in one of Keras's; others are what they are."""
+    return getattr(variable, "_value", variable)
 
 
 def _owner_of(state: Any, trained: Sequence[Any]) -> Any:

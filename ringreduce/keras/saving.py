@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from ringreduce.communicator import Communicator
+from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 
 __all__ = ["load_model"]
@@ -24,6 +25,7 @@ def load_model(
     compile: bool = True,
     safe_mode: bool = True,
     communicator: Communicator | None = None,
+    sync_batch_normalization: bool = False,
     **options: Any,
 ) -> Any:
     """Load a model with `keras.models.load_model` and wrap its optimizer.
@@ -42,6 +44,8 @@ def load_model(
         compile: False: without loss and optimizer; nothing is wrapped.
         safe_mode: False: code that the file contains (lambdas) may run.
         communicator: whose ranks; the process's default by default.
+        sync_batch_normalization: make `SyncBatchNormalization` of the file's BatchNormalization
+            layers. That is what they are saved as, and what they are otherwise.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:
@@ -51,6 +55,8 @@ def load_model(
         ValueError: the file is none, as Keras says it.
         ConfigError: as `DistributedOptimizer`.
     """
+    if sync_batch_normalization:
+        custom_objects = {"BatchNormalization": SyncBatchNormalization, **(custom_objects or {})}
     model = keras.models.load_model(
         path, custom_objects=custom_objects, compile=compile, safe_mode=safe_mode
     )

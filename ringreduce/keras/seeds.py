@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from ringreduce.communicator import Communicator
 from ringreduce.process import default_communicator
+from ringreduce.wire import signature_of
 
 __all__ = ["fold_seeds", "is_seed_state", "make_different", "seed_states_in_use"]
 
@@ -54,7 +55,7 @@ def make_different(states: Sequence[Any], communicator: Communicator) -> None:
     if communicator.size == 1:
         return
     own = [[int(number) for number in np.asarray(state.numpy())] for state in states]
-    gathered = communicator.all_gather_object(own)
+    gathered = communicator.all_gather_object(own, signature=signature_of("seeds"))
     lower = [value for theirs in gathered[: communicator.rank] for value in theirs]
     for state, value in zip(states, own, strict=True):
         if value in lower:

@@ -11,7 +11,15 @@ from ringreduce.process import default_communicator
 from ringreduce.tensorflow import collectives
 from ringreduce.types import ReduceOp
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "reduce_scatter",
+]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -111,3 +119,20 @@ def reduce_scatter(
         As `all_reduce`; ArrayError also for a tensor without dimensions.
     """
     return collectives.reduce_scatter(tensor, communicator or default_communicator(), op)
+
+
+def barrier(communicator: Communicator | None = None) -> None:
+    """Return once every rank has called it; `Communicator.barrier`."""
+    (communicator or default_communicator()).barrier()
+
+
+def broadcast_object(
+    value: Any = None, root_rank: int = 0, communicator: Communicator | None = None
+) -> Any:
+    """The object that rank `root_rank` passed, on every rank; `Communicator.broadcast_object`."""
+    return (communicator or default_communicator()).broadcast_object(value, root_rank)
+
+
+def all_gather_object(value: Any, communicator: Communicator | None = None) -> list[Any]:
+    """The objects that all ranks passed, in rank order; `Communicator.all_gather_object`."""
+    return (communicator or default_communicator()).all_gather_object(value)

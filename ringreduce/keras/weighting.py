@@ -53,27 +53,32 @@ def current() -> Weight | None:
 def using(weight: Weight | None) -> Iterator[None]:
     """Within the block `current` gives `weight`."""
     before = current()
+    values = None
     if weight is not None and tf.executing_eagerly():
-        weight = _kept(weight)
+        kept = _kept()
+        values = kept.own.numpy(), kept.mean.numpy()
+        kept.own.assign(weight.own)
+        kept.mean.assign(weight.mean)
+        weight = kept
     _local.weight = weight
     try:
         yield
     finally:
         _local.weight = before
+        if values is not None:
+            kept.own.assign(values[0])
+            kept.mean.assign(values[1])
 
 
-def _kept(weight: Weight) -> Weight:
-    """`weight` in variables: a function that is traced now reads them each time it runs.
+def _kept() -> Weight:
+    """This thread's weight in variables: a function that is traced reads them when it runs.
 
-    The values themselves would become constants of it.
+    Values would become constants of it. Outside of all blocks they are 1.
     """
     if not hasattr(_local, "kept"):
-        with tf.init_scope():
-            own, mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
-            _local.kept = Weight(own, mean)
+        own, mean = (tf.Variable(1.0, trainable=False) for _ in range(2))
+        _local.kept = Weight(own, mean)
     kept: Weight = _local.kept
-    kept.own.assign(weight.own)
-    kept.mean.assign(weight.mean)
     return kept
 
 

@@ -2,6 +2,6 @@
 
 from ringreduce.tensorflow.bridge import GradientBridge
 from ringreduce.tensorflow.replicas import verify_replicas
-from ringreduce.tensorflow.variables import broadcast_variables, is_initialized
+from ringreduce.tensorflow.variables import broadcast_variables, is_initialized, path_of
 
-__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "verify_replicas"]
+__all__ = ["GradientBridge", "broadcast_variables", "is_initialized", "path_of", "verify_replicas"]

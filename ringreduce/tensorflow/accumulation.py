@@ -31,6 +31,21 @@ class Kind(enum.Enum):
     MAXIMUM = enum.auto()
 
 
+class _Cycle:
+    """What was added up since the last reduction, for one set of variables.
+
+    Attributes:
+        count: how many steps there were, in all.
+        own, mean: the sums of this rank's weights, and of the ranks' average weights.
+        sums: of gradients, by variable.
+    """
+
+    def __init__(self) -> None:
+        self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
+        self.sums: dict[int, Any] = {}
+
+
 class Accumulator:
     """Sums of gradients by variable.
 
@@ -40,10 +55,8 @@ class Accumulator:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._count: Any = None
-        self._own: Any = None
-        self._mean: Any = None
-        self._sums: dict[int, Any] = {}
+        # An optimizer may be applied to several sets of variables in turn, each with its own steps.
+        self._cycles: dict[tuple[int, ...], _Cycle] = {}
 
     def add(
         self,
@@ -68,20 +81,20 @@ class Accumulator:
                 divided so that the plain mean over the ranks is the mean over all steps and
                 ranks by their weights; for local ones that over this rank's.
         """
-        self._make(gradients, variables, kinds)
+        cycle = self._cycle_of(gradients, variables, kinds)
         own, mean = weight
         for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
             if gradient is not None:
-                _add(self._sums[id(variable)], gradient, kind, own)
-        self._own.assign_add(own)
-        self._mean.assign_add(mean)
-        is_due = tf.equal(self._count.assign_add(1) % self.steps, 0)
+                _add(cycle.sums[id(variable)], gradient, kind, own)
+        cycle.own.assign_add(own)
+        cycle.mean.assign_add(mean)
+        is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
         # A variable that had a gradient in an earlier step only is part of the mean too.
-        sums = [self._sums.get(id(variable)) for variable in variables]
+        sums = [cycle.sums.get(id(variable)) for variable in variables]
 
         def reduce() -> Any:
             vouch_for_branch()
-            divisors = {Kind.MEAN: self._mean, Kind.LOCAL: self._own}
+            divisors = {Kind.MEAN: cycle.mean, Kind.LOCAL: cycle.own}
             flush(
                 [
                     None if total is None else _result(total, variable, divisors.get(kind))
@@ -91,28 +104,29 @@ class Accumulator:
             for total, kind in zip(sums, kinds, strict=True):
                 if total is not None:
                     total.assign(_empty(total.shape, total.dtype, kind))
-            self._own.assign(0.0)
-            self._mean.assign(0.0)
+            cycle.own.assign(0.0)
+            cycle.mean.assign(0.0)
             return tf.constant(True)
 
         tf.cond(is_due, reduce, lambda: tf.constant(False))
 
-    def _make(
+    def _cycle_of(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
-    ) -> None:
+    ) -> _Cycle:
         # Out of the function that is being traced: they outlive it.
         with tf.init_scope():
-            if self._count is None:
-                self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-                self._own = tf.Variable(0.0, dtype=tf.float32, trainable=False)
-                self._mean = tf.Variable(0.0, dtype=tf.float32, trainable=False)
+            key = tuple(map(id, variables))
+            if key not in self._cycles:
+                self._cycles[key] = _Cycle()
+            cycle = self._cycles[key]
             for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
-                if gradient is not None and id(variable) not in self._sums:
+                if gradient is not None and id(variable) not in cycle.sums:
                     # 16-bit gradients are added up in float32.
                     wide = tf.as_dtype(variable.dtype)
                     wide = wide if wide == tf.float64 else tf.float32
                     start = _empty(variable.shape, wide, kind)
-                    self._sums[id(variable)] = tf.Variable(start, trainable=False)
+                    cycle.sums[id(variable)] = tf.Variable(start, trainable=False)
+        return cycle
 
 
 def _empty(shape: Any, dtype: Any, kind: Kind) -> Any:

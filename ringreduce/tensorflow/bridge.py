@@ -36,6 +36,7 @@ from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.tensorflow.sparse import SparseMean, as_tensors
 from ringreduce.types import ReduceOp, dtype_code
+from ringreduce.wire import signature_of
 
 __all__ = ["COMPRESSIONS", "GradientBridge"]
 
@@ -248,7 +249,7 @@ class GradientBridge:
         }
         self._agreeing = plan
         try:
-            gathered = communicator.all_gather_object(own)
+            gathered = communicator.all_gather_object(own, signature=signature_of("gradients"))
         finally:
             self._agreeing = None
         for rank, theirs in enumerate(gathered):

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ringreduce.buckets import GradientSpec, first_difference
 from ringreduce.communicator import Communicator
 from ringreduce.errors import MismatchError
+from ringreduce.wire import signature_of
 
 __all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
 
@@ -36,7 +37,9 @@ def broadcast_variables(
     """
     own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
     versions = _versions()
-    gathered = communicator.all_gather_object({"versions": versions, "variables": own})
+    gathered = communicator.all_gather_object(
+        {"versions": versions, "variables": own}, signature=signature_of("variables")
+    )
     specs = [GradientSpec(*spec) for spec in own]
     for rank, theirs in enumerate(gathered):
         others = [GradientSpec(p, tuple(s), d) for p, s, d in theirs["variables"]]

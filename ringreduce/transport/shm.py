@@ -265,7 +265,8 @@ class HostLink:
             "peer": self._members[index],
             "operation": Kind(call.header.kind).label,
             "sequence": int(facts.sequence),
-            "step": f"segment {facts.step + 1} of {facts.steps} in shared memory"
+            # The last step may be done, and only what ends the call be waited for.
+            "step": f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
             if facts.steps
             else "meeting in shared memory",
         }

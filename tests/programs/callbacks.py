@@ -400,6 +400,26 @@ def prediction():
     say("predict", same=same)
 
 
+def averages_that_differ():
+    """A model is evaluated with rank 0's moving averages, and keeps its own."""
+    keras.utils.set_random_seed(3)
+    norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    rows = np.arange(21, dtype="float32").reshape(7, 3)
+    norm.moving_mean.assign(np.zeros(3))
+    expected = model.evaluate(rows, rows[:, :1], verbose=0), model.predict(rows, verbose=0)
+    norm.moving_mean.assign(np.full(3, comm.rank))
+    loss = rr.evaluate(model, rows, rows[:, :1])
+    outputs = rr.predict(model, rows)
+    say(
+        "averages",
+        loss=[loss, expected[0]],
+        outputs=float(np.abs(outputs - expected[1]).max()),
+        kept=norm.moving_mean.numpy().tolist(),
+    )
+
+
 def logs_that_differ():
     """Must come last: it breaks the ring."""
     model = line_model(0.0)
@@ -431,4 +451,5 @@ broadcast_from_the_last_rank()
 broadcast_of_an_unbuilt_model()
 evaluation()
 prediction()
+averages_that_differ()
 logs_that_differ()

@@ -270,6 +270,34 @@ def schedules():
         say(f"schedule {steps}", difference=difference(model, alone), rate=rate)
 
 
+def sets_of_variables():
+    """An optimizer applied to its variables in parts: all begin alike, each has its own steps."""
+    for steps in (1, 2):
+        first, second = (keras.Variable(np.full(2, float(comm.rank))) for _ in range(2))
+        inner = keras.optimizers.SGD(1.0)
+        inner.build([first, second])
+        optimizer = rr.DistributedOptimizer(inner, accumulate_steps=steps)
+        for _ in range(4):
+            optimizer.apply([tf.ones(2)], [first])
+            optimizer.apply([tf.ones(2)], [second])
+        say(f"sets {steps}", values=[first.numpy().tolist(), second.numpy().tolist()])
+
+
+def one_rank_builds():
+    """Must come last: it breaks the ring."""
+    model = make_model()
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, loss=LOSS)
+
+    def differ():
+        if comm.rank == 0:
+            optimizer.build(model.trainable_variables)
+        else:
+            rr.fold_seeds(model)
+
+    say("one builds", **error_of(differ))
+
+
 def new_values():
     """A variable that is overwritten gets the largest of all ranks' values."""
     scale = keras.Variable(np.zeros(2), name="scale")
@@ -388,9 +416,11 @@ local_variables()
 accumulated_local_variables()
 local_layer()
 schedules()
+sets_of_variables()
 new_values()
 eight_bits()
 frozen_layers()
 several_models()
 dropout(False)
 dropout(True)
+one_rank_builds()

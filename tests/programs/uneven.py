@@ -102,6 +102,7 @@ class Steps(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.counts[-1] += 1
+        self.logs = dict(logs)
 
 
 def fitted(case, *, known=True, weighting="samples", epochs=2, make=None, again=False, **options):
@@ -151,10 +152,16 @@ def metrics_of_own_batches():
 
 def moments_of_all_batches():
     """Normalization over all ranks leaves out who has no data, and is alike on all ranks."""
+
+    # With weights before the layer, whose gradients pass through it, and those of other ranks.
+    def layers(norm):
+        return keras.layers.Dense(5), norm, keras.layers.Activation("tanh")
+
     norm = rr.SyncBatchNormalization(momentum=0.5)
-    model = compiled(make_model(norm), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    model = compiled(make_model(*layers(norm)), rr.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
-    alone = trained_alone(layers=[keras.layers.BatchNormalization(momentum=0.5)])
+    model_alone = layers(keras.layers.BatchNormalization(momentum=0.5))
+    alone = trained_alone(layers=model_alone)
     say("synchronized", digest=digest(model), difference=difference(model, alone))
 
 
@@ -173,13 +180,36 @@ def batch_by_batch():
     say("batches", digest=digest(model), difference=difference(model, alone))
 
 
+class Noisy(keras.Sequential):
+    """Logs something that is no metric, too."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "largest": tf.reduce_max(data[0])}
+
+
 def infinity_in_an_empty_step():
-    """The logarithm of a sample of zeros has no finite gradient."""
-    model = make_model(keras.layers.Lambda(lambda x: tf.math.log(tf.abs(x))))
-    compiled(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.01)))
-    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
-    finite = bool(all(np.isfinite(w).all() for w in model.get_weights()))
-    say("empty infinity", digest=digest(model), finite=finite)
+    """The logarithm of a sample of zeros is infinite; nobody is to see that."""
+    for case in ("empty infinity", "empty infinity normalized"):
+        keras.utils.set_random_seed(5)
+        norm = [rr.SyncBatchNormalization()] if case.endswith("normalized") else []
+        logarithm = keras.layers.Lambda(lambda x: tf.math.log(tf.abs(x)))
+        model = Noisy(
+            [keras.Input((4,)), logarithm, keras.layers.Dense(3), *norm, keras.layers.Dense(2)]
+        )
+        compiled(model, rr.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+        own = batches_of(comm.rank)
+        steps = Steps()
+        together = rr.callbacks.Together([steps, keras.callbacks.TerminateOnNaN()])
+        model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False, callbacks=[together])
+        say(
+            case,
+            digest=digest(model),
+            finite=bool(all(np.isfinite(w).all() for w in model.get_weights())),
+            counts=steps.counts,
+            largest=steps.logs.get("largest"),
+            expected=float(own[-1][0].max()) if own else 0.0,
+        )
 
 
 def accumulated():
@@ -233,6 +263,21 @@ def own_weights():
     eagerly = variable.numpy().tolist()
     tf.function(apply)(gradient, tf.constant(comm.rank))
     say("own weight", eager=eagerly, graph=variable.numpy().tolist())
+    own = tf.constant([float(comm.rank)])
+    step = tf.function(lambda: optimizer.apply([own], [variable]))
+    moved = []
+    for outer, inner in ((1 + comm.rank, None), (1 + comm.rank, 1), (None, None)):
+        variable.assign([0.0])
+        if outer is None:
+            step()  # As it was traced: weighted, but now by nothing.
+        else:
+            with rr.step_weight(outer):
+                if inner is not None:
+                    with rr.step_weight(inner):
+                        pass
+                step()
+        moved.append(float(variable.numpy()[0]))
+    say("nested weights", moved=moved)
 
 
 def refusals():
@@ -253,6 +298,7 @@ fitted("unknown", known=False)
 fitted("by ranks", weighting="ranks")
 fitted("adam", make=keras.optimizers.Adam)
 fitted("several steps", known=False, steps_per_execution=2)
+fitted("one execution", known=False, steps_per_execution=8)
 fitted("eager", run_eagerly=True)
 fitted("joined twice", again=True)
 metrics_of_own_batches()

@@ -15,6 +15,7 @@ from ringreduce.keras.callbacks.forwarding import Forwarding, OnRankZero, checke
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.stopping import StopTogether
+from ringreduce.keras.optimizer import warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.process import default_communicator
 from ringreduce.types import ReduceOp
@@ -86,6 +87,7 @@ class Together(Forwarding):
     def on_train_begin(self, logs: Any = None) -> None:
         """Let the callbacks begin, then give all ranks what they have found on rank 0."""
         ring = self._communicator or default_communicator()
+        warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         restores = self._all_are_ready_to_restore(ring)
         if restores:
             # Else BackupAndRestore does it, on rank 0 alone, where all would be needed.
