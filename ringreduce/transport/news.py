@@ -109,6 +109,7 @@ def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingRedu
     return MismatchError(
         f"was left by rank {peer}, which closed its communicator{after} and makes no more",
         **where,
-        remedy="All ranks must make equally many calls: shard the data so that all make equally "
-        f"many steps; read rank {peer}'s log.",
+        remedy=f"All ranks must make equally many calls, and rank {peer} has made fewer: it had "
+        "less data (ringreduce.keras has shard and join for that), or something has ended its "
+        "training alone (callbacks.Together ends it on all).",
     )
