@@ -501,7 +501,8 @@ class Communicator:
         self._ring.interrupt(error)
         engine = self._engine
         if engine is not None:
-            engine.fail(error)
+            # Not `error`, where a call has found another before: whoever waits is told that too.
+            engine.fail(self._failure)
         if self._recorder.standing().operation is None:
             # A call that fails is recorded when it does; in user code there is none.
             self._recorder.fail(self._failure)

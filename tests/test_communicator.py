@@ -500,3 +500,13 @@ def test_a_rank_alone_on_its_host_does_not_complain_of_memory(caplog):
     with caplog.at_level("WARNING", logger="ringreduce"):
         assert ring_of_threads(3, work, hosts=["a", "b", "a"], timeout_s=60) == [3.0] * 3
     assert [record.message for record in caplog.records] == []
+
+
+def test_news_after_a_failure_answers_background_work_with_that_failure(monkeypatch):
+    """Two texts would be two errors: that of the call, and that of an op that waits."""
+    with ringreduce.Communicator(Config()) as communicator:
+        told = []
+        monkeypatch.setattr(communicator.engine, "fail", told.append)
+        first = communicator.fail(ringreduce.ConfigError("found here"))
+        communicator._hear(ringreduce.ConfigError("heard of later"))
+        assert told == [first, first]
