@@ -15,7 +15,7 @@ from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_processes, ring_of_threads
 from tests.facts import facts_in
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from ringreduce.testing import ring_of_processes
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # digits.py has a test of its own, the others take no part in a ring.

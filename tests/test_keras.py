@@ -8,7 +8,7 @@ import pytest
 from ringreduce.testing import ring_of_processes
 from tests.facts import facts_of
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

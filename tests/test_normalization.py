@@ -13,7 +13,7 @@ import ringreduce.keras as rr
 from ringreduce.errors import ClosedError, ConfigError
 from tests.tensor_facts import SIZES, facts_of, of_every_rank
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 WAYS = ("fit", "steps", "eager")
 every_size = pytest.mark.parametrize("size", SIZES)

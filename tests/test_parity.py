@@ -8,7 +8,7 @@ import pytest
 from ringreduce.testing import ring_of_processes
 from tests.models import MUON_TRAINS
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 PROGRAM = "tests/programs/parity.py"
 LEFT_OUT = [] if MUON_TRAINS else ["muon"]

@@ -263,7 +263,7 @@ def facts() -> dict[Any, Any]:
 
 def on_processes(function: Any) -> Any:
     """A test of what processes said, which import TensorFlow."""
-    return pytest.mark.tensorflow(pytest.mark.timeout(400)(function))
+    return pytest.mark.tensorflow(pytest.mark.timeout(600)(function))
 
 
 def equal_on_all_ranks(facts: Any, size: int, case: str, key: str) -> list[Any]:

@@ -11,7 +11,7 @@ from ringreduce.errors import ConfigError
 from ringreduce.testing import ring_of_processes
 from tests.tensor_facts import SIZES, facts_of, of_every_rank
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 every_size = pytest.mark.parametrize("size", SIZES)
 both_ways = pytest.mark.parametrize("how", ["eager", "graph"])

@@ -10,7 +10,7 @@ from ringreduce.schedule import chunk_bounds
 from ringreduce.types import DTYPE_NAMES
 from tests.tensor_facts import SIZES, facts_of, of_every_rank
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 OPS = {
     "sum": lambda parts: np.sum(parts, 0),

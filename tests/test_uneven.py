@@ -4,7 +4,7 @@ import pytest
 
 from tests.facts import facts_of
 
-pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 SIZE = 3
 # Batches that Keras reports in each epoch, of 5 steps.
