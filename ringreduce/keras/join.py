@@ -21,9 +21,8 @@ import tensorflow as tf
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
 from ringreduce.keras import weighting as weighting_module
-from ringreduce.keras.callbacks.broadcast import build_optimizer_here
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.optimizer import warn_of_plain_optimizer
+from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.process import default_communicator
 
@@ -241,8 +240,8 @@ def _build(model: Any, empty: Any) -> None:
     build_optimizer_here(model)
 
 
-# What was last logged of each model, by name.
-_logged: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+# What was last logged of each model, by place, dtype and shape.
+_logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
 # Models whose steps are followed, and with what weighting.
 _followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
 
@@ -302,43 +301,48 @@ def _passing(model: Any) -> list[Any]:
     return list(unique.values())
 
 
-def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> dict[str, Any]:
+def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
     """Undo an empty step; return the logs: of such a step those of the last real one.
 
     Otherwise what a sample of zeros made of the loss would be shown, and a NaN of it would end
-    training. Metrics are asked again, once they have their values back.
+    training. Metrics are asked again, once they have their values back. A value whose shape is not
+    fixed stays as it is.
     """
-    if not isinstance(logs, dict):
-        logs = {"loss": logs}  # As Keras names it.
-    values = {name: tf.convert_to_tensor(value) for name, value in logs.items()}
-    others = {name: _latest(model, name, value) for name, value in values.items()}
+    values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
+    latest = [_latest(model, place, value) for place, value in enumerate(values)]
 
-    def keep() -> dict[str, Any]:
-        for name, latest in others.items():
-            latest.assign(values[name])
-        return {name: tf.identity(value) for name, value in values.items()}
+    def keep() -> list[Any]:
+        for variable, value in zip(latest, values, strict=True):
+            if variable is not None:
+                variable.assign(value)
+        return [tf.identity(value) for value in values]
 
-    def put_back() -> dict[str, Any]:
+    def put_back() -> list[Any]:
         restored = [variable.assign(value) for variable, value in before]
+        found = [
+            value if variable is None else tf.convert_to_tensor(variable)
+            for variable, value in zip(latest, values, strict=True)
+        ]
+        if not isinstance(logs, dict):
+            return [tf.identity(value) for value in found]
         with tf.control_dependencies([tf.convert_to_tensor(value) for value in restored]):
             results = model.get_metrics_result()
-        return {
-            name: tf.cast(results[name], value.dtype)
-            if name in results and not isinstance(results[name], dict)
-            else tf.convert_to_tensor(others[name])
-            for name, value in values.items()
-        }
+        names = tf.nest.flatten({name: name for name in logs}) if len(found) == len(logs) else []
+        for place, name in enumerate(names):
+            if name in results:
+                found[place] = tf.cast(results[name], values[place].dtype)
+        return [tf.identity(value) for value in found]
 
-    found: dict[str, Any] = tf.cond(has_data, keep, put_back)
-    return found
+    return tf.nest.pack_sequence_as(logs, tf.cond(has_data, keep, put_back)) if values else logs
 
 
-def _latest(model: Any, name: str, value: Any) -> Any:
-    """A variable for the last real value of what is logged under `name`; 0 before there is one."""
+def _latest(model: Any, place: int, value: Any) -> Any:
+    """A variable for the last real value in a place of the logs, 0 before; None: no fixed shape."""
+    if not value.shape.is_fully_defined():
+        return None
     kept = _logged.setdefault(model, {})
-    if name not in kept:
+    key = place, value.dtype, tuple(value.shape)
+    if key not in kept:
         with tf.init_scope():
-            kept[name] = tf.Variable(
-                tf.zeros(value.shape, value.dtype), trainable=False, shape=value.shape
-            )
-    return kept[name]
+            kept[key] = tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False)
+    return kept[key]

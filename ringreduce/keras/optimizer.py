@@ -41,7 +41,12 @@ from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.types import ReduceOp
 
-__all__ = ["DistributedOptimizer", "broadcast_variables", "warn_of_plain_optimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "broadcast_variables",
+    "build_optimizer_here",
+    "warn_of_plain_optimizer",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -440,6 +445,16 @@ def broadcast_variables(
         communicator or default_communicator(),
         root_rank,
     )
+
+
+def build_optimizer_here(model: Any) -> None:
+    """Give the optimizer of a built model its variables, on this rank alone."""
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built:
+        return
+    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
+    build = getattr(optimizer, "build_inner", optimizer.build)
+    build(model.trainable_variables)
 
 
 def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.keras.optimizer import build_optimizer_here
 from ringreduce.process import default_communicator
 from ringreduce.types import ReduceOp
 
-__all__ = ["Broadcast", "broadcast_state", "build_optimizer_here", "count_built", "shared_state"]
+__all__ = ["Broadcast", "broadcast_state", "count_built", "shared_state"]
 
 
 class Broadcast(keras.callbacks.Callback):
@@ -80,16 +81,6 @@ def count_built(model: Any, communicator: Communicator) -> int:
     """On how many ranks `model` has its weights. Collective."""
     built = np.array([int(bool(model.built))], np.int64)
     return int(communicator.all_reduce(built, ReduceOp.SUM)[0])
-
-
-def build_optimizer_here(model: Any) -> None:
-    """Give the optimizer of a built model its variables, on this rank alone."""
-    optimizer = model.optimizer
-    if optimizer is None or optimizer.built:
-        return
-    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
-    build = getattr(optimizer, "build_inner", optimizer.build)
-    build(model.trainable_variables)
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
-from ringreduce.keras.callbacks.broadcast import broadcast_state, build_optimizer_here
+from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.forwarding import Forwarding, OnRankZero, checked
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.stopping import StopTogether
-from ringreduce.keras.optimizer import warn_of_plain_optimizer
+from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.process import default_communicator
 from ringreduce.types import ReduceOp
