@@ -94,6 +94,14 @@ def test_accumulation_in_half_precision(facts, policy, tolerance):
     assert fact["steps"] == 2
 
 
+def test_collectives_around_accumulation_keep_the_order_of_the_program(facts):
+    size = len(facts["order"])
+    for fact in facts["order"].values():
+        assert len(set(fact["digests"])) == 1
+        assert fact["sums"] == [size]
+        assert fact["counter"] == 8 * 2 * size
+
+
 def test_an_accumulated_infinity_is_forgotten_after_its_update(facts):
     fact = facts["accumulated infinity"][0]
     assert fact["finite"]

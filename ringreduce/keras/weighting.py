@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ringreduce.communicator import Communicator
 from ringreduce.process import default_communicator
-from ringreduce.tensorflow import failures
+from ringreduce.tensorflow import failures, order
 from ringreduce.types import ReduceOp
 
 __all__ = ["Weight", "current", "exchanged", "step_weight", "using"]
@@ -140,6 +140,8 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
     else:
         # TensorFlow makes an OutOfRangeError of a StopIteration.
-        result = tf.numpy_function(mean, [own], tf.float32, stateful=True)
+        with order.in_turn():
+            result = tf.numpy_function(mean, [own], tf.float32, stateful=True)
         result.set_shape(())
+        order.done([result])
     return Weight(own, result)

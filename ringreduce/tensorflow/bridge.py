@@ -29,7 +29,7 @@ import tensorflow as tf
 from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
-from ringreduce.tensorflow import failures, ops
+from ringreduce.tensorflow import failures, ops, order
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
@@ -153,7 +153,10 @@ class GradientBridge:
             others = sparse_means()
         elif not present:
             # Not a gradient at all. The ranks agree on that too.
-            tf.numpy_function(lambda: [reduce() == []], [], [tf.bool], stateful=True)
+            with order.in_turn():
+                order.done(
+                    tf.numpy_function(lambda: [reduce() == []], [], [tf.bool], stateful=True)
+                )
             means, others = [], []
         elif PackedPlan.can_take(present) and ops.are_available():
             packed = self._packed_plan(communicator, plan, present, prepare)
@@ -161,7 +164,10 @@ class GradientBridge:
             others = sparse_means()
             means = packed.wait(gradients, tokens)
         else:
-            means = tf.numpy_function(reduce, present, [g.dtype for g in present], stateful=True)
+            kinds = [g.dtype for g in present]
+            with order.in_turn():
+                means = tf.numpy_function(reduce, present, kinds, stateful=True)
+            order.done(means)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
             others = sparse_means()

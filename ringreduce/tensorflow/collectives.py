@@ -1,10 +1,10 @@
 """Collectives on tensors: eagerly and inside `tf.function`, with gradients.
 
 In a graph each is one stateful `tf.numpy_function`, and eagerly the same Python function is
-called. TensorFlow runs stateful ops in program order, also those of the backward pass and of
-the bridge; and the communicator waits for what its engine was given before it begins. So all
-ranks make the same calls in the same order when they run the same program. Nothing travels
-while tracing.
+called. They run in program order (`ringreduce.tensorflow.order`), also those of the backward
+pass and of the bridge; and the communicator waits for what its engine was given before it
+begins. So all ranks make the same calls in the same order when they run the same program.
+Nothing travels while tracing.
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
 
@@ -29,7 +29,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ArrayError, ConfigError
 from ringreduce.payload import bounds_of, checked_root
 from ringreduce.schedule import chunk_bounds
-from ringreduce.tensorflow import failures
+from ringreduce.tensorflow import failures, order
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.types import DTYPE_NAMES, ReduceOp, reduce_op
 from ringreduce.wire import signature_of
@@ -268,8 +268,10 @@ def _run(
     if tf.executing_eagerly():
         return tf.convert_to_tensor(on_copy(value.numpy(), *(t.numpy() for t in others)))
     refuse_unreachable_places(communicator, what)
-    result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
+    with order.in_turn():
+        result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
     result.set_shape(shape)
+    order.done([result])
     return result
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ringreduce.buckets import BucketPlan
 from ringreduce.communicator import Communicator
-from ringreduce.tensorflow import ops
+from ringreduce.tensorflow import ops, order
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.types import ReduceOp
 
@@ -93,7 +93,9 @@ class PackedPlan:
         Args:
             gradients: one for each of the plan's, None where it is in no bucket.
         """
-        return [ops.start(self._number, b, part) for b, part in enumerate(self._parts(gradients))]
+        parts = enumerate(self._parts(gradients))
+        with order.in_turn():
+            return [ops.start(self._number, bucket, part) for bucket, part in parts]
 
     def wait(self, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
         """Add the ops that wait for the buckets; return the means of the gradients in them.
@@ -107,6 +109,7 @@ class PackedPlan:
             reduced = ops.wait(self._number, number, part, tokens)
             for slot, mean in zip(bucket.slots, reduced, strict=True):
                 means[slot.gradient] = mean
+        order.done(list(means.values()))
         return [means[index] for index in self._plan.present]
 
     def _parts(self, gradients: Sequence[Any]) -> list[list[Any]]:

@@ -29,6 +29,7 @@ from ringreduce import kernels
 from ringreduce.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ArrayError
+from ringreduce.tensorflow import order
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.types import ReduceOp
@@ -111,8 +112,13 @@ class SparseMean:
         if tf.executing_eagerly():
             means = [tf.convert_to_tensor(a) for a in reduce(*(t.numpy() for t in tensors))]
         else:
-            # On the CPU, where indices and values of whatever device are copied to.
-            means = tf.numpy_function(reduce, tensors, [t.dtype for t in tensors], stateful=True)
+            # On the CPU, where indices and values of whatever device are copied to. Between the
+            # starts and the waits of buckets, if there are any: that is their order too.
+            with order.in_turn():
+                means = tf.numpy_function(
+                    reduce, tensors, [t.dtype for t in tensors], stateful=True
+                )
+            order.done(means)
             for mean, tensor in zip(means, tensors, strict=True):
                 mean.set_shape([None, *tensor.shape[1:]])
         return [

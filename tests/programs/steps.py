@@ -146,6 +146,43 @@ def accumulation(name, make, **options):
     )
 
 
+def accumulation_keeps_the_order():
+    """Two optimizers that reduce in conditions, and collectives around and between them.
+
+    The conditions touch variables, and each of them others: nothing but the program's order says
+    what comes first.
+    """
+    models = [make_model(), make_model()]
+    optimizers = [
+        rr.DistributedOptimizer(keras.optimizers.SGD(0.1), accumulate_steps=2) for _ in models
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+    inputs, targets = own(data(8, 4, seed=3), 4)
+    counter = tf.Variable(0.0)
+
+    @tf.function
+    def step(x, y):
+        sums = [rr.all_reduce(tf.ones(1))]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, model(x))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            sums.append(rr.all_reduce(tf.ones(2)))
+        for _ in tf.range(2):
+            counter.assign_add(rr.all_reduce(1.0))
+        return tf.concat([*sums, rr.all_reduce(tf.ones(3))], 0)
+
+    sums = [step(inputs[i : i + 4], targets[i : i + 4]) for i in range(0, len(inputs), 4)]
+    say(
+        "order",
+        digests=[digest(model) for model in models],
+        sums=sorted({float(value) for total in sums for value in total}),
+        counter=float(counter),
+    )
+
+
 def accumulation_forgets_infinity():
     """An infinity in one of the steps skips that update alone."""
     inputs, targets = own(data(6, 4, seed=2), 4)
@@ -406,6 +443,7 @@ accumulation(
     policy="mixed_float16",
 )
 accumulation("mixed_bfloat16", lambda: keras.optimizers.SGD(0.1), policy="mixed_bfloat16")
+accumulation_keeps_the_order()
 accumulation_forgets_infinity()
 accumulated_sparse_gradients(False)
 accumulated_sparse_gradients(True)
