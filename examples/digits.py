@@ -20,6 +20,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--epochs", type=int, default=15)
 parser.add_argument("--batch-size", type=int, default=128, help="over all workers together")
 parser.add_argument("--optimizer", default="adam", help="name of a Keras optimizer")
+parser.add_argument("--jit", action="store_true", help="have XLA compile the training step")
 parser.add_argument("--json", metavar="FILE", help="rank 0 writes what came out here")
 parser.add_argument("--save-weights", metavar="FILE", help="rank 0 writes the weights here")
 SPLIT, SEED = 1500, 1
@@ -76,6 +77,7 @@ def main():
         optimizer=rr.DistributedOptimizer(keras.optimizers.get(arguments.optimizer)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        jit_compile=arguments.jit,
     )
     clock = [time.perf_counter()]
     model.fit(

@@ -91,11 +91,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included."""
+    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included.
+
+    Attributes:
+        in_place: it is one gradient, and is reduced where that lies.
+    """
 
     dtype: str
     count: int
     slots: tuple[Slot, ...]
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class BucketPlan:
 
     gradients: tuple[GradientSpec, ...]
     buckets: tuple[Bucket, ...]
+    compiled: bool = False
 
     @classmethod
     def make(
@@ -112,6 +118,8 @@ class BucketPlan:
         itemsizes: dict[str, int],
         bucket_bytes: int,
         first_bytes: int | None = None,
+        compiled: bool = False,
+        in_place_bytes: int | None = None,
     ) -> BucketPlan:
         """Pack `gradients` into buckets of about `bucket_bytes`.
 
@@ -123,6 +131,10 @@ class BucketPlan:
                 larger gradient has a bucket to itself.
             first_bytes: the same for the first bucket, which can be reduced first: a small one
                 begins early. By default `bucket_bytes`.
+            compiled: it is for steps that XLA compiles. Whether a step is compiled must be equal on
+                all ranks, or they would round differently; so it is part of the signature.
+            in_place_bytes: gradients of so many bytes or more have a bucket to themselves, and
+                are reduced in place. None: none are.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -136,6 +148,10 @@ class BucketPlan:
             spec = gradients[index]
             if not spec.present or spec.sparse:
                 continue
+            if in_place_bytes is not None and spec.count * itemsizes[spec.dtype] >= in_place_bytes:
+                alone = Slot(index, 0, spec.count)
+                done.append(Bucket(spec.dtype, spec.count, (alone,), in_place=True))
+                continue
             per_line = ALIGNMENT // itemsizes[spec.dtype]
             room = -(-spec.count // per_line) * per_line
             start = ends.get(spec.dtype, 0)
@@ -147,7 +163,7 @@ class BucketPlan:
             ends[spec.dtype] = start + room
         for dtype in list(open_slots):
             close(dtype)
-        return cls(tuple(gradients), tuple(done))
+        return cls(tuple(gradients), tuple(done), compiled)
 
     @cached_property
     def present(self) -> tuple[int, ...]:
@@ -166,14 +182,15 @@ class BucketPlan:
     @cached_property
     def signature(self) -> int:
         """64 bits that differ when plans differ; the numbers of automatic names do not count."""
-        return signature_of("plan", tuple(g.essence for g in self.gradients), self.buckets)
+        essence = tuple(gradient.essence for gradient in self.gradients)
+        return signature_of("plan", essence, self.buckets, self.compiled)
 
     def describe_buckets(self) -> str:
-        """``3 buckets, the first of 4096 float32``."""
-        number = f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}"
-        if not self.buckets:
-            return number
-        return f"{number}, the first of {self.buckets[0].count} {self.buckets[0].dtype}"
+        """``3 buckets, the first of 4096 float32``, and whether XLA compiles the step."""
+        text = f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}"
+        if self.buckets:
+            text += f", the first of {self.buckets[0].count} {self.buckets[0].dtype}"
+        return text + ", with jit_compile=True" * self.compiled
 
 
 def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:

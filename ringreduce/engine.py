@@ -19,7 +19,14 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ringreduce.errors import ClosedError, MismatchError, PeerTimeoutError, RingReduceError
-from ringreduce.handover import COMPLAINT, BucketItem, NativeQueue, Queue, open_queue
+from ringreduce.handover import (
+    COMPLAINT,
+    BucketItem,
+    NativeQueue,
+    Queue,
+    RoundFailed,
+    open_queue,
+)
 
 __all__ = ["Engine", "Work"]
 
@@ -109,7 +116,7 @@ class Engine:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
-        self._plans: dict[int, Callable[[int], None]] = {}
+        self._plans: dict[int, Callable[[BucketItem], None]] = {}
         self._unwanted: set[int] = set()
         self._posted = 0
         self._closed = False
@@ -144,8 +151,12 @@ class Engine:
             raise ClosedError("called a collective after close()")
         return work
 
-    def serve(self, plan: int, reduce: Callable[[int], None]) -> None:
-        """Have the thread call `reduce(bucket)` for each packed bucket of a plan."""
+    def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
+        """Have the thread call `reduce` for each packed bucket of a plan.
+
+        It may raise `RoundFailed`, which is for whoever waits for the bucket; every other error
+        breaks the ring.
+        """
         self._plans[plan] = reduce
 
     def forget(self, plan: int) -> None:
@@ -180,6 +191,8 @@ class Engine:
         if self._process != os.getpid():
             return
         self._interrupt()
+        if threading.current_thread() is self._thread:
+            self._queue.finish()  # Whoever is told of the end gets his memory back.
         self._queue.close(why)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -192,24 +205,27 @@ class Engine:
 
     def _loop(self) -> None:
         while (item := self._queue.take()) is not None:
+            failed: RoundFailed | None = None
             try:
                 if isinstance(item, int):
                     with self._lock:
                         work = self._work.pop(item)
                     work._do()
                 elif isinstance(item, BucketItem):
-                    self._reduce(item)
+                    failed = self._reduce(item)
                 elif item == COMPLAINT:
                     self._give_up(_out_of_step())
             finally:
-                self._queue.finish()
+                self._queue.finish(failed)
                 if self._unwanted:
                     self._forget_unwanted()
 
-    def _reduce(self, item: BucketItem) -> None:
+    def _reduce(self, item: BucketItem) -> RoundFailed | None:
         started = time.perf_counter()
         try:
-            self._plans[item.plan](item.bucket)
+            self._plans[item.plan](item)
+        except RoundFailed as failed:
+            return failed
         except RingReduceError as error:
             self._give_up(error)
         except BaseException as error:  # a bug of ours: nobody may wait for ever
@@ -217,6 +233,7 @@ class Engine:
             self._give_up(MismatchError(f"failed in the engine: {type(error).__name__}: {error}"))
         finally:
             self.reducing_s += time.perf_counter() - started
+        return None
 
     def _give_up(self, error: RingReduceError) -> None:
         try:

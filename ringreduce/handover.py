@@ -11,17 +11,25 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
-from ringreduce.buckets import Bucket
 from ringreduce.errors import NativeError
 from ringreduce.native import declare, library
 
-__all__ = ["COMPLAINT", "BucketItem", "NativeQueue", "PlainQueue", "Queue", "open_queue"]
+__all__ = [
+    "COMPLAINT",
+    "BucketItem",
+    "Layout",
+    "NativeQueue",
+    "PlainQueue",
+    "Queue",
+    "RoundFailed",
+    "open_queue",
+]
 
 # RR_HANDOVER_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
@@ -31,10 +39,37 @@ _WHY_BYTES = 2048
 
 @dataclass(frozen=True)
 class BucketItem:
-    """A bucket that is packed: number of its plan, and its place in that."""
+    """A bucket that is packed: number of its plan, its place in that, and where it lies."""
 
     plan: int
     bucket: int
+    address: int = field(default=0, compare=False)
+
+    def view(self, nbytes: int) -> np.ndarray:
+        """The bucket, uint8, which is `nbytes` long; the engine's until it is finished."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket's memory and what lies in it, in bytes.
+
+    Attributes:
+        memory: uint8; the slots lie in it one after the other. None: the bucket is the memory of
+            whatever is started, and has one slot.
+        nbytes: how long it is.
+        slots: where what comes in goes.
+        results: where what goes out lies; None: where the slots are.
+    """
+
+    memory: np.ndarray | None
+    nbytes: int
+    slots: Sequence[tuple[int, int]]
+    results: Sequence[tuple[int, int]] | None = None
+
+
+class RoundFailed(Exception):
+    """A bucket could not be reduced this time, and nothing else has come of that."""
 
 
 # What `take` gives when a bucket was started out of turn: this rank is out of step for good.
@@ -50,8 +85,8 @@ class Queue(Protocol):
     def take(self) -> int | BucketItem | str | None:
         """Wait for the next item: a job's number, a bucket or COMPLAINT; None: it is closed."""
 
-    def finish(self) -> None:
-        """What was taken is done."""
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done, or failed."""
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
@@ -97,8 +132,8 @@ class PlainQueue:
             self._busy = True
             return self._jobs.popleft()
 
-    def finish(self) -> None:
-        """What was taken is done."""
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done; a job says by itself how it ended."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -133,7 +168,9 @@ class _Bucket(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("nbytes", ctypes.c_uint64),
         ("slots", ctypes.POINTER(_Slot)),
+        ("results", ctypes.POINTER(_Slot)),
         ("slot_count", ctypes.c_uint32),
+        ("result_count", ctypes.c_uint32),
     )
 
 
@@ -142,6 +179,7 @@ class _Item(ctypes.Structure):
         ("kind", ctypes.c_int),
         ("job", ctypes.c_int64),
         ("plan", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
         ("bucket", ctypes.c_uint32),
     )
 
@@ -159,7 +197,7 @@ def _functions() -> dict[str, Any]:
         "unregister": (number, [i64]),
         "post": (number, [pointer, i64]),
         "take": (number, [pointer, pointer]),
-        "finish": (None, [pointer]),
+        "finish": (None, [pointer, text]),
         "wait_idle": (number, [pointer, u32]),
         "fail": (None, [pointer, text]),
         "close": (None, [pointer, text]),
@@ -182,23 +220,19 @@ class NativeQueue:
         self._handle = handle.value
         self._item = _Item()
 
-    def register(
-        self, buckets: Sequence[Bucket], memory: Sequence[np.ndarray], itemsizes: dict[str, int]
-    ) -> int:
+    def register(self, buckets: Sequence[Layout]) -> int:
         """Make a plan's buckets known; return the number by which ops name the plan.
 
         Args:
-            buckets: of the plan, in order.
-            memory: uint8, what each of them lies in; must live until `unregister` or `close`.
-            itemsizes: bytes of an element of each dtype.
+            buckets: of the plan, in order; their memory must live until `unregister` or `close`.
         """
         rows = (_Bucket * len(buckets))()
-        for row, bucket, array in zip(rows, buckets, memory, strict=True):
-            size = itemsizes[bucket.dtype]
-            slots = [_Slot(slot.start * size, slot.count * size) for slot in bucket.slots]
-            row.memory, row.nbytes = array.ctypes.data, array.nbytes
-            row.slots = (_Slot * len(slots))(*slots)
-            row.slot_count = len(slots)
+        for row, bucket in zip(rows, buckets, strict=True):
+            row.memory = None if bucket.memory is None else bucket.memory.ctypes.data
+            row.nbytes = bucket.nbytes
+            row.slots, row.slot_count = _slots(bucket.slots), len(bucket.slots)
+            if bucket.results is not None:
+                row.results, row.result_count = _slots(bucket.results), len(bucket.results)
         number = ctypes.c_int64()
         status = self._functions["register"](
             self._handle, ctypes.addressof(rows), len(buckets), ctypes.addressof(number)
@@ -224,12 +258,13 @@ class NativeQueue:
         if item.kind == _JOB:
             return int(item.job)
         if item.kind == _BUCKET:
-            return BucketItem(int(item.plan), int(item.bucket))
+            return BucketItem(int(item.plan), int(item.bucket), int(item.memory or 0))
         return COMPLAINT
 
-    def finish(self) -> None:
-        """What was taken is done."""
-        self._functions["finish"](self._handle)
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done; a bucket that failed is given out so."""
+        why = None if failed is None else _text(str(failed))
+        self._functions["finish"](self._handle, why)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
@@ -246,6 +281,10 @@ class NativeQueue:
     def waited_s(self) -> float:
         """How long threads have been blocked until their buckets were done."""
         return float(self._functions["waited_ns"](self._handle)) * 1e-9
+
+
+def _slots(slots: Sequence[tuple[int, int]]) -> Any:
+    return (_Slot * len(slots))(*(_Slot(*slot) for slot in slots))
 
 
 def _text(why: str) -> bytes:

@@ -26,6 +26,7 @@ _ONCE = {
     "test_from_horovod",
     "test_fuzz",
     "test_half_open",
+    "test_jit",
     "test_kernels",
     "test_launch_failure",
     "test_launch_output",
@@ -50,6 +51,7 @@ _ONCE = {
 _KERAS = {
     "test_callbacks",
     "test_evaluation",
+    "test_jit",
     "test_keras",
     "test_normalization",
     "test_optimizer",

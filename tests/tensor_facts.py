@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from ringreduce import native
 from tests import facts
 
 SIZES = (1, 2, 3)
+# XLA is given the ring by the native library.
+needs_xla = pytest.mark.skipif(native.library() is None, reason="without the native library")
+WAYS = ("eager", "graph", pytest.param("jit", marks=needs_xla))
 
 
 def facts_of(size: int) -> dict[str, list[Any]]:
@@ -16,5 +22,5 @@ def facts_of(size: int) -> dict[str, list[Any]]:
 
 
 def of_every_rank(case: str, size: int, how: str) -> list[Any]:
-    """What came out of `case` on each rank, ``"eager"`` or in a ``"graph"``."""
+    """What came out of `case` on each rank, ``"eager"``, in a ``"graph"`` or by ``"jit"``."""
     return [fact[how] for fact in facts_of(size)[case]]

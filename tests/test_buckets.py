@@ -188,6 +188,27 @@ def test_signature_reacts_to_the_size_of_buckets():
     assert plan_of(*BASE).signature != plan_of(*BASE, bucket_bytes=64).signature
 
 
+def test_signature_reacts_to_whether_the_step_is_compiled():
+    compiled = BucketPlan.make(BASE, ITEMSIZES, 1 << 20, compiled=True)
+    assert compiled.signature != plan_of(*BASE).signature
+    assert compiled.describe_buckets().endswith("float32, with jit_compile=True")
+
+
+@given(models, st.integers(1, 4096))
+def test_large_gradients_are_alone_and_in_place(gradients, limit):
+    plan = BucketPlan.make(gradients, ITEMSIZES, 1 << 20, in_place_bytes=limit)
+    placed = sorted(slot.gradient for bucket in plan.buckets for slot in bucket.slots)
+    assert tuple(placed) == plan.present
+    for bucket in plan.buckets:
+        sizes = [slot.count * ITEMSIZES[bucket.dtype] for slot in bucket.slots]
+        if bucket.in_place:
+            [slot] = bucket.slots
+            assert (slot.start, slot.count) == (0, bucket.count)
+            assert sizes[0] >= limit
+        else:
+            assert max(sizes) < limit
+
+
 def test_buckets_are_described_by_number_and_first():
     assert plan_of(*BASE, bucket_bytes=64).describe_buckets() == (
         "2 buckets, the first of 16 float32"
@@ -197,7 +218,7 @@ def test_buckets_are_described_by_number_and_first():
 
 
 def test_signature_is_the_same_in_every_process():
-    assert plan_of(*BASE).signature == 1855433917208742714
+    assert plan_of(*BASE).signature == 11591713614875433158
 
 
 @given(models)

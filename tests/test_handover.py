@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 
 from ringreduce import handover, native
-from ringreduce.buckets import Bucket, Slot
-from ringreduce.handover import COMPLAINT, BucketItem, NativeQueue, PlainQueue, Queue
+from ringreduce.buckets import Slot
+from ringreduce.handover import (
+    COMPLAINT,
+    BucketItem,
+    Layout,
+    NativeQueue,
+    PlainQueue,
+    Queue,
+    RoundFailed,
+)
 from tests.processes import wait_until
 
 # Nothing here takes a hundredth of it; it only ends a test that would hang.
@@ -199,7 +207,7 @@ def test_queue_is_plain_where_the_library_is_hidden(monkeypatch):
 # --- Buckets --------------------------------------------------------------------------------
 
 # RR_HANDOVER_... of native/include/ringreduce.h.
-DONE, CLOSED, FAILED, MISUSED = 0, 100, 101, 102
+DONE, CLOSED, FAILED, MISUSED, REFUSED = 0, 100, 101, 102, 105
 WHY_BYTES = 2048
 # Two gradients of 5 and 3 floats in a bucket of 32, with padding between and after them.
 SLOTS = (Slot(0, 0, 5), Slot(1, 16, 3))
@@ -252,8 +260,10 @@ class Plan:
     def __init__(self, queue: NativeQueue, count: int = 1) -> None:
         self.queue = queue
         self.memory = [np.full(4 * COUNT, 0x7F, np.uint8) for _ in range(count)]
-        buckets = [Bucket("float32", COUNT, SLOTS) for _ in range(count)]
-        self.number = queue.register(buckets, self.memory, {"float32": 4})
+        slots = [(4 * slot.start, 4 * slot.count) for slot in SLOTS]
+        self.number = queue.register(
+            [Layout(memory, memory.nbytes, slots) for memory in self.memory]
+        )
 
     def bucket(self, index: int) -> np.ndarray:
         return self.memory[index].view(np.float32)
@@ -309,6 +319,27 @@ class TestBuckets:
         answer = wait(plan.number, 0)
         assert answer.code == DONE
         assert [each.tolist() for each in answer.gradients] == [[6.0] * 5, [6.0] * 3]
+
+    def test_a_round_that_failed_is_given_out_so(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        native_queue.take()
+        native_queue.finish(RoundFailed("not this time"))
+        answer = wait(plan.number, 0)
+        assert (answer.code, answer.why) == (REFUSED, "not this time")
+        start(plan.number, 0, 3.0)
+        plan.double()
+        assert wait(plan.number, 0).code == DONE
+
+    def test_results_may_lie_elsewhere(self, native_queue):
+        memory = np.zeros(64, np.uint8)
+        number = native_queue.register([Layout(memory, 64, [(0, 20)], [(32, 8)])])
+        start(number, 0, counts=(5,))
+        native_queue.take()
+        memory.view(np.float32)[8:10] = 7.0, 8.0
+        native_queue.finish()
+        [result] = wait(number, 0, counts=(2,)).gradients
+        assert result.tolist() == [7.0, 8.0]
 
     def test_padding_is_zero(self, native_queue):
         plan = Plan(native_queue)

@@ -11,23 +11,23 @@ import pytest
 
 import ringreduce.keras as rr
 from ringreduce.errors import ClosedError, ConfigError
-from tests.tensor_facts import SIZES, facts_of, of_every_rank
+from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
-WAYS = ("fit", "steps", "eager")
+IN_FIT = ("fit", "steps", "eager", pytest.param("jit", marks=needs_xla))
 every_size = pytest.mark.parametrize("size", SIZES)
-both_ways = pytest.mark.parametrize("how", ["eager", "graph"])
+every_way = pytest.mark.parametrize("how", WAYS)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", IN_FIT)
 def test_ranks_end_bit_identical_moving_statistics_included(way, size):
     assert len({fact["digest"] for fact in facts_of(size)[f"normalization {way}"]}) == 1
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", IN_FIT)
 def test_workers_end_where_one_process_does(way, size):
     alone = facts_of(1)[f"normalization {way}"][0]
     shared = facts_of(size)[f"normalization {way}"][0]
@@ -38,14 +38,14 @@ def test_workers_end_where_one_process_does(way, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", IN_FIT)
 def test_inference_sends_nothing(way, size):
     for fact in facts_of(size)[f"normalization {way}"]:
         assert fact["sent"] == 0
 
 
 @every_size
-@both_ways
+@every_way
 @pytest.mark.parametrize("case", ["moments uneven", "moments of the first axis", "moments masked"])
 def test_outputs_gradients_and_statistics_are_those_of_all_rows_together(case, how, size):
     for outcome in of_every_rank(case, size, how):
@@ -108,8 +108,12 @@ def test_it_can_be_loaded_to_go_on_synchronized(tmp_path):
     assert loaded.layers[-1].momentum == 0.5
 
 
-def test_compile_does_not_choose_to_compile_it():
-    assert not rr.SyncBatchNormalization().supports_jit
+@needs_xla
+def test_keras_may_compile_it_where_the_ring_can_be_called(monkeypatch):
+    layer = rr.SyncBatchNormalization()
+    assert layer.supports_jit
+    monkeypatch.setattr("ringreduce.tensorflow.xla.why_not", lambda: "for once")
+    assert not layer.supports_jit
 
 
 def test_training_without_a_ring_says_what_to_do():

@@ -9,16 +9,16 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.errors import ConfigError
 from ringreduce.testing import ring_of_processes
-from tests.tensor_facts import SIZES, facts_of, of_every_rank
+from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 every_size = pytest.mark.parametrize("size", SIZES)
-both_ways = pytest.mark.parametrize("how", ["eager", "graph"])
+every_way = pytest.mark.parametrize("how", WAYS)
 
 
 @every_size
-@both_ways
+@every_way
 def test_training_with_it_is_training_with_the_wrapper(how, size):
     first = facts_of(size)["tape"][0]
     for fact in facts_of(size)["tape"]:
@@ -39,7 +39,7 @@ def test_a_new_tape_has_nothing_to_agree_on_again(size):
 
 
 @every_size
-@both_ways
+@every_way
 def test_gradients_have_the_structure_of_the_sources(how, size):
     mean = (size + 1) / 2
     # Of the table each rank has picked its own row twice and row 3 once.
@@ -53,14 +53,14 @@ def test_gradients_have_the_structure_of_the_sources(how, size):
 
 
 @every_size
-@both_ways
+@every_way
 def test_options_of_gradient_reach_the_tape(how, size):
     mean = (size + 1) / 2
     assert of_every_rank("tape options", size, how) == [[[0, mean], 10 * mean]] * size
 
 
 @every_size
-@both_ways
+@every_way
 def test_what_the_tape_can_it_can(how, size):
     mean = (size + 1) / 2
     assert of_every_rank("tape of a tensor", size, how) == [[[2 * mean, 4 * mean], 0]] * size
@@ -69,7 +69,7 @@ def test_what_the_tape_can_it_can(how, size):
 
 
 @every_size
-@both_ways
+@every_way
 def test_without_gradients_nothing_is_sent(how, size):
     assert of_every_rank("tape of nothing", size, how) == [[[], None]] * size
 

@@ -1,4 +1,4 @@
-"""Our declarations of TensorFlow's C API are those of the TensorFlow that is installed."""
+"""Our declarations of the C APIs are those of the TensorFlow that is installed, and of its XLA."""
 
 from __future__ import annotations
 
@@ -82,3 +82,65 @@ def test_a_difference_would_be_found(tmp_path: Path, ours: str, other: str) -> N
     assert "static assertion failed" in compiles(
         source(declarations.replace(ours, other), tmp_path), tmp_path
     )
+
+
+XLA_SOURCE = """
+#include <cstddef>
+#include <cstdint>
+#include "xla/ffi/api/c_api.h"
+namespace ours {{
+#include "{declarations}"
+}}
+static_assert(ours::RR_XLA_MAJOR == XLA_FFI_API_MAJOR, "major");
+static_assert(ours::RR_XLA_MINOR <= XLA_FFI_API_MINOR, "minor");
+"""
+
+
+def xla_source(declarations: str, folder: Path) -> str:
+    """The check of XLA's structures, field by field, and of its values."""
+    header = folder / "xla_api.h"
+    # In C++ "struct X" would mean XLA's, which has been declared outside of the namespace.
+    ahead = "typedef struct XLA_FFI_Api XLA_FFI_Api;"
+    assert ahead in declarations
+    header.write_text(declarations.replace(ahead, "struct XLA_FFI_Api;"))
+    checks = []
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\n\}", declarations, re.DOTALL):
+        fields = re.findall(r"(?:\(\*)?(\w+)(?:\)\([^)]*\))?;", body)
+        # XLA may add functions at the end; registering looks how long the table is.
+        same = "<=" if name == "XLA_FFI_Api" else "=="
+        checks.append(f'static_assert(sizeof(ours::{name}) {same} sizeof(::{name}), "{name}");')
+        checks += [
+            f"static_assert(offsetof(ours::{name}, {field}) == offsetof(::{name}, {field}) && "
+            f"sizeof(ours::{name}::{field}) == sizeof(::{name}::{field}), "
+            f'"{name}.{field}");'
+            for field in fields
+        ]
+    assert len(checks) > 100
+    values = re.findall(
+        r"(XLA_FFI_(?:Error_Code|DataType|AttrType|Ext\w+|Exec\w+)_\w+) = ", declarations
+    )
+    assert len(values) == 18
+    checks += [f'static_assert((int)ours::{v} == (int)::{v}, "{v}");' for v in values]
+    return XLA_SOURCE.format(declarations=header) + "\n".join(checks)
+
+
+def test_our_declarations_are_xlas(tmp_path: Path) -> None:
+    declarations = (NATIVE / "xla_api.h").read_text()
+    assert compiles(xla_source(declarations, tmp_path), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("XLA_FFI_DataType_BF16 = 16", "XLA_FFI_DataType_BF16 = 17"),
+        ("    int64_t rank;\n", "    int32_t rank;\n"),
+        ("    rr_xla_not_used *XLA_FFI_Stream_Get;\n", "    int XLA_FFI_Stream_Get[5];\n"),
+    ],
+)
+def test_a_difference_from_xla_would_be_found(tmp_path: Path, ours: str, other: str) -> None:
+    declarations = (NATIVE / "xla_api.h").read_text()
+    source = xla_source(declarations, tmp_path)
+    header = tmp_path / "xla_api.h"
+    assert ours in declarations
+    header.write_text(header.read_text().replace(ours, other))
+    assert "static assertion failed" in compiles(source, tmp_path)

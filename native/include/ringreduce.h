@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Counted up with every change of this header; ringreduce/native.py names the one it needs. */
-#define RR_ABI 3
+#define RR_ABI 4
 
 /* What functions return. Errors of the system come as -errno. */
 enum {
@@ -209,6 +209,8 @@ enum {
     RR_HANDOVER_FAILED = 101,  /* rr_handover_fail was called */
     RR_HANDOVER_MISUSED = 102, /* no such plan or bucket, other sizes, or out of turn */
     RR_HANDOVER_BUSY = 103,    /* a round is in flight */
+    RR_HANDOVER_LATER = 104,   /* who asked will be told */
+    RR_HANDOVER_REFUSED = 105, /* this round of the bucket failed, and nothing else with it */
 };
 
 /* What rr_handover_take gives. */
@@ -229,13 +231,17 @@ typedef struct {
     uint64_t nbytes;
 } rr_slot;
 
-/* `memory` holds `nbytes`; the slots lie in it one after the other. Bytes between them are
- * padding, which start fills with zeros. */
+/* `memory` holds `nbytes`, or is NULL: then there is one slot, of that size, and the bucket is the
+ * memory of the part that is started, from then on until it is waited for. The slots lie in it one
+ * after the other. Bytes between them are padding, which start fills with zeros. What wait reads
+ * lies where the slots do, or where `results` say, in the same way, if that is not NULL. */
 typedef struct {
     void *memory;
     uint64_t nbytes;
     const rr_slot *slots;
+    const rr_slot *results;
     uint32_t slot_count;
+    uint32_t result_count;
 } rr_bucket;
 
 /* A gradient outside of the bucket: read by start, written by wait. */
@@ -248,6 +254,7 @@ typedef struct {
     int kind;        /* RR_ITEM_ */
     int64_t job;     /* of a job: the number that was posted */
     int64_t plan;    /* of a bucket: its plan's number */
+    void *memory;    /* of a bucket: where it lies */
     uint32_t bucket; /* of a bucket: its place in the plan */
 } rr_item;
 
@@ -267,9 +274,10 @@ RR_EXPORT int rr_handover_unregister(int64_t plan);
 RR_EXPORT int rr_handover_post(rr_handover *handover, int64_t job);
 
 /* Wait for the next item, which is then the engine's until rr_handover_finish;
- * RR_HANDOVER_CLOSED. For the engine's thread alone. */
+ * RR_HANDOVER_CLOSED. For the engine's thread alone. With `why` the bucket is given out as
+ * RR_HANDOVER_REFUSED in this round; NULL: it is reduced. */
 RR_EXPORT int rr_handover_take(rr_handover *handover, rr_item *item);
-RR_EXPORT void rr_handover_finish(rr_handover *handover);
+RR_EXPORT void rr_handover_finish(rr_handover *handover, const char *why);
 
 /* Wait until the queue is empty and nothing is taken, for at most `timeout_ms`.
  * 1 when it is so, or the hand-over closed; 0 when the time is over. */
@@ -279,22 +287,35 @@ RR_EXPORT int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms);
 RR_EXPORT void rr_handover_fail(rr_handover *handover, const char *why);
 
 /* As fail, with RR_HANDOVER_CLOSED, and for the engine too. Returns when no thread of the
- * framework's is inside any more; then the memory of all plans may go. */
+ * framework's is inside any more and all who waited have been told; then the memory of all plans
+ * may go. */
 RR_EXPORT void rr_handover_close(rr_handover *handover, const char *why);
 
-/* How long threads have been blocked in rr_handover_wait, all added up. */
+/* How long threads have been blocked in rr_handover_wait, all added up, and the time in which
+ * anybody waited to be told. */
 RR_EXPORT uint64_t rr_handover_waited_ns(rr_handover *handover);
 
 /* Pack a bucket and hand it over. One part for each of its slots, of that slot's size; none is
- * used after the return. On an error `why`, of RR_WHY_BYTES, says more. A bucket that is
- * started a second time within a round means that this rank is out of step for good: the engine
- * gets a complaint, and the call waits for its verdict, which it returns. */
+ * used after the return, unless it is the bucket. On an error `why`, of RR_WHY_BYTES, says more. A
+ * bucket that is started a second time within a round means that this rank is out of step for good:
+ * the engine gets a complaint, and the call waits for its verdict, which it returns. */
 RR_EXPORT int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts,
                                 uint32_t part_count, char *why);
 
-/* Wait until a started bucket is reduced, and unpack it. As for start. */
+/* Wait until a started bucket is reduced, and unpack it. As for start, with a part for each of its
+ * results; also what rr_handover_finish was given. */
 RR_EXPORT int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts,
                                uint32_t part_count, char *why);
+
+/* The same without waiting. RR_HANDOVER_LATER: `tell` will be called with `data`, once, by a thread
+ * of the hand-over's own, with what rr_handover_wait would have returned; until then the parts'
+ * memory must stay. It may go on with whatever follows, also call start and this function, but
+ * must not wait for the hand-over. Any other code is the result; -ENOMEM, -EAGAIN: there is no
+ * memory, no thread. */
+typedef void rr_delivered(void *data, int code, const char *why);
+RR_EXPORT int rr_handover_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts,
+                                     uint32_t part_count, rr_delivered *tell, void *data,
+                                     char *why);
 
 /* ------------------------------------------------------------------------------------------
  * TensorFlow kernels on top of the hand-over (tf_ops.c)
@@ -305,6 +326,15 @@ RR_EXPORT int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *par
  * says more: -ENOENT (no such library is loaded), -ENOSYS (it lacks a symbol), -EINVAL (TensorFlow
  * refused). Once per process. */
 RR_EXPORT int rr_tensorflow_register(const char *path, char *why);
+
+/* ------------------------------------------------------------------------------------------
+ * XLA custom calls on top of the hand-over (xla_calls.c)
+ * ------------------------------------------------------------------------------------------ */
+
+/* Register the custom calls ringreduce_start and ringreduce_wait for XLA's platform Host, with the
+ * XLA in the TensorFlow whose libtensorflow_framework is at `path` and loaded already. As
+ * rr_tensorflow_register; -ENOSYS also: XLA's interface is of another version. */
+RR_EXPORT int rr_xla_register(const char *path, char *why);
 
 #ifdef __cplusplus
 }

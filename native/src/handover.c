@@ -6,53 +6,13 @@
  * the bucket in a state (PACKING, UNPACKING) that keeps everybody else away from it.
  */
 
-#include "ringreduce.h"
+#include "handover.h"
 
 #include <errno.h>
-#include <pthread.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-enum state { EMPTY, PACKING, PACKED, REDUCING, REDUCED, UNPACKING, SPENT };
-
-struct entry {
-    struct entry *next;
-    rr_item item;
-};
-
-struct bucket {
-    enum state state;
-    struct entry entry; /* in the queue, or not used */
-    char *memory;
-    uint64_t nbytes;
-    uint32_t slot_count;
-    rr_slot *slots;
-};
-
-struct plan {
-    uint32_t queued; /* buckets of this round that have been put in the queue */
-    uint32_t spent;  /* buckets of this round that have been waited for */
-    bool running;    /* a round is in flight */
-    uint32_t inside; /* threads in start or wait of one of these buckets */
-    uint32_t bucket_count;
-    struct bucket buckets[];
-};
-
-struct rr_handover {
-    pthread_cond_t ready;        /* the engine waits for this */
-    pthread_cond_t changed;      /* everybody else does */
-    struct entry *first, **last; /* those of jobs are malloc's, those of buckets their own */
-    struct bucket *taken;        /* of the item that the engine has; NULL for a job */
-    bool busy;                   /* the engine has an item */
-    bool complaint;  /* the engine is to be told that a bucket was started out of turn */
-    int over;        /* 0, RR_HANDOVER_FAILED or RR_HANDOVER_CLOSED */
-    uint32_t inside; /* threads in start or wait */
-    uint64_t waited_ns;
-    char why[RR_WHY_BYTES];
-};
 
 /* What a plan's number stands for. The owner stays when the plan has gone: it knows why. */
 struct place {
@@ -60,11 +20,15 @@ struct place {
     struct plan *plan;
 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t rr_handover_lock = PTHREAD_MUTEX_INITIALIZER;
+/* Buckets in place that an engine has, or will get; 0 wakes whoever waits for that. */
+static uint32_t borrowed;
+static pthread_cond_t let_go = PTHREAD_COND_INITIALIZER;
+
 static struct place *places;
 static uint64_t place_count, place_room;
 
-static uint64_t now_ns(void)
+uint64_t rr_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -87,22 +51,34 @@ int rr_handover_open(rr_handover **opened)
 
 static void free_plan(struct plan *plan)
 {
-    for (uint32_t i = 0; i < plan->bucket_count; i++)
-        free(plan->buckets[i].slots);
+    for (uint32_t i = 0; i < plan->bucket_count; i++) {
+        struct bucket *bucket = &plan->buckets[i];
+        if (bucket->results != bucket->slots)
+            free(bucket->results);
+        free(bucket->slots);
+        free(bucket->why);
+    }
     free(plan);
 }
 
-static bool lies_well(const rr_bucket *bucket)
+static bool lie_well(const rr_slot *slots, uint32_t count, uint64_t nbytes)
 {
     uint64_t end = 0;
-    for (uint32_t i = 0; i < bucket->slot_count; i++) {
-        const rr_slot *slot = &bucket->slots[i];
-        if (slot->start < end || slot->start > bucket->nbytes ||
-            slot->nbytes > bucket->nbytes - slot->start)
+    for (uint32_t i = 0; i < count; i++) {
+        if (slots[i].start < end || slots[i].start > nbytes ||
+            slots[i].nbytes > nbytes - slots[i].start)
             return false;
-        end = slot->start + slot->nbytes;
+        end = slots[i].start + slots[i].nbytes;
     }
     return true;
+}
+
+static rr_slot *copy_of_slots(const rr_slot *slots, uint32_t count)
+{
+    rr_slot *copy = malloc(count * sizeof *copy + 1);
+    if (copy != NULL && count > 0)
+        memcpy(copy, slots, count * sizeof *copy);
+    return copy;
 }
 
 static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
@@ -112,20 +88,22 @@ static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
         return NULL;
     plan->bucket_count = count;
     for (uint32_t i = 0; i < count; i++) {
+        const rr_bucket *from = &buckets[i];
         struct bucket *bucket = &plan->buckets[i];
-        size_t nbytes = buckets[i].slot_count * sizeof(rr_slot);
         *bucket = (struct bucket){
-            .memory = buckets[i].memory,
-            .nbytes = buckets[i].nbytes,
-            .slot_count = buckets[i].slot_count,
-            .slots = malloc(nbytes + 1),
+            .memory = from->memory,
+            .nbytes = from->nbytes,
+            .in_place = from->memory == NULL,
+            .slot_count = from->slot_count,
+            .result_count = from->results == NULL ? from->slot_count : from->result_count,
+            .slots = copy_of_slots(from->slots, from->slot_count),
         };
-        if (bucket->slots == NULL) {
+        bucket->results = from->results == NULL ? bucket->slots
+                                                : copy_of_slots(from->results, from->result_count);
+        if (bucket->slots == NULL || bucket->results == NULL) {
             free_plan(plan);
             return NULL;
         }
-        if (nbytes > 0)
-            memcpy(bucket->slots, buckets[i].slots, nbytes);
     }
     return plan;
 }
@@ -133,14 +111,21 @@ static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
 int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count,
                          int64_t *plan)
 {
-    for (uint32_t i = 0; i < bucket_count; i++)
-        if (!lies_well(&buckets[i]))
+    for (uint32_t i = 0; i < bucket_count; i++) {
+        const rr_bucket *bucket = &buckets[i];
+        if (!lie_well(bucket->slots, bucket->slot_count, bucket->nbytes) ||
+            (bucket->results != NULL &&
+             !lie_well(bucket->results, bucket->result_count, bucket->nbytes)))
             return -EINVAL;
+        if (bucket->memory == NULL && (bucket->slot_count != 1 || bucket->results != NULL ||
+                                       bucket->slots[0].nbytes != bucket->nbytes))
+            return -EINVAL;
+    }
     struct plan *copy = copy_of(buckets, bucket_count);
     if (copy == NULL)
         return -ENOMEM;
     int code = RR_DONE;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     if (handover->over == RR_HANDOVER_CLOSED) {
         code = RR_HANDOVER_CLOSED;
     } else if (place_count == place_room) {
@@ -157,7 +142,7 @@ int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32
         places[place_count] = (struct place){handover, copy};
         *plan = (int64_t)place_count++;
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     if (code != RR_DONE)
         free_plan(copy);
     return code;
@@ -177,7 +162,7 @@ int rr_handover_unregister(int64_t number)
 {
     struct plan *plan = NULL;
     int code = RR_HANDOVER_MISUSED;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     if (number >= 0 && (uint64_t)number < place_count && places[number].plan != NULL) {
         plan = places[number].plan;
         code = is_busy(places[number].owner, plan) ? RR_HANDOVER_BUSY : RR_DONE;
@@ -186,7 +171,7 @@ int rr_handover_unregister(int64_t number)
         else
             plan = NULL;
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     if (plan != NULL)
         free_plan(plan);
     return code;
@@ -201,6 +186,12 @@ static void put(rr_handover *handover, struct entry *entry)
     *handover->last = entry;
     handover->last = &entry->next;
     pthread_cond_signal(&handover->ready);
+}
+
+static void give_back(struct bucket *bucket)
+{
+    if (bucket->in_place && --borrowed == 0)
+        pthread_cond_broadcast(&let_go);
 }
 
 static void discard(struct entry *entry)
@@ -230,11 +221,11 @@ int rr_handover_post(rr_handover *handover, int64_t job)
     if (entry == NULL)
         return -ENOMEM;
     entry->item = (rr_item){.kind = RR_ITEM_JOB, .job = job};
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     bool closed = handover->over == RR_HANDOVER_CLOSED;
     if (!closed)
         put(handover, entry);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     if (closed)
         free(entry);
     return closed ? RR_HANDOVER_CLOSED : RR_DONE;
@@ -243,9 +234,9 @@ int rr_handover_post(rr_handover *handover, int64_t job)
 int rr_handover_take(rr_handover *handover, rr_item *item)
 {
     int code = RR_DONE;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     while (handover->over != RR_HANDOVER_CLOSED && !handover->complaint && handover->first == NULL)
-        pthread_cond_wait(&handover->ready, &lock);
+        pthread_cond_wait(&handover->ready, &rr_handover_lock);
     if (handover->over == RR_HANDOVER_CLOSED) {
         code = RR_HANDOVER_CLOSED;
     } else if (handover->complaint) {
@@ -264,21 +255,27 @@ int rr_handover_take(rr_handover *handover, rr_item *item)
             /* Its round is in flight, so nobody has unregistered its plan. */
             handover->taken = &places[item->plan].plan->buckets[item->bucket];
             handover->taken->state = REDUCING;
+            item->memory = handover->taken->memory;
         }
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     return code;
 }
 
-void rr_handover_finish(rr_handover *handover)
+void rr_handover_finish(rr_handover *handover, const char *why)
 {
-    pthread_mutex_lock(&lock);
-    if (handover->taken != NULL)
+    pthread_mutex_lock(&rr_handover_lock);
+    if (handover->taken != NULL) {
+        give_back(handover->taken);
         handover->taken->state = REDUCED;
+        handover->taken->code = why == NULL ? RR_DONE : RR_HANDOVER_REFUSED;
+        free(handover->taken->why);
+        handover->taken->why = why == NULL ? NULL : strdup(why);
+    }
     handover->taken = NULL;
     handover->busy = false;
     pthread_cond_broadcast(&handover->changed);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
 }
 
 int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms)
@@ -294,11 +291,11 @@ int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms)
         until.tv_nsec -= 1000000000;
     }
     int code = 0;
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     while (handover->over != RR_HANDOVER_CLOSED && code == 0 &&
            (handover->busy || handover->complaint || handover->first != NULL))
-        code = pthread_cond_timedwait(&handover->changed, &lock, &until);
-    pthread_mutex_unlock(&lock);
+        code = pthread_cond_timedwait(&handover->changed, &rr_handover_lock, &until);
+    pthread_mutex_unlock(&rr_handover_lock);
     return code == 0;
 }
 
@@ -307,53 +304,62 @@ static void end(rr_handover *handover, int code, const char *why)
     if (handover->over == 0)
         snprintf(handover->why, sizeof handover->why, "%s", why);
     handover->over = code;
+    /* What the engine does not have yet it will not get. */
+    for (uint64_t i = 0; i < place_count; i++) {
+        struct plan *plan = places[i].owner == handover ? places[i].plan : NULL;
+        for (uint32_t j = 0; plan != NULL && j < plan->bucket_count; j++) {
+            struct bucket *bucket = &plan->buckets[j];
+            if (bucket->state == PACKED && bucket->in_place) {
+                give_back(bucket);
+                bucket->state = SPENT;
+            }
+        }
+    }
     pthread_cond_broadcast(&handover->ready);
     pthread_cond_broadcast(&handover->changed);
 }
 
 void rr_handover_fail(rr_handover *handover, const char *why)
 {
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     if (handover->over == 0) {
         drop(handover, false);
         end(handover, RR_HANDOVER_FAILED, why);
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
 }
 
 void rr_handover_close(rr_handover *handover, const char *why)
 {
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     drop(handover, true);
     /* After a failure its text stays: it says more. */
     end(handover, RR_HANDOVER_CLOSED, why);
     while (handover->inside > 0)
-        pthread_cond_wait(&handover->changed, &lock);
+        pthread_cond_wait(&handover->changed, &rr_handover_lock);
     handover->taken = NULL;
+    const bool has_thread = handover->has_thread;
+    handover->has_thread = false;
     for (uint64_t i = 0; i < place_count; i++) {
         if (places[i].owner == handover && places[i].plan != NULL) {
             free_plan(places[i].plan);
             places[i].plan = NULL;
         }
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
+    if (has_thread)
+        rr_delivery_join(handover);
 }
 
 uint64_t rr_handover_waited_ns(rr_handover *handover)
 {
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&rr_handover_lock);
     uint64_t waited = handover->waited_ns;
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     return waited;
 }
 
 /* ---- the framework's side ---- */
-
-struct visit {
-    rr_handover *owner;
-    struct plan *plan;
-    struct bucket *bucket;
-};
 
 static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason)
 {
@@ -361,9 +367,10 @@ static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason)
     return RR_HANDOVER_MISUSED;
 }
 
-/* Look a bucket up and enter its hand-over, under the lock; leave after RR_DONE only. */
-static int enter(struct visit *visit, int64_t number, uint32_t index, const rr_part *parts,
-                 uint32_t part_count, char *why)
+/* Look a bucket up and enter its hand-over, under the lock; leave after RR_DONE only. `parts` are
+ * for the bucket's results, or else for its slots. */
+static int enter(struct visit *visit, int64_t number, uint32_t index, bool for_results,
+                 const rr_part *parts, uint32_t part_count, char *why)
 {
     if (number < 0 || (uint64_t)number >= place_count)
         return refuse(why, number, index, "there is no such plan in this process");
@@ -379,10 +386,11 @@ static int enter(struct visit *visit, int64_t number, uint32_t index, const rr_p
     if (index >= visit->plan->bucket_count)
         return refuse(why, number, index, "the plan has no such bucket");
     visit->bucket = &visit->plan->buckets[index];
-    if (part_count != visit->bucket->slot_count)
+    const rr_slot *slots = for_results ? visit->bucket->results : visit->bucket->slots;
+    if (part_count != (for_results ? visit->bucket->result_count : visit->bucket->slot_count))
         return refuse(why, number, index, "got another number of gradients than were planned");
     for (uint32_t i = 0; i < part_count; i++)
-        if (parts[i].nbytes != visit->bucket->slots[i].nbytes)
+        if (parts[i].nbytes != slots[i].nbytes)
             return refuse(why, number, index, "got a gradient of another size than was planned");
     visit->owner->inside++;
     visit->plan->inside++;
@@ -417,9 +425,9 @@ static void pack(const struct bucket *bucket, const rr_part *parts)
 
 static void unpack(const struct bucket *bucket, const rr_part *parts)
 {
-    for (uint32_t i = 0; i < bucket->slot_count; i++)
-        if (parts[i].nbytes > 0)
-            memcpy(parts[i].data, bucket->memory + bucket->slots[i].start, parts[i].nbytes);
+    for (uint32_t i = 0; i < bucket->result_count; i++)
+        if (parts[i].nbytes > 0 && parts[i].data != bucket->memory)
+            memcpy(parts[i].data, bucket->memory + bucket->results[i].start, parts[i].nbytes);
 }
 
 /* Tell the engine that this rank is out of step, and wait for what it makes of that. */
@@ -428,31 +436,36 @@ static void complain(rr_handover *owner)
     owner->complaint = true;
     pthread_cond_signal(&owner->ready);
     while (owner->over == 0)
-        pthread_cond_wait(&owner->changed, &lock);
+        pthread_cond_wait(&owner->changed, &rr_handover_lock);
 }
 
 int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
                       char *why)
 {
     struct visit visit;
-    pthread_mutex_lock(&lock);
-    int code = enter(&visit, plan, bucket, parts, part_count, why);
+    pthread_mutex_lock(&rr_handover_lock);
+    int code = enter(&visit, plan, bucket, false, parts, part_count, why);
     if (code != RR_DONE) {
-        pthread_mutex_unlock(&lock);
+        pthread_mutex_unlock(&rr_handover_lock);
         return code;
     }
     struct bucket *own = visit.bucket;
     if (own->state != EMPTY) {
         complain(visit.owner);
         code = leave(&visit, why);
-        pthread_mutex_unlock(&lock);
+        pthread_mutex_unlock(&rr_handover_lock);
         return code;
     }
     visit.plan->running = true;
-    own->state = PACKING;
-    pthread_mutex_unlock(&lock);
-    pack(own, parts);
-    pthread_mutex_lock(&lock);
+    if (own->in_place) {
+        own->memory = parts[0].data;
+        borrowed++;
+    } else {
+        own->state = PACKING;
+        pthread_mutex_unlock(&rr_handover_lock);
+        pack(own, parts);
+        pthread_mutex_lock(&rr_handover_lock);
+    }
     own->state = PACKED;
     /* This bucket, and those after it that had to wait for it. */
     struct plan *whole = visit.plan;
@@ -464,41 +477,31 @@ int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint3
         put(visit.owner, &next->entry);
     }
     code = leave(&visit, why);
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&rr_handover_lock);
     return code;
 }
 
-static bool is_awaited(const struct bucket *bucket)
+bool rr_bucket_is_awaited(const struct bucket *bucket)
 {
     return bucket->state == PACKING || bucket->state == PACKED || bucket->state == REDUCING;
 }
 
-int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                     char *why)
+int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
 {
-    struct visit visit;
-    pthread_mutex_lock(&lock);
-    int code = enter(&visit, plan, bucket, parts, part_count, why);
-    if (code != RR_DONE) {
-        pthread_mutex_unlock(&lock);
-        return code;
-    }
-    rr_handover *owner = visit.owner;
-    struct bucket *own = visit.bucket;
-    if (is_awaited(own)) {
-        uint64_t since = now_ns();
-        while (is_awaited(own) && owner->over == 0)
-            pthread_cond_wait(&owner->changed, &lock);
-        owner->waited_ns += now_ns() - since;
-    }
-    bool ours = own->state == REDUCED;
-    if (ours && owner->over == 0) {
+    struct bucket *own = visit->bucket;
+    const bool ours = own->state == REDUCED;
+    int code = own->code;
+    if (ours && visit->owner->over == 0) {
         own->state = UNPACKING;
-        pthread_mutex_unlock(&lock);
-        unpack(own, parts);
-        pthread_mutex_lock(&lock);
+        if (code == RR_DONE) {
+            pthread_mutex_unlock(&rr_handover_lock);
+            unpack(own, parts);
+            pthread_mutex_lock(&rr_handover_lock);
+        } else {
+            snprintf(why, RR_WHY_BYTES, "%s", own->why == NULL ? "out of memory" : own->why);
+        }
         own->state = SPENT;
-        struct plan *whole = visit.plan;
+        struct plan *whole = visit->plan;
         if (++whole->spent == whole->bucket_count) {
             for (uint32_t i = 0; i < whole->bucket_count; i++)
                 whole->buckets[i].state = EMPTY;
@@ -506,9 +509,58 @@ int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32
             whole->running = false;
         }
     }
-    code = leave(&visit, why);
-    if (code == RR_DONE && !ours)
-        code = refuse(why, plan, bucket, "waited for, but not started in this round");
-    pthread_mutex_unlock(&lock);
+    const int end = leave(visit, why);
+    if (end != RR_DONE)
+        return end;
+    if (!ours) {
+        snprintf(why, RR_WHY_BYTES, "a bucket was waited for, but not started in this round");
+        return RR_HANDOVER_MISUSED;
+    }
     return code;
+}
+
+int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                     char *why)
+{
+    struct visit visit;
+    pthread_mutex_lock(&rr_handover_lock);
+    int code = enter(&visit, plan, bucket, true, parts, part_count, why);
+    if (code == RR_DONE) {
+        if (rr_bucket_is_awaited(visit.bucket)) {
+            uint64_t since = rr_now_ns();
+            while (rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0)
+                pthread_cond_wait(&visit.owner->changed, &rr_handover_lock);
+            visit.owner->waited_ns += rr_now_ns() - since;
+        }
+        code = rr_bucket_settle(&visit, parts, why);
+    }
+    pthread_mutex_unlock(&rr_handover_lock);
+    return code;
+}
+
+int rr_handover_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                           rr_delivered *tell, void *data, char *why)
+{
+    struct visit visit;
+    pthread_mutex_lock(&rr_handover_lock);
+    int code = enter(&visit, plan, bucket, true, parts, part_count, why);
+    if (code == RR_DONE && rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0) {
+        code = rr_delivery_add(&visit, parts, part_count, tell, data);
+        if (code == RR_DONE)
+            code = RR_HANDOVER_LATER;
+        else if (leave(&visit, why) == RR_DONE)
+            snprintf(why, RR_WHY_BYTES, "cannot wait in the background: %s", strerror(-code));
+    } else if (code == RR_DONE) {
+        code = rr_bucket_settle(&visit, parts, why);
+    }
+    pthread_mutex_unlock(&rr_handover_lock);
+    return code;
+}
+
+void rr_handover_let_go(void)
+{
+    pthread_mutex_lock(&rr_handover_lock);
+    while (borrowed > 0)
+        pthread_cond_wait(&let_go, &rr_handover_lock);
+    pthread_mutex_unlock(&rr_handover_lock);
 }

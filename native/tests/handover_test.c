@@ -22,7 +22,7 @@ static int64_t registered(rr_handover *handover)
     rr_bucket buckets[BUCKETS];
     int64_t plan = -1;
     for (int i = 0; i < BUCKETS; i++)
-        buckets[i] = (rr_bucket){memory[i], sizeof memory[i], SLOTS, 2};
+        buckets[i] = (rr_bucket){memory[i], sizeof memory[i], SLOTS, NULL, 2, 0};
     CHECK(rr_handover_register(handover, buckets, BUCKETS, &plan) == RR_DONE);
     return plan;
 }
@@ -71,7 +71,7 @@ static void *engine(void *argument)
         } else if (item.kind == RR_ITEM_COMPLAINT) {
             rr_handover_fail(handover, "out of turn");
         }
-        rr_handover_finish(handover);
+        rr_handover_finish(handover, NULL);
     }
     return NULL;
 }
@@ -126,7 +126,7 @@ static void test_queue_is_first_in_first_out(void)
         CHECK(item.kind == expected[i].kind);
         CHECK(item.kind == RR_ITEM_JOB ? item.job == 7 : item.plan == expected[i].number);
         CHECK(item.kind == RR_ITEM_JOB || item.bucket == expected[i].bucket);
-        rr_handover_finish(handover);
+        rr_handover_finish(handover, NULL);
     }
     CHECK(rr_handover_wait_idle(handover, 1) == 1);
     CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
@@ -148,7 +148,7 @@ static void test_failed_plan_can_be_forgotten_once_nothing_is_taken(void)
     rr_handover_fail(handover, "failed");
     CHECK(rr_handover_unregister(other) == RR_DONE);
     CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
-    rr_handover_finish(handover);
+    rr_handover_finish(handover, NULL);
     CHECK(rr_handover_unregister(plan) == RR_DONE);
     CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_FAILED && strcmp(why, "failed") == 0);
     CHECK(start(other, 0, 1) == RR_HANDOVER_FAILED);
@@ -171,7 +171,8 @@ static void test_what_does_not_fit_is_refused(void)
     CHECK(strstr(why, "another size") != NULL);
     CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_MISUSED && strstr(why, "not started") != NULL);
     const rr_slot beyond[] = {{120, 12}}, crossing[] = {{0, 20}, {16, 4}};
-    const rr_bucket wrong[] = {{memory, 128, beyond, 1}, {memory, 128, crossing, 2}};
+    const rr_bucket wrong[] = {{memory, 128, beyond, NULL, 1, 0},
+                               {memory, 128, crossing, NULL, 2, 0}};
     CHECK(rr_handover_register(handover, &wrong[0], 1, &plan) == -EINVAL);
     CHECK(rr_handover_register(handover, &wrong[1], 1, &plan) == -EINVAL);
     rr_handover_close(handover, "closed");
@@ -237,7 +238,7 @@ static void test_waits_end(void (*end)(rr_handover *, const char *), int expecte
 static void test_plan_stays_while_somebody_is_inside(void)
 {
     rr_handover *handover = opened();
-    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, 2};
+    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, NULL, 2, 0};
     for (int round = 0; round < ROUNDS; round++) {
         int64_t plan = -1;
         rr_item item;
@@ -251,7 +252,7 @@ static void test_plan_stays_while_somebody_is_inside(void)
         }
         for (int turn = 0; turn < 50; turn++)
             sched_yield();
-        rr_handover_finish(handover);
+        rr_handover_finish(handover, NULL);
         while (rr_handover_unregister(plan) != RR_DONE)
             ;
         int done = 0;
@@ -262,6 +263,127 @@ static void test_plan_stays_while_somebody_is_inside(void)
         }
         CHECK(done == 1);
     }
+    rr_handover_close(handover, "closed");
+}
+
+/* Somebody who asked to be told, and how he was. */
+struct asked {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int told, code;
+    float first[5], second[3];
+    char why[RR_WHY_BYTES];
+};
+
+static void tell(void *data, int code, const char *text)
+{
+    struct asked *asked = data;
+    pthread_mutex_lock(&asked->lock);
+    asked->told++;
+    asked->code = code;
+    snprintf(asked->why, sizeof asked->why, "%s", code == RR_DONE ? "" : text);
+    pthread_cond_signal(&asked->changed);
+    pthread_mutex_unlock(&asked->lock);
+}
+
+static int ask(struct asked *asked, int64_t plan, uint32_t bucket)
+{
+    *asked = (struct asked){.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+    rr_part parts[] = {{asked->first, sizeof asked->first}, {asked->second, sizeof asked->second}};
+    return rr_handover_wait_async(plan, bucket, parts, 2, tell, asked, why);
+}
+
+static int answer(struct asked *asked)
+{
+    pthread_mutex_lock(&asked->lock);
+    while (asked->told == 0)
+        pthread_cond_wait(&asked->changed, &asked->lock);
+    CHECK(asked->told == 1);
+    pthread_mutex_unlock(&asked->lock);
+    return asked->code;
+}
+
+static void test_who_asks_is_told(void)
+{
+    rr_handover *handover = opened();
+    int64_t plan = registered(handover);
+    struct asked asked[BUCKETS];
+    for (uint32_t i = 0; i < BUCKETS; i++)
+        CHECK(start(plan, i, 1 + (float)i) == RR_DONE);
+    for (uint32_t i = BUCKETS; i-- > 0;)
+        CHECK(ask(&asked[i], plan, i) == RR_HANDOVER_LATER);
+    CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, engine, handover) == 0);
+    for (uint32_t i = 0; i < BUCKETS; i++) {
+        CHECK(answer(&asked[i]) == RR_DONE);
+        CHECK(asked[i].first[4] == 2 + 2 * (float)i && asked[i].second[2] == -asked[i].first[0]);
+    }
+    CHECK(rr_handover_waited_ns(handover) > 0);
+    for (int round = 0; round < ROUNDS; round++) {
+        for (uint32_t i = 0; i < BUCKETS; i++)
+            CHECK(start(plan, i, (float)round) == RR_DONE);
+        for (uint32_t i = 0; i < BUCKETS; i++) {
+            int code = ask(&asked[i], plan, i);
+            CHECK(code == RR_DONE || (code == RR_HANDOVER_LATER && answer(&asked[i]) == RR_DONE));
+            CHECK(asked[i].first[0] == 2 * (float)round);
+        }
+    }
+    CHECK(ask(&asked[0], plan, 0) == RR_HANDOVER_MISUSED && strstr(why, "not started") != NULL);
+    CHECK(ask(&asked[0], plan, BUCKETS) == RR_HANDOVER_MISUSED);
+    rr_handover_close(handover, "closed");
+    pthread_join(thread, NULL);
+    CHECK(ask(&asked[0], plan, 0) == RR_HANDOVER_CLOSED && strcmp(why, "closed") == 0);
+}
+
+/* Two have asked, nobody reduces; when `end` comes they are told. */
+static void test_who_asks_is_told_of_the_end(void (*end)(rr_handover *, const char *), int expected)
+{
+    rr_handover *handover = opened();
+    int64_t plan = registered(handover);
+    struct asked asked[2];
+    for (uint32_t i = 0; i < BUCKETS; i++)
+        CHECK(start(plan, i, 1) == RR_DONE);
+    for (uint32_t i = 0; i < 2; i++)
+        CHECK(ask(&asked[i], plan, i) == RR_HANDOVER_LATER);
+    end(handover, "the end");
+    for (uint32_t i = 0; i < 2; i++) {
+        /* Before close returns, if it is that. */
+        CHECK(expected != RR_HANDOVER_CLOSED || asked[i].told == 1);
+        CHECK(answer(&asked[i]) == expected && strcmp(asked[i].why, "the end") == 0);
+    }
+    if (expected != RR_HANDOVER_CLOSED)
+        rr_handover_close(handover, "the end");
+}
+
+/* One round of a bucket fails, whoever waits is told why, and the next round is as before. */
+static void test_a_round_may_fail_alone(void)
+{
+    rr_handover *handover = opened();
+    /* In come 5 and 3 floats, out comes what lies between them. */
+    static const rr_slot result = {32, 8};
+    const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, &result, 2, 1};
+    const rr_bucket beyond = {memory[0], 36, SLOTS, &result, 1, 1};
+    int64_t plan = -1;
+    rr_item item;
+    float found[2] = {0};
+    rr_part part = {found, sizeof found};
+    CHECK(rr_handover_register(handover, &beyond, 1, &plan) == -EINVAL);
+    CHECK(rr_handover_register(handover, &only, 1, &plan) == RR_DONE);
+    for (int i = 0; i < 3; i++) {
+        const char *text = i == 2 ? NULL : "not this time";
+        CHECK(start(plan, 0, 1) == RR_DONE);
+        CHECK(rr_handover_take(handover, &item) == RR_DONE);
+        memory[0][8] = 7;
+        memory[0][9] = 8;
+        rr_handover_finish(handover, text);
+        CHECK(rr_handover_wait(plan, 0, &part, 1, why) == (i == 2 ? RR_DONE : RR_HANDOVER_REFUSED));
+        CHECK(i == 2 || strcmp(why, text) == 0);
+    }
+    CHECK(found[0] == 7 && found[1] == 8);
+    part.nbytes = 4;
+    CHECK(start(plan, 0, 1) == RR_DONE);
+    CHECK(rr_handover_wait(plan, 0, &part, 1, why) == RR_HANDOVER_MISUSED);
     rr_handover_close(handover, "closed");
 }
 
@@ -288,6 +410,12 @@ int main(void)
         test_waits_end(rr_handover_close, RR_HANDOVER_CLOSED);
     }
     test_plan_stays_while_somebody_is_inside();
+    test_who_asks_is_told();
+    for (int i = 0; i < 50; i++) {
+        test_who_asks_is_told_of_the_end(rr_handover_fail, RR_HANDOVER_FAILED);
+        test_who_asks_is_told_of_the_end(rr_handover_close, RR_HANDOVER_CLOSED);
+    }
+    test_a_round_may_fail_alone();
     test_long_text_is_cut();
     return 0;
 }

@@ -18,6 +18,7 @@ from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.horovod import advice_on_name
+from ringreduce.keras.jit import compile_gradients
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
@@ -57,6 +58,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "compile_gradients",
     "evaluate",
     "fold_seeds",
     "init",

@@ -52,10 +52,12 @@ def join(
     Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the
     number of steps. Otherwise the last step of an epoch is one that nobody has data for; it
     changes nothing, and Keras warns that the data has run out, as it does for every dataset of
-    unknown length. With ``steps_per_execution`` such a dataset is counted first, which reads it
-    once.
+    unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a dataset is counted
+    first, which reads it once.
 
-    From then on each training step of this model begins with a small exchange.
+    From then on each training step of this model begins with a small exchange. What a loss or layer
+    of your own reduces over the ranks (`rr.all_reduce` and friends) still counts every rank
+    alike, also one that has no batch left and computes on zeros.
 
     Args:
         dataset: this rank's, batched; elements of dense tensors whose first dimension is that of
@@ -86,8 +88,11 @@ def join(
     if ring.size == 1:
         return dataset
     count = int(dataset.cardinality())
-    if count == tf.data.UNKNOWN_CARDINALITY and model.steps_per_execution > 1:
-        # The step that finds no data would take those before it in its execution along.
+    if count == tf.data.UNKNOWN_CARDINALITY and (
+        model.steps_per_execution > 1 or model.jit_compile
+    ):
+        # The step that finds no data would take those before it in its execution along; and XLA
+        # would have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)

@@ -21,7 +21,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.keras import weighting
 from ringreduce.process import default_communicator
-from ringreduce.tensorflow import collectives
+from ringreduce.tensorflow import collectives, xla
 from ringreduce.tensorflow.places import refuse_unreachable_places
 
 __all__ = ["SyncBatchNormalization"]
@@ -69,8 +69,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 remedy="Use a version of Keras that ringreduce supports.",
             )
         self._communicator = communicator
-        # Asked by compile(jit_compile="auto"): what is compiled could not communicate.
-        self.supports_jit = False
+
+    # Asked by `compile`, and set by the base.
+    @property
+    def supports_jit(self) -> bool:
+        """Whether XLA can compile it: where XLA can call the ring."""
+        return xla.why_not() is None
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        pass
 
     # Called by the base, in training only; inputs are float32 there, or float64.
     @tf.autograph.experimental.do_not_convert
@@ -81,15 +89,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return moments
         refuse_unreachable_places(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
-        weight = weighting.current()
+        weight, counts = weighting.current(), [1] * ring.size
         if weight is None:
-            return _combined(collectives.all_gather(own[tf.newaxis], ring, equal_rows=True))
+            return _combined(collectives.all_gather(own[tf.newaxis], ring, counts=counts))
         # What stands for the batch of a rank that has none left is no part of the moments.
         own = tf.where(weight.own > 0, own, tf.zeros_like(own))
         # A rank's loss counts by that rank's weight, also in the gradients that it sends to the
         # others; what it receives is multiplied by its own later, with all its gradients.
         own = _times_back(own, tf.math.divide_no_nan(weight.mean, weight.own))
-        every = collectives.all_gather(own[tf.newaxis], ring, equal_rows=True)
+        every = collectives.all_gather(own[tf.newaxis], ring, counts=counts)
         return _combined(_times_back(every, weight.factor))
 
 

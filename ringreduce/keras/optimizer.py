@@ -18,7 +18,8 @@ state of an optimizer that is already built. Three facts of Keras 3 shape it:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -161,6 +162,7 @@ class DistributedOptimizer(Wrapper):
         self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
         self._local: dict[int, Any] = {}
         self._synchronized = False
+        self._defer: Callable[[tuple[list[Any], Any]], None] | None = None
         for variable in local_variables:
             self.register_local_var(variable)
 
@@ -178,14 +180,18 @@ class DistributedOptimizer(Wrapper):
             trainable_variables: the variables; by default those the optimizer was built with.
 
         Raises:
-            ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`.
+            ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
+                the ring.
             RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` the same
-                text comes as `tf.errors.UnknownError`.
+                error, which is a `tf.errors.UnknownError` too.
         """
         grads = list(grads)
         if not grads:
             return
         variables = None if trainable_variables is None else list(trainable_variables)
+        if self._defer is not None:
+            self._defer((grads, variables))
+            return
         if not self._inner.built and variables is not None:
             # As its own `apply` would, for variables of the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
@@ -215,6 +221,15 @@ class DistributedOptimizer(Wrapper):
             (one, one) if weight is None else (weight.own, weight.mean),
             lambda sums: self._reduce_and_apply(sums, known, kinds, variables),
         )
+
+    @contextmanager
+    def deferred(self, keep: Callable[[tuple[list[Any], Any]], None]) -> Iterator[None]:
+        """Within the block `apply` does nothing but pass its arguments to `keep`."""
+        self._defer = keep
+        try:
+            yield
+        finally:
+            self._defer = None
 
     def _refuse_number(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """Raise what Keras does where gradients come without variables; it takes other calls."""

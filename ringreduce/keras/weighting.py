@@ -16,8 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError
 from ringreduce.process import default_communicator
-from ringreduce.tensorflow import failures, order
+from ringreduce.tensorflow import collectives
+from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.types import ReduceOp
 
 __all__ = ["Weight", "current", "exchanged", "step_weight", "using"]
@@ -124,24 +126,28 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
         own: scalar float32 tensor.
         communicator: whose ranks.
     """
-    failures.watch(communicator)
+    compiling = is_compiling()
 
     def mean(value: np.ndarray) -> Any:
         total = np.array([value], np.float64)
         communicator.all_reduce(total, ReduceOp.MEAN)
         if not total[0] > 0:
+            if compiling:
+                # By now XLA may have done whatever does not depend on it.
+                raise communicator.fail(_nobody_has_data(communicator))
             raise StopIteration("no rank has any data left")
         return np.float32(total[0])
 
-    if tf.executing_eagerly():
-        try:
-            result = tf.constant(mean(own.numpy()))
-        except StopIteration as end:
-            raise tf.errors.OutOfRangeError(None, None, str(end)) from None
-    else:
-        # TensorFlow makes an OutOfRangeError of a StopIteration.
-        with order.in_turn():
-            result = tf.numpy_function(mean, [own], tf.float32, stateful=True)
-        result.set_shape(())
-        order.done([result])
-    return Weight(own, result)
+    what = "exchange how much each rank's batch counts"
+    return Weight(own, collectives.call(communicator, what, mean, own, ()))
+
+
+def _nobody_has_data(communicator: Communicator) -> ConfigError:
+    return ConfigError(
+        "has no data in this step, as all ranks: a step that XLA compiles cannot be given up",
+        rank=communicator.rank,
+        size=communicator.size,
+        operation="exchange of weights",
+        remedy="Give the dataset a fixed length (dataset.apply(tf.data.experimental."
+        "assert_cardinality(n))), or leave jit_compile=True out.",
+    )

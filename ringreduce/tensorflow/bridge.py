@@ -1,6 +1,6 @@
 """Gradients in and out of TensorFlow: the bridge between a step's tensors and the ring.
 
-There are three ways, with the same results to the last bit:
+There are four ways, with the same results to the last bit:
 
 - In a graph, with the native library: one op per bucket packs its gradients as soon as they
   are there and hands them to the engine, which reduces while backpropagation goes on
@@ -10,6 +10,7 @@ There are three ways, with the same results to the last bit:
   program order, so more would not overlap, and each that blocks holds a thread that another
   may need.
 - Eagerly: the same Python function, called directly.
+- In what XLA compiles: as in a graph, by custom calls for ops (`ringreduce.tensorflow.xla`).
 
 The tensors that come back from Python are views of the bucket's memory, which TensorFlow may
 keep as long as it likes. So a bucket's memory is used again only when nothing refers to it
@@ -21,7 +22,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +31,7 @@ import tensorflow as tf
 from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError
-from ringreduce.tensorflow import failures, ops, order
+from ringreduce.tensorflow import compiled, failures, ops, order, xla
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
@@ -43,6 +45,9 @@ __all__ = ["COMPRESSIONS", "GradientBridge"]
 
 # 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
 # rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
+# Smaller gradients are cheaper to pack together than to reduce one by one.
+_IN_PLACE_BYTES = 1 << 20
+
 COMPRESSIONS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -78,14 +83,14 @@ class GradientBridge:
         self._wire = COMPRESSIONS[compression]
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
-        self._plans: dict[tuple[GradientSpec, ...], BucketPlan] = {}
+        self._plans: dict[tuple[tuple[GradientSpec, ...], bool], BucketPlan] = {}
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
         self._agreeing: BucketPlan | None = None
         self._explains: weakref.WeakSet[Communicator] = weakref.WeakSet()
         self._memory = Memory()
         # By the gradients, with their paths, and not by signature: errors name the paths.
-        self._packed: dict[tuple[GradientSpec, ...], PackedPlan] = {}
+        self._packed: dict[tuple[tuple[GradientSpec, ...], bool], PackedPlan] = {}
         self._numerics = NumericsCheck(check_numerics)
         self._sparse, self._sparse_as_dense = SparseMean(self._numerics), sparse_as_dense
 
@@ -100,7 +105,8 @@ class GradientBridge:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
         Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
-        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`. In a graph this adds the
+        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`, or where XLA compiles.
+        In a graph this adds the
         ops that do it; nothing travels while tracing, since ranks may trace at other times.
 
         Args:
@@ -111,8 +117,8 @@ class GradientBridge:
                 the same in every call.
 
         Raises:
-            ConfigError: in a place where ranks could not all take part: under
-                ``jit_compile=True`` or inside a branch of `tf.cond`.
+            ConfigError: in a place where ranks could not all take part: inside a branch of
+                `tf.cond`, or under ``jit_compile=True`` where XLA cannot call the ring.
             RingReduceError: eagerly, what went wrong; out of a graph when that is run
                 (`ringreduce.tensorflow.failures`).
         """
@@ -124,9 +130,11 @@ class GradientBridge:
         if communicator not in self._explains:
             communicator.explain_with(self._explained)
             self._explains.add(communicator)
-        given = [as_tensors(g, self._sparse_as_dense) for g in gradients]
+        compiling = xla.is_compiling()
+        # XLA fixes all shapes, and rows are as many as a batch happens to use.
+        given = [as_tensors(g, self._sparse_as_dense or compiling) for g in gradients]
         gradients = [self._compressed(g) for g in given]
-        plan = self._plan(gradients, paths)
+        plan = self._plan(gradients, paths, compiling and communicator.transport)
         sparse = [gradients[index] for index in plan.sparse]
         present = [gradients[index] for index in plan.present]
 
@@ -153,12 +161,14 @@ class GradientBridge:
             others = sparse_means()
         elif not present:
             # Not a gradient at all. The ranks agree on that too.
-            with order.in_turn():
-                order.done(
-                    tf.numpy_function(lambda: [reduce() == []], [], [tf.bool], stateful=True)
-                )
+            nothing = partial(_agreed_on_nothing, reduce)
+            if compiling:
+                compiled.call(communicator, "reduce gradients", nothing, [], (), tf.int32)
+            else:
+                with order.in_turn():
+                    order.done([tf.numpy_function(nothing, [], tf.int32, stateful=True)])
             means, others = [], []
-        elif PackedPlan.can_take(present) and ops.are_available():
+        elif compiling or (PackedPlan.can_take(present) and ops.are_available()):
             packed = self._packed_plan(communicator, plan, present, prepare)
             tokens = packed.start(gradients)
             others = sparse_means()
@@ -189,13 +199,21 @@ class GradientBridge:
         prepare: Callable[[], None],
     ) -> PackedPlan:
         """The plan as the engine of `communicator` knows it; made once for each."""
-        known = self._packed.get(plan.gradients)
+        known = self._packed.get((plan.gradients, plan.compiled))
         if known is None or known.communicator is not communicator:
             known = PackedPlan(communicator, plan, present, prepare, self._numerics)
-            self._packed[plan.gradients] = known
+            self._packed[plan.gradients, plan.compiled] = known
         return known
 
-    def _plan(self, gradients: Sequence[Any], paths: Sequence[str]) -> BucketPlan:
+    def _plan(
+        self, gradients: Sequence[Any], paths: Sequence[str], compiled_over: str | Literal[False]
+    ) -> BucketPlan:
+        """The plan for these gradients, in a step that XLA compiles, for a transport, or does not.
+
+        XLA lets a custom call have its operands' memory for good, so what lies there need not be
+        packed. But only in shared memory is it let go as soon as a call has failed: libzmq may hold
+        on to pieces until its context has gone.
+        """
         specs = tuple(
             GradientSpec(path, (), "", present=False)
             if gradient is None
@@ -207,15 +225,21 @@ class GradientBridge:
             )
             for gradient, path in zip(gradients, paths, strict=True)
         )
-        if specs not in self._plans:
+        key = specs, bool(compiled_over)
+        if key not in self._plans:
             dtypes = {g.dtype.name: g.dtype.as_numpy_dtype for g in gradients if g is not None}
             for dtype in dtypes.values():
                 dtype_code(np.dtype(dtype))
             sizes = {name: np.dtype(dtype).itemsize for name, dtype in dtypes.items()}
-            self._plans[specs] = BucketPlan.make(
-                specs, sizes, self._bucket_bytes, self._first_bytes
+            self._plans[key] = BucketPlan.make(
+                specs,
+                sizes,
+                self._bucket_bytes,
+                self._first_bytes,
+                compiled=bool(compiled_over),
+                in_place_bytes=_IN_PLACE_BYTES if compiled_over == "shm" else None,
             )
-        return self._plans[specs]
+        return self._plans[key]
 
     def _reduce(
         self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
@@ -284,6 +308,8 @@ class GradientBridge:
         if self._agreeing is not None and self._latest is not None:
             # The others go on with the plan of the step before: only this rank's changed.
             change = first_difference(self._agreeing.gradients, self._latest.gradients)
+            if change is None and self._agreeing.compiled != self._latest.compiled:
+                change = self._agreeing.describe_buckets(), self._latest.describe_buckets()
             if change is None:
                 return None
             text = (
@@ -298,7 +324,7 @@ class GradientBridge:
                 return None
             difference = first_difference(ours.gradients, theirs.gradients)
             if difference is None:
-                return None
+                difference = ours.describe_buckets(), theirs.describe_buckets()
             text = (
                 f"has other gradients than rank {error.peer} in this step: here {difference[0]}; "
                 f"there {difference[1]}"
@@ -311,6 +337,10 @@ class GradientBridge:
             operation="gradient reduction",
             remedy=_ALIKE,
         )
+
+
+def _agreed_on_nothing(reduce: Callable[[], list[np.ndarray]]) -> np.ndarray:
+    return np.array(len(reduce()), np.int32)
 
 
 _ALIKE = (

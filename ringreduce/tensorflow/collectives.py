@@ -1,10 +1,11 @@
 """Collectives on tensors: eagerly and inside `tf.function`, with gradients.
 
-In a graph each is one stateful `tf.numpy_function`, and eagerly the same Python function is
-called. They run in program order (`ringreduce.tensorflow.order`), also those of the backward
-pass and of the bridge; and the communicator waits for what its engine was given before it
-begins. So all ranks make the same calls in the same order when they run the same program.
-Nothing travels while tracing.
+In a graph each is one stateful `tf.numpy_function`, eagerly the same Python function is
+called, and in what XLA compiles the engine calls it (`ringreduce.tensorflow.compiled`).
+They run in program order (`ringreduce.tensorflow.order`), also those of the backward pass and of
+the bridge; and the communicator waits for what its engine was given before it begins. So all
+ranks make the same calls in the same order when they run the same program. Nothing travels
+while tracing.
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
 
@@ -20,6 +21,7 @@ those of the mean of all losses. Each gradient is made of functions that have on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,12 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ArrayError, ConfigError
 from ringreduce.payload import bounds_of, checked_root
 from ringreduce.schedule import chunk_bounds
-from ringreduce.tensorflow import failures, order
+from ringreduce.tensorflow import compiled, failures, order, xla
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.types import DTYPE_NAMES, ReduceOp, reduce_op
 from ringreduce.wire import signature_of
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "call", "reduce_scatter"]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -51,8 +53,9 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
 
     Raises:
         ArrayError: the dtype cannot travel, or there is no such operator.
-        ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`; also, later, when
-            the gradient of another operator than SUM and MEAN is asked for.
+        ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
+            the ring, or does not know the shape; also, later, when the gradient of another
+            operator than SUM and MEAN is asked for.
         RingReduceError: eagerly, what went wrong; out of a graph when that is run
             (`ringreduce.tensorflow.failures`).
     """
@@ -70,20 +73,23 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
             _require_gradient(communicator, "all_reduce", how)
             return all_reduce(upstream, communicator, how)
 
-        return _run(communicator, "reduce a tensor", run, value, value.shape), gradient
+        return call(communicator, "reduce a tensor", run, value, value.shape), gradient
 
     return reduced(value)
 
 
 @tf.autograph.experimental.do_not_convert
-def all_gather(tensor: Any, communicator: Communicator, *, equal_rows: bool = False) -> Any:
+def all_gather(
+    tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None
+) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order.
 
     Args:
-        tensor: as for `all_reduce`, but first dimensions may differ between ranks. A tensor
-            without dimensions counts as one of shape (1,).
+        tensor: as for `all_reduce`, but first dimensions may differ between ranks, except under
+            ``jit_compile=True``. A tensor without dimensions counts as one of shape (1,).
         communicator: whose ranks.
-        equal_rows: the first dimensions are equal: it saves the gradient an exchange of them.
+        counts: the first dimension on each rank, where that is known: it saves the gradient an
+            exchange of them.
 
     Returns:
         A new tensor of shape (sum of first dimensions, ...).
@@ -99,18 +105,17 @@ def all_gather(tensor: Any, communicator: Communicator, *, equal_rows: bool = Fa
 
     @tf.custom_gradient
     def gathered(value: Any) -> Any:
-        rows = tf.shape(value, out_type=tf.int64)[0]
+        known = None if counts is None else list(counts)
+        if known is None and xla.is_compiling() and value.shape[0] is not None:
+            known = [value.shape[0]] * communicator.size
 
         def gradient(upstream: Any) -> Any:
-            if equal_rows:
-                counts = tf.repeat(rows, communicator.size)
-            else:
-                counts = all_gather(rows, communicator)
-            own = _own_rows_of_sum(upstream, counts, communicator)
+            each = known or all_gather(tf.shape(value, out_type=tf.int64)[0], communicator)
+            own = _own_rows_of_sum(upstream, each, communicator, value.shape)
             return tf.ensure_shape(own, value.shape)
 
-        shape = tf.TensorShape([None]).concatenate(value.shape[1:])
-        return _run(communicator, "gather tensors", communicator.all_gather, value, shape), gradient
+        shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
+        return call(communicator, "gather tensors", communicator.all_gather, value, shape), gradient
 
     return gathered(value)
 
@@ -146,7 +151,7 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
             # A choice and no condition: gradients of gradients too are made by all ranks.
             return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
-        return _run(communicator, "broadcast a tensor", run, value, value.shape), gradient
+        return call(communicator, "broadcast a tensor", run, value, value.shape), gradient
 
     return sent(value)
 
@@ -190,20 +195,33 @@ def reduce_scatter(
     def scattered(value: Any) -> Any:
         def gradient(upstream: Any) -> Any:
             _require_gradient(communicator, "reduce_scatter", how)
-            whole = tf.ensure_shape(all_gather(upstream, communicator), value.shape)
+            rows = value.shape[0]
+            counts = None if rows is None else _counts(communicator, rows)
+            whole = all_gather(upstream, communicator, counts=counts)
+            whole = tf.ensure_shape(whole, value.shape)
             return whole / communicator.size if how is ReduceOp.MEAN else whole
 
         shape = value.shape
         if shape.rank:
-            rows = shape[0] if shape[0] is None else _own_count(communicator, shape[0])
+            rows = shape[0]
+            if rows is not None:
+                rows = _counts(communicator, rows)[communicator.rank]
             shape = tf.TensorShape([rows]).concatenate(shape[1:])
-        return _run(communicator, "reduce a tensor", run, value, shape), gradient
+        return call(communicator, "reduce a tensor", run, value, shape), gradient
 
     return scattered(value)
 
 
-def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator) -> Any:
-    """Sum over all ranks, and this rank's rows of it: rank r has the next ``counts[r]``."""
+def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator, own: Any) -> Any:
+    """Sum over all ranks, and this rank's rows of it: rank r has the next ``counts[r]``.
+
+    Args:
+        tensor: the rows of all ranks.
+        counts: one for each rank, a list where they are known.
+        communicator: whose ranks.
+        own: the static shape of the result, as far as it is known.
+    """
+    known = counts if isinstance(counts, list) else None
 
     def run(array: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return _reduce_rows(communicator, array, bounds_of(counts.tolist()), ReduceOp.SUM)
@@ -211,12 +229,12 @@ def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator) -> An
     @tf.custom_gradient
     def summed(tensor: Any, counts: Any) -> Any:
         def gradient(upstream: Any) -> Any:
-            return all_gather(upstream, communicator), None
+            return all_gather(upstream, communicator, counts=known), None
 
-        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
-        return _run(communicator, "reduce a tensor", run, tensor, shape, counts), gradient
+        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
+        return call(communicator, "reduce a tensor", run, tensor, shape, counts), gradient
 
-    return summed(tensor, counts)
+    return summed(tensor, tf.convert_to_tensor(counts, tf.int64))
 
 
 def _reduce_rows(
@@ -241,7 +259,7 @@ def _reduce_rows(
     return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
 
 
-def _run(
+def call(
     communicator: Communicator,
     what: str,
     run: Callable[..., np.ndarray],
@@ -254,7 +272,8 @@ def _run(
     Args:
         communicator: that `run` uses.
         what: it does, for the message where it cannot.
-        run: makes the collective; what it returns becomes TensorFlow's.
+        run: makes the collective; what it returns becomes TensorFlow's. `StopIteration` is given
+            on as `tf.errors.OutOfRangeError`.
         value: a tensor; the result has its dtype.
         shape: the static shape of the result.
         others: further tensors, read only.
@@ -266,8 +285,13 @@ def _run(
 
     failures.watch(communicator)
     if tf.executing_eagerly():
-        return tf.convert_to_tensor(on_copy(value.numpy(), *(t.numpy() for t in others)))
+        try:
+            return tf.convert_to_tensor(on_copy(value.numpy(), *(t.numpy() for t in others)))
+        except StopIteration as end:
+            raise tf.errors.OutOfRangeError(None, None, str(end)) from None
     refuse_unreachable_places(communicator, what)
+    if xla.is_compiling():
+        return compiled.call(communicator, what, run, [value, *others], shape, value.dtype)
     with order.in_turn():
         result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
     result.set_shape(shape)
@@ -298,6 +322,7 @@ def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) 
     )
 
 
-def _own_count(communicator: Communicator, rows: int) -> int:
+def _counts(communicator: Communicator, rows: int) -> list[int]:
+    """How many of `rows` rows `reduce_scatter` leaves each rank."""
     bounds = chunk_bounds(rows, communicator.size)
-    return bounds[communicator.rank + 1] - bounds[communicator.rank]
+    return [end - start for start, end in pairwise(bounds)]

@@ -6,7 +6,8 @@
 
 A start runs as soon as its bucket's gradients are computed, while those of earlier layers are
 still under way. Every wait depends on every start, so that none can hold a thread that a
-start needs. Buckets lie in registered memory where ranks share some.
+start needs. Buckets lie in registered memory where ranks share some; a gradient that has one to
+itself in a step that XLA compiles stays where it is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 
 from ringreduce.buckets import BucketPlan
 from ringreduce.communicator import Communicator
-from ringreduce.tensorflow import ops, order
+from ringreduce.handover import BucketItem, Layout
+from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.types import ReduceOp
 
@@ -56,28 +58,36 @@ class PackedPlan:
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
         sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
         memory = [
-            communicator.empty(bucket.count * sizes[bucket.dtype], np.uint8)
+            None
+            if bucket.in_place
+            else communicator.empty(bucket.count * sizes[bucket.dtype], np.uint8)
             for bucket in plan.buckets
         ]
-        arrays = [
-            whole.view(dtypes[bucket.dtype])
-            for whole, bucket in zip(memory, plan.buckets, strict=True)
-        ]
+        nbytes = [bucket.count * sizes[bucket.dtype] for bucket in plan.buckets]
         engine = communicator.engine
         assert engine.native is not None
-        self._number = engine.native.register(plan.buckets, memory, sizes)
+        self._number = engine.native.register(
+            [
+                Layout(whole, size, [(s.start * each, s.count * each) for s in bucket.slots])
+                for whole, size, bucket in zip(memory, nbytes, plan.buckets, strict=True)
+                for each in (sizes[bucket.dtype],)
+            ]
+        )
         self._prepare = prepare
         # The engine must not keep alive an optimizer that everybody else has forgotten.
         owner = weakref.ref(self)
 
-        def reduce(bucket: int) -> None:
-            this = owner()
+        def reduce(item: BucketItem) -> None:
+            this, bucket = owner(), item.bucket
+            if (whole := memory[bucket]) is None:
+                whole = item.view(nbytes[bucket])
+            array = whole.view(dtypes[plan.buckets[bucket].dtype])
             if bucket == 0 and this is not None:
                 this._prepare()
                 numerics.begin_step()
-            numerics.check_own(communicator, plan, bucket, arrays[bucket])
-            communicator.all_reduce(arrays[bucket], ReduceOp.MEAN, signature=plan.signature)
-            numerics.check_mean(communicator, plan, bucket, arrays[bucket])
+            numerics.check_own(communicator, plan, bucket, array)
+            communicator.all_reduce(array, ReduceOp.MEAN, signature=plan.signature)
+            numerics.check_mean(communicator, plan, bucket, array)
 
         engine.serve(self._number, reduce)
         weakref.finalize(self, engine.forget, self._number).atexit = False
@@ -94,6 +104,11 @@ class PackedPlan:
             gradients: one for each of the plan's, None where it is in no bucket.
         """
         parts = enumerate(self._parts(gradients))
+        if xla.is_compiling():
+            return [
+                xla.start(self._number, bucket, part, self._plan.buckets[bucket].in_place)
+                for bucket, part in parts
+            ]
         with order.in_turn():
             return [ops.start(self._number, bucket, part) for bucket, part in parts]
 
@@ -105,11 +120,22 @@ class PackedPlan:
         """
         means: dict[int, Any] = {}
         parts = self._parts(gradients)
+        over: list[Any] = []
         for number, (bucket, part) in enumerate(zip(self._plan.buckets, parts, strict=True)):
-            reduced = ops.wait(self._number, number, part, tokens)
+            if xla.is_compiling():
+                likes = [(gradient.shape, gradient.dtype) for gradient in part]
+                last = number == len(parts) - 1
+                # The last keeps the others from being dropped.
+                *reduced, token = xla.wait(
+                    self._number, number, likes, tokens, over if last else (), last
+                )
+                over.append(token)
+            else:
+                reduced = ops.wait(self._number, number, part, tokens)
             for slot, mean in zip(bucket.slots, reduced, strict=True):
                 means[slot.gradient] = mean
-        order.done(list(means.values()))
+        if not xla.is_compiling():
+            order.done(list(means.values()))
         return [means[index] for index in self._plan.present]
 
     def _parts(self, gradients: Sequence[Any]) -> list[list[Any]]:

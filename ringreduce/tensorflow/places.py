@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
     ControlFlowFuncGraph,
@@ -15,6 +14,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
 
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
+from ringreduce.tensorflow import xla
 
 __all__ = ["refuse_unreachable_places", "vouch_for_branch"]
 
@@ -41,16 +41,14 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
     if tf.executing_eagerly():
         return
     graph = tf_ops.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
+    if xla.is_compiling() and (reason := xla.why_not()) is not None:
         raise ConfigError(
-            f"cannot {what} inside a function compiled with jit_compile=True",
+            f"cannot {what} inside a function compiled with jit_compile=True. {reason}",
             rank=communicator.rank,
             size=communicator.size,
-            remedy="Call model.compile(..., jit_compile=False), or leave jit_compile=True to an "
-            "inner function that computes only the loss and its gradients."
-            if what == _GRADIENTS
-            else "Leave jit_compile=True to inner functions that do without, and call "
-            "model.compile(..., jit_compile=False).",
+            remedy="Leave that to what needs no ring: model.compile(..., jit_compile=False), and "
+            "rr.compile_gradients(model) to have forward and backward pass compiled; in a loop of "
+            "your own an inner function that computes only the loss and its gradients.",
         )
     # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
     # the iterator has another batch.

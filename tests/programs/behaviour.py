@@ -95,7 +95,7 @@ def retraces_at_different_steps():
     )
 
 
-def jit_compile_is_refused():
+def jit_compile():
     model = dense_model(50)
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(optimizer=optimizer, loss=LOSS, jit_compile=True)
@@ -163,7 +163,7 @@ unbuilt_model_in_fit()
 eager_fit_from_different_weights()
 sparse_gradients()
 retraces_at_different_steps()
-jit_compile_is_refused()
+jit_compile()
 a_condition_of_one_rank_is_refused()
 loss_scaling_inside_works()
 learning_rate_callback()

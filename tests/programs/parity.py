@@ -5,7 +5,7 @@ start from different seeds, and must not end with different weights.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import keras
 import numpy as np
@@ -46,6 +46,10 @@ class Way:
     compile: dict = field(default_factory=dict)
     policy: str = "float32"
 
+    @property
+    def is_compiled(self):
+        return "jit_compile" in self.compile
+
 
 COMMON = ("sgd", "adam", "adamw_clipnorm", "nadam", "lamb", "muon")
 # To be tried in another way: a line here, and its tolerance in test_parity.py.
@@ -58,6 +62,16 @@ WAYS = {
     # A bucket for each gradient.
     "small_buckets": Way("sgd", wrapper={"bucket_bytes": 64}),
 }
+# The same with `jit_compile=True`; left out where XLA cannot call the ring.
+JIT = (
+    *("sgd", "adam", "adamw", "averages", "loss_scale", "steps_per_execution", "small_buckets"),
+    *("adam accumulated", "adam mixed_float16", "sgd mixed_bfloat16"),
+)
+WAYS |= {
+    f"{name} jit": replace(WAYS[name], compile={**WAYS[name].compile, "jit_compile": True})
+    for name in JIT
+}
+WAYS["adam bf16 jit"] = Way("adam", {"compression": "bf16"}, {"jit_compile": True})
 
 
 def make_model(seed, policy="float32"):
@@ -110,7 +124,7 @@ def main(folder, *left_out):
         weights[name] = model.get_weights()
 
     for name, way in WAYS.items():
-        if way.optimizer not in left_out:
+        if way.optimizer not in left_out and not ("jit" in left_out and way.is_compiled):
             fit(name, way)
     sgd = OPTIMIZERS["sgd"]
     # Traced once, and not twice in two functions as in `fit`.

@@ -1,8 +1,8 @@
 """Collectives on tensors, the tape and batch normalization, with as many ranks as there are.
 
-Each case prints one line of JSON, with what came out eagerly and in a graph; what it should
-be is for the tests to say. Importing TensorFlow takes longer than all cases, so they share
-processes.
+Each case prints one line of JSON, with what came out eagerly, in a graph, and compiled by XLA
+where that can call the ring; what it should be is for the tests to say. Importing TensorFlow
+takes longer than all cases, so they share processes.
 """
 
 import functools
@@ -15,6 +15,7 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 from ringreduce.keras import tape as tapes
+from ringreduce.tensorflow import xla
 from ringreduce.types import DTYPE_NAMES
 
 comm = rr.init()
@@ -41,11 +42,23 @@ def plain(value):
     return value
 
 
-def both(case, action):
-    """`action` eagerly and traced; twice traced code runs once more from its trace."""
-    traced = tf.function(action)
-    traced()
-    say(case, eager=plain(action()), graph=plain(traced()))
+def all_ways(case, action, jit=True):
+    """`action` eagerly, traced and compiled; what was traced runs once more from its trace."""
+    found = {}
+    for way, wrap in wraps().items():
+        if jit or way != "jit":
+            wrapped = wrap(action)
+            wrapped()
+            found[way] = plain(wrapped())
+    say(case, **found)
+
+
+def wraps():
+    """By way, what makes a function of it."""
+    ways = {"eager": lambda step: step, "graph": tf.function}
+    if xla.why_not() is None:
+        ways["jit"] = functools.partial(tf.function, jit_compile=True)
+    return ways
 
 
 def error_of(action):
@@ -68,31 +81,31 @@ def weights(rows, dtype=tf.float32):
 def values():
     base = tf.reshape(tf.range(6) % 4, (3, 2)) + rank + 1
     for op in OPS:
-        both(f"all_reduce {op}", lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op))
+        all_ways(f"all_reduce {op}", lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op))
     for dtype in DTYPE_NAMES:
         of_dtype = tf.cast(base, dtype)
-        both(f"all_reduce {dtype}", lambda of_dtype=of_dtype: rr.all_reduce(of_dtype))
-        both(f"all_gather {dtype}", lambda of_dtype=of_dtype: rr.all_gather(of_dtype))
-        both(
+        all_ways(f"all_reduce {dtype}", lambda of_dtype=of_dtype: rr.all_reduce(of_dtype))
+        all_ways(f"all_gather {dtype}", lambda of_dtype=of_dtype: rr.all_gather(of_dtype))
+        all_ways(
             f"reduce_scatter {dtype}", lambda of_dtype=of_dtype: rr.reduce_scatter(of_dtype, "sum")
         )
-        both(f"broadcast {dtype}", lambda of_dtype=of_dtype: rr.broadcast(of_dtype, size - 1))
+        all_ways(f"broadcast {dtype}", lambda of_dtype=of_dtype: rr.broadcast(of_dtype, size - 1))
     variable = keras.Variable([1.0])
-    both(
+    all_ways(
         "structure",
         lambda: rr.all_reduce({"a": tf.fill((2,), float(rank)), "b": [np.float32(rank), variable]}),
     )
-    both("empty", lambda: rr.all_reduce(tf.zeros((0, 3))))
-    both("gather rows", lambda: rr.all_gather(tf.fill((rank, 2), float(rank))))
-    both("gather scalars", lambda: rr.all_gather(tf.constant(rank)))
+    all_ways("empty", lambda: rr.all_reduce(tf.zeros((0, 3))))
+    all_ways("gather rows", lambda: rr.all_gather(tf.fill((rank, 2), float(rank))), jit=False)
+    all_ways("gather scalars", lambda: rr.all_gather(tf.constant(rank)))
     for rows in (1, 5, 6):
         for op in OPS:
-            both(
+            all_ways(
                 f"scatter {rows} {op}",
                 lambda rows=rows, op=op: rr.reduce_scatter(weights(rows) + float(rank), op),
             )
-    both("scatter vector", lambda: rr.reduce_scatter(tf.range(5)))
-    both("scatter none", lambda: rr.reduce_scatter(tf.zeros((0, 4))))
+    all_ways("scatter vector", lambda: rr.reduce_scatter(tf.range(5)))
+    all_ways("scatter none", lambda: rr.reduce_scatter(tf.zeros((0, 4))))
 
 
 def static_shapes():
@@ -143,15 +156,16 @@ def gradients():
 
         return differentiate
 
-    both("gradient sum", of(rr.all_reduce, 3, "sum"))
-    both("gradient mean", of(rr.all_reduce, 3, "mean"))
-    both("gradient gather", of(rr.all_gather, rank))
-    both("gradient gather of one rank's", of(rr.all_gather, 5 if rank == size - 1 else 0))
-    both("gradient gather equal", of(rr.all_gather, 2))
-    both("gradient broadcast", of(rr.broadcast, 3, size - 1))
+    all_ways("gradient sum", of(rr.all_reduce, 3, "sum"))
+    all_ways("gradient mean", of(rr.all_reduce, 3, "mean"))
+    all_ways("gradient gather", of(rr.all_gather, rank), jit=False)
+    own = 5 if rank == size - 1 else 0
+    all_ways("gradient gather of one rank's", of(rr.all_gather, own), jit=False)
+    all_ways("gradient gather equal", of(rr.all_gather, 2))
+    all_ways("gradient broadcast", of(rr.broadcast, 3, size - 1))
     for rows in (1, 5, 6):
-        both(f"gradient scatter {rows}", of(rr.reduce_scatter, rows, "sum"))
-    both("gradient scatter mean", of(rr.reduce_scatter, 6, "mean"))
+        all_ways(f"gradient scatter {rows}", of(rr.reduce_scatter, rows, "sum"))
+    all_ways("gradient scatter mean", of(rr.reduce_scatter, 6, "mean"))
 
     def scalar():
         value = tf.constant(3.0)
@@ -160,7 +174,7 @@ def gradients():
             loss = tf.reduce_sum(rr.all_gather(value) * tf.range(1.0, size + 1)) * (rank + 1.0)
         return tape.gradient(loss, value)
 
-    both("gradient gather scalars", scalar)
+    all_ways("gradient gather scalars", scalar)
 
     def second():
         value = tf.constant([1.0, 2.0])
@@ -172,7 +186,7 @@ def gradients():
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
 
-    both("second derivative", second)
+    all_ways("second derivative", second)
 
     def through_all():
         """Gradients of gradients of each, by a function whose second derivatives are known."""
@@ -188,9 +202,8 @@ def gradients():
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
 
-    both("second derivative of all", through_all)
+    all_ways("second derivative of all", through_all)
 
-    @tf.function
     def loop():
         value = tf.constant([1.0, 2.0])
         with tf.GradientTape() as tape:
@@ -202,7 +215,7 @@ def gradients():
             )[1]
         return result, tape.gradient(result, value)
 
-    say("loop", graph=plain(loop()))
+    all_ways("loop", loop)
 
 
 # AutoGraph makes an error of its own of whatever is raised while it converts, with the same text.
@@ -225,11 +238,13 @@ def refusals():
 
     say("cond", **error_of(lambda: in_condition(tf.constant(rank == 0))))
 
-    @tf.function(jit_compile=True, autograph=False)
-    def compiled():
-        return rr.all_gather(value)
+    unknown = [tf.TensorSpec((None, 2))]
 
-    say("jit", **error_of(compiled))
+    @tf.function(jit_compile=True, autograph=False, input_signature=unknown)
+    def compiled(rows):
+        return rr.all_reduce(rows)
+
+    say("jit", **error_of(lambda: compiled(value)))
 
     def gradient(op, collective):
         with tf.GradientTape() as tape:
@@ -258,7 +273,7 @@ def tape_trains_like_the_wrapper():
     data = np.arange(48, dtype="float32").reshape(12, 4) / 48
     data = data[rank :: comm.size]
     ends = {}
-    for way, wrap in (("eager", lambda step: step), ("graph", tf.function)):
+    for way, wrap in wraps().items():
         for kind in ("tape", "wrapper"):
             model, optimizer = dense_model(), keras.optimizers.SGD(0.5)
             if kind == "wrapper":
@@ -305,7 +320,7 @@ def tape_structures():
             loss = loss_of()
         return tape.gradient(loss, {"a": [first, unused], "b": (second, table)})
 
-    both("tape structure", nested)
+    all_ways("tape structure", nested)
 
     def zeros_and_outputs():
         with rr.DistributedGradientTape(persistent=True) as tape:
@@ -315,7 +330,7 @@ def tape_structures():
         )
         return zero, tape.gradient(loss, second, output_gradients=tf.constant(10.0))
 
-    both("tape options", zeros_and_outputs)
+    all_ways("tape options", zeros_and_outputs)
 
     def watched():
         constant = tf.constant([1.0, 2.0])
@@ -325,14 +340,14 @@ def tape_structures():
         watched = len(tape.watched_variables())
         return tape.gradient(result, constant), tf.constant(watched)
 
-    both("tape of a tensor", watched)
+    all_ways("tape of a tensor", watched)
 
     def nothing():
         with rr.DistributedGradientTape(persistent=True) as tape:
             loss = loss_of()
         return tape.gradient(loss, []), tape.gradient(loss, unused)
 
-    both("tape of nothing", nothing)
+    all_ways("tape of nothing", nothing)
 
     def jacobian():
         with rr.DistributedGradientTape(persistent=True) as tape:
@@ -367,6 +382,7 @@ def normalization_in_fit():
         ("fit", {}),
         ("steps", {"steps_per_execution": 3}),
         ("eager", {"run_eagerly": True}),
+        ("jit", {"jit_compile": xla.why_not() is None}),
     ):
         model = normalized_model(rr.SyncBatchNormalization)
         start = [w.copy() for w in model.get_weights()]
@@ -431,7 +447,7 @@ def normalization_of(inputs, bounds, case, mask=None, **options):
             ),
         }
 
-    say(case, eager=outcome(lambda step: step), graph=outcome(tf.function))
+    say(case, **{way: outcome(wrap) for way, wrap in wraps().items()})
 
 
 def normalization_of_batches():

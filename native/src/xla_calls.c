@@ -1,0 +1,289 @@
+/* XLA custom calls that hand gradients to the engine and take the means back, on the CPU.
+ *
+ *   ringreduce_start(gradients..., after) {plan, bucket, in_place} -> [gradient,] token
+ *   ringreduce_wait([gradient,] tokens...) {plan, bucket, in_place} -> means..., token
+ *
+ * All tokens are s32 scalars that stand for "this has happened". A wait takes those of all starts
+ * of the step, or XLA would schedule it right behind its own start. It never blocks a thread: what
+ * is not reduced yet is told later (delivery.c), and XLA goes on with what does not need it.
+ *
+ * `after` is the token of whatever collective came before, since XLA runs what does not depend on
+ * each other in any order.
+ *
+ * The gradient of a bucket that is reduced in place goes through both, and each result shares its
+ * operand's buffer. So XLA copies it first if anything else needs it, and leaves it alone from the
+ * start to the wait, while the engine works on it. When a call fails XLA frees all memory of the
+ * step: it is told only when no engine has any of it.
+ */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include "xla_api.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "handover.h"
+
+/* An argument structure of XLA's begins with its size. */
+#define NEW(type) {.struct_size = sizeof(type)}
+
+static const XLA_FFI_Api *xla;
+
+static XLA_FFI_Error *failure(const char *why)
+{
+    XLA_FFI_Error_Create_Args create = NEW(XLA_FFI_Error_Create_Args);
+    create.message = why;
+    create.errc = XLA_FFI_Error_Code_UNKNOWN; /* as tf_ops.c; ringreduce/tensorflow/failures.py */
+    return xla->XLA_FFI_Error_Create(&create);
+}
+
+static uint64_t size_of(XLA_FFI_DataType type)
+{
+    switch (type) {
+    case XLA_FFI_DataType_PRED:
+    case XLA_FFI_DataType_S8:
+    case XLA_FFI_DataType_U8: return 1;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16: return 2;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32: return 4;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64: return 8;
+    }
+    return 0; /* of no gradient's size: the hand-over refuses it */
+}
+
+static rr_part part_of(const XLA_FFI_Buffer *buffer)
+{
+    uint64_t nbytes = size_of(buffer->dtype);
+    for (int64_t i = 0; i < buffer->rank; i++)
+        nbytes *= (uint64_t)buffer->dims[i];
+    return (rr_part){buffer->data, nbytes};
+}
+
+static bool attribute(const XLA_FFI_Attrs *attrs, const char *name, int64_t *value)
+{
+    for (int64_t i = 0; i < attrs->size; i++) {
+        const XLA_FFI_ByteSpan *given = attrs->names[i];
+        if (given->len != strlen(name) || memcmp(given->ptr, name, given->len) != 0 ||
+            attrs->types[i] != XLA_FFI_AttrType_SCALAR)
+            continue;
+        const XLA_FFI_Scalar *scalar = attrs->attrs[i];
+        if (scalar->dtype != XLA_FFI_DataType_S64)
+            continue;
+        memcpy(value, scalar->value, sizeof *value);
+        return true;
+    }
+    return false;
+}
+
+/* What a call is about: where it goes, and the gradients it brings or fetches. */
+struct call {
+    int64_t plan, bucket, in_place;
+    uint32_t count;
+    rr_part *parts;
+};
+
+/* The first `count` of `buffers`. NULL: all is well, and `parts` is to be freed. */
+static XLA_FFI_Error *open_call(struct call *call, const XLA_FFI_CallFrame *frame,
+                                void *const *buffers, int64_t count)
+{
+    if (!attribute(&frame->attrs, "plan", &call->plan) ||
+        !attribute(&frame->attrs, "bucket", &call->bucket) ||
+        !attribute(&frame->attrs, "in_place", &call->in_place) || count < 0 ||
+        (call->in_place && (frame->args.size < 2 || frame->rets.size != 2)))
+        return failure("a custom call of ringreduce without its attributes");
+    call->count = (uint32_t)count;
+    call->parts = malloc(call->count * sizeof *call->parts + 1);
+    if (call->parts == NULL)
+        return failure("out of memory");
+    for (uint32_t i = 0; i < call->count; i++)
+        call->parts[i] = part_of(buffers[i]);
+    return NULL;
+}
+
+static void set_token(const XLA_FFI_CallFrame *frame)
+{
+    const XLA_FFI_Buffer *token = frame->rets.rets[frame->rets.size - 1];
+    memset(token->data, 0, sizeof(int32_t));
+}
+
+static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
+{
+    struct call call;
+    XLA_FFI_Error *error = open_call(&call, frame, frame->args.args, frame->args.size - 1);
+    if (error != NULL)
+        return error;
+    if (call.in_place) {
+        const rr_part own = part_of(frame->rets.rets[0]);
+        if (own.data != call.parts[0].data)
+            memcpy(own.data, call.parts[0].data, own.nbytes);
+        call.parts[0] = own;
+    }
+    char why[RR_WHY_BYTES] = "";
+    const int code =
+        rr_handover_start(call.plan, (uint32_t)call.bucket, call.parts, call.count, why);
+    free(call.parts);
+    if (code != RR_DONE) {
+        rr_handover_let_go();
+        return failure(why);
+    }
+    set_token(frame);
+    return NULL;
+}
+
+/* Also by the hand-over's thread, which goes on with what XLA has waiting for this. */
+static void complete(void *data, int code, const char *why)
+{
+    XLA_FFI_Future *future = data;
+    XLA_FFI_Error *error;
+    if (code == RR_DONE) {
+        XLA_FFI_Future_SetAvailable_Args set = NEW(XLA_FFI_Future_SetAvailable_Args);
+        set.future = future;
+        error = xla->XLA_FFI_Future_SetAvailable(&set);
+    } else {
+        rr_handover_let_go();
+        XLA_FFI_Future_SetError_Args set = NEW(XLA_FFI_Future_SetError_Args);
+        set.future = future;
+        set.error = failure(why);
+        error = xla->XLA_FFI_Future_SetError(&set);
+    }
+    if (error == NULL)
+        return;
+    /* Only for a structure of another size, which registering has ruled out. */
+    XLA_FFI_Error_Destroy_Args destroy = NEW(XLA_FFI_Error_Destroy_Args);
+    destroy.error = error;
+    xla->XLA_FFI_Error_Destroy(&destroy);
+}
+
+/* Whether the gradient that comes in is where the mean is to be. */
+static bool shares_memory(const XLA_FFI_CallFrame *frame)
+{
+    const XLA_FFI_Buffer *gradient = frame->args.args[0], *mean = frame->rets.rets[0];
+    return gradient->data == mean->data;
+}
+
+static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
+{
+    struct call call;
+    XLA_FFI_Error *error = open_call(&call, frame, frame->rets.rets, frame->rets.size - 1);
+    if (error != NULL)
+        return error;
+    XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
+    error = xla->XLA_FFI_Future_Create(&create);
+    if (error != NULL) {
+        free(call.parts);
+        return error;
+    }
+    set_token(frame);
+    frame->future = create.future;
+    char why[RR_WHY_BYTES] = "XLA has moved a gradient while it was reduced";
+    const int code = call.in_place && !shares_memory(frame)
+                         ? RR_HANDOVER_MISUSED
+                         : rr_handover_wait_async(call.plan, (uint32_t)call.bucket, call.parts,
+                                                  call.count, complete, create.future, why);
+    free(call.parts);
+    if (code != RR_HANDOVER_LATER)
+        complete(create.future, code, why);
+    return NULL;
+}
+
+/* Whether the call asks what this handler was made for, which is answered then. */
+static bool answers_metadata(const XLA_FFI_CallFrame *frame)
+{
+    XLA_FFI_Extension_Base *extension = frame->extension_start;
+    while (extension != NULL && extension->type != XLA_FFI_Extension_Metadata)
+        extension = extension->next;
+    if (extension == NULL)
+        return false;
+    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+    metadata->api_version.major_version = RR_XLA_MAJOR;
+    metadata->api_version.minor_version = RR_XLA_MINOR;
+    metadata->traits = 0;
+    return true;
+}
+
+static XLA_FFI_Error *handle_start(XLA_FFI_CallFrame *frame)
+{
+    return answers_metadata(frame) ? NULL : start(frame);
+}
+
+static XLA_FFI_Error *handle_wait(XLA_FFI_CallFrame *frame)
+{
+    return answers_metadata(frame) ? NULL : wait(frame);
+}
+
+static int register_call(const char *name, XLA_FFI_Handler *handler, char *why)
+{
+    static const char platform[] = "Host";
+    XLA_FFI_Handler_Register_Args args = NEW(XLA_FFI_Handler_Register_Args);
+    args.name = (XLA_FFI_ByteSpan){name, strlen(name)};
+    args.platform = (XLA_FFI_ByteSpan){platform, strlen(platform)};
+    args.bundle.execute = handler;
+    XLA_FFI_Error *error = xla->XLA_FFI_Handler_Register(&args);
+    if (error == NULL)
+        return RR_DONE;
+    XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
+    get.error = error;
+    xla->XLA_FFI_Error_GetMessage(&get);
+    snprintf(why, RR_WHY_BYTES, "%s", get.message);
+    XLA_FFI_Error_Destroy_Args destroy = NEW(XLA_FFI_Error_Destroy_Args);
+    destroy.error = error;
+    xla->XLA_FFI_Error_Destroy(&destroy);
+    return -EINVAL;
+}
+
+static int register_all(const char *path, char *why)
+{
+    void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (library == NULL) {
+        snprintf(why, RR_WHY_BYTES, "%s is not loaded", path);
+        return -ENOENT;
+    }
+    /* Never closed: handlers live as long as the process. A pointer to a function goes through
+     * memory: C has no cast for it. */
+    void *symbol = dlsym(library, "XLA_FFI_GetApi");
+    rr_xla_get_api *get_api;
+    memcpy(&get_api, &symbol, sizeof symbol);
+    if (symbol == NULL) {
+        snprintf(why, RR_WHY_BYTES, "this TensorFlow has no XLA_FFI_GetApi");
+        return -ENOSYS;
+    }
+    const XLA_FFI_Api *found = get_api();
+    const XLA_FFI_Api_Version *version = &found->api_version;
+    if (version->major_version != RR_XLA_MAJOR || version->minor_version < RR_XLA_MINOR ||
+        found->struct_size < sizeof *found) {
+        snprintf(why, RR_WHY_BYTES,
+                 "this TensorFlow's XLA has version %d.%d of the interface for custom calls; "
+                 "this ringreduce knows %d.%d",
+                 version->major_version, version->minor_version, RR_XLA_MAJOR, RR_XLA_MINOR);
+        return -ENOSYS;
+    }
+    xla = found;
+    const int code = register_call("ringreduce_start", handle_start, why);
+    return code == RR_DONE ? register_call("ringreduce_wait", handle_wait, why) : code;
+}
+
+int rr_xla_register(const char *path, char *why)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static bool is_done;
+    why[0] = '\0';
+    pthread_mutex_lock(&lock);
+    const int code = is_done ? RR_DONE : register_all(path, why);
+    is_done = code == RR_DONE;
+    pthread_mutex_unlock(&lock);
+    return code;
+}

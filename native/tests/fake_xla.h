@@ -1,0 +1,29 @@
+/* Stands in for XLA: takes registrations, and calls handlers as XLA would. */
+#ifndef FAKE_XLA_H
+#define FAKE_XLA_H
+
+#include "xla_api.h"
+
+#define FAKE __attribute__((visibility("default")))
+
+struct XLA_FFI_Error {
+    XLA_FFI_Error_Code code;
+    char message[4096];
+};
+
+/* Its state: 0 pending, 1 available, 2 with an error. */
+FAKE int fake_future_state(XLA_FFI_Future *future);
+/* Wait until it is no longer pending; the error, or NULL. */
+FAKE XLA_FFI_Error *fake_future_result(XLA_FFI_Future *future);
+FAKE void fake_future_free(XLA_FFI_Future *future);
+
+/* What was registered under a name; NULL: nothing. */
+FAKE XLA_FFI_Handler *fake_handler(const char *name);
+
+/* The next registrations fail with this text; the version that is shown. */
+FAKE void fake_refuse(const char *why);
+FAKE void fake_version(int major, int minor);
+
+FAKE rr_xla_get_api XLA_FFI_GetApi;
+
+#endif

@@ -1,0 +1,95 @@
+"""XLA for everything in a training step but the reduction, where XLA cannot call the ring.
+
+`model.compile(jit_compile=True)` has the whole step compiled, the ring's part included
+(`ringreduce.tensorflow.xla`). Without the native library, or with a TensorFlow whose XLA has
+another interface, that is refused. What is offered instead compiles the model's own training step
+up to its gradients, hands those out, and applies them outside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.errors import ConfigError
+from ringreduce.keras.optimizer import DistributedOptimizer
+
+__all__ = ["compile_gradients"]
+
+_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def compile_gradients(model: Any) -> None:
+    """Have forward and backward pass of `model`'s training compiled by XLA, and no more.
+
+    For where ``compile(jit_compile=True)`` is refused; it is slower than that, since nothing is
+    reduced before the whole backward pass is done::
+
+        model.compile(optimizer=rr.DistributedOptimizer(...), loss=..., jit_compile=False)
+        rr.compile_gradients(model)
+        model.fit(...)
+
+    The model's `train_step`, its own or a user's, is compiled as it is, but for what it applies:
+    that is applied when it has ended. So what it does after that sees weights as they were before,
+    and it may apply gradients once.
+
+    Args:
+        model: compiled, with a `DistributedOptimizer`.
+
+    Raises:
+        ConfigError: it is not compiled, has another optimizer, or is compiled with
+            ``jit_compile=True``; in training, its step applies no gradients, or several times.
+    """
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ConfigError(
+            f"got {model!r}, which is no compiled model", remedy="Call model.compile(...) first."
+        )
+    if not isinstance(model.optimizer, DistributedOptimizer):
+        raise ConfigError(
+            f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer",
+            remedy="Wrap it, or call model.compile(..., jit_compile=True).",
+        )
+    if model.jit_compile:
+        raise ConfigError(
+            "got a model with jit_compile=True, which compiles all of the step",
+            remedy="Call model.compile(..., jit_compile=False) first.",
+        )
+    if model in _compiled:
+        return
+    _compiled.add(model)
+    model.train_step = _divided(model.train_step, weakref.ref(model))
+    # What was traced before did not know of it.
+    model.train_function = None
+
+
+def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
+    def train_step(data: Any) -> Any:
+        if tf.executing_eagerly():
+            return step(data)  # With run_eagerly=True nothing is compiled.
+        model = owner()
+        assert model is not None
+        applied: list[tuple[Any, Any]] = []
+
+        # Anew in each trace of Keras's function around it, which is made when anything changes.
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(data: Any) -> Any:
+            del applied[:]
+            with model.optimizer.deferred(applied.append):
+                logs = step(data)
+            return logs, [gradients for gradients, _ in applied]
+
+        logs, gradients = compiled(data)
+        if len(applied) != 1:
+            raise ConfigError(
+                f"got a model whose training step applies gradients {len(applied)} times",
+                remedy="rr.compile_gradients is for one that does so once: compile a function of "
+                "your own that computes gradients, and apply them outside of it.",
+            )
+        model.optimizer.apply(gradients[0], applied[0][1])
+        return logs
+
+    return train_step

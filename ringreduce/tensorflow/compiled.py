@@ -1,0 +1,133 @@
+"""A Python function that communicates, called from within what XLA compiles.
+
+It takes the way of a bucket of gradients: its arguments are packed into memory of ours, the engine
+calls it there, and its result is unpacked. XLA fixes all shapes before anything runs, so the shape
+of the result must be known when the call is traced.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+
+from ringreduce.buckets import ALIGNMENT
+from ringreduce.communicator import Communicator
+from ringreduce.errors import ConfigError, MismatchError, RingReduceError
+from ringreduce.handover import BucketItem, Layout, RoundFailed
+from ringreduce.tensorflow import xla
+
+__all__ = ["call"]
+
+# What the calls of a function need as long as it may run.
+_calls: weakref.WeakKeyDictionary[Any, list[_Call]] = weakref.WeakKeyDictionary()
+
+
+def call(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Any],
+    arguments: Sequence[Any],
+    shape: Any,
+    dtype: Any,
+) -> Any:
+    """Add a call of `run`, for a graph that XLA will compile; return its result, a tensor.
+
+    Args:
+        communicator: whose engine calls it, as it reduces gradients: one call at a time, in the
+            program's order.
+        what: it does, for messages.
+        run: gets arrays that it may write to, of the shapes and dtypes of `arguments`, and
+            returns one, which is copied.
+        arguments: tensors of known shape.
+        shape, dtype: of the result.
+
+    Raises:
+        ConfigError: a shape is not known.
+    """
+    for tensor_shape in (tf.TensorShape(shape), *(tensor.shape for tensor in arguments)):
+        if not tensor_shape.is_fully_defined():
+            raise ConfigError(
+                f"cannot {what} of shape {tensor_shape} inside a function compiled with "
+                "jit_compile=True, which fixes all shapes",
+                rank=communicator.rank,
+                size=communicator.size,
+                remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
+                ", or a sum over the batch.",
+            )
+    graph = tf_ops.get_default_graph()
+    # Branches and loops belong to the function around them.
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    made = _Call(communicator, what, run, arguments, tuple(shape), tf.as_dtype(dtype))
+    _calls.setdefault(graph, []).append(made)
+    return made.add(arguments)
+
+
+class _Call:
+    """One place in a graph from which `run` is called; lives as long as that function."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        what: str,
+        run: Callable[..., Any],
+        arguments: Sequence[Any],
+        shape: tuple[int, ...],
+        dtype: Any,
+    ) -> None:
+        self._result = (shape, dtype)
+        places, end = [], 0
+        for given, kind in (*((tuple(t.shape), t.dtype) for t in arguments), self._result):
+            numpy_dtype = np.dtype(kind.as_numpy_dtype)
+            nbytes = math.prod(given) * numpy_dtype.itemsize
+            places.append((end, nbytes, given, numpy_dtype))
+            end += nbytes + -nbytes % ALIGNMENT
+        memory = communicator.empty(end, np.uint8)
+        *given_arrays, result = (
+            memory[start : start + nbytes].view(numpy_dtype).reshape(given)
+            for start, nbytes, given, numpy_dtype in places
+        )
+        spans = [(start, nbytes) for start, nbytes, *_ in places]
+        engine = communicator.engine
+        assert engine.native is not None
+        self._number = engine.native.register([Layout(memory, end, spans[:-1], spans[-1:])])
+
+        def reduce(_: BucketItem) -> None:
+            try:
+                found = np.asarray(run(*given_arrays))
+            except RingReduceError as error:
+                if communicator.failure is None:
+                    raise RoundFailed(str(error)) from error
+                raise
+            if found.shape != result.shape:
+                raise _other_shape(communicator, what, result.shape, found.shape)
+            np.copyto(result, found)
+
+        engine.serve(self._number, reduce)
+        weakref.finalize(self, engine.forget, self._number).atexit = False
+
+    def add(self, arguments: Sequence[Any]) -> Any:
+        """Add the call to the graph that is being traced."""
+        started = xla.start(self._number, 0, arguments)
+        result, _ = xla.wait(self._number, 0, [self._result], [started])
+        return result
+
+
+def _other_shape(
+    communicator: Communicator, what: str, expected: tuple[int, ...], found: tuple[int, ...]
+) -> MismatchError:
+    return MismatchError(
+        f"got a result of shape {found} where {expected} was compiled, as if tensors had the shape "
+        "of this rank's on all ranks",
+        rank=communicator.rank,
+        size=communicator.size,
+        operation=what,
+        remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
+    )

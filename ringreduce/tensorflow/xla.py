@@ -1,0 +1,184 @@
+"""The native ops once more, as custom calls of XLA: for what `jit_compile=True` compiles.
+
+XLA knows nothing of TensorFlow's kernels. It can call functions that are registered with it
+(native/src/xla_calls.c), and TensorFlow's own op `XlaCallModule` brings a call into a graph, as a
+module of StableHLO, the language that XLA is given. Each takes the token of the collective
+before it (`ringreduce.tensorflow.order`).
+
+Where that cannot be used, `why_not` says why, and gradients can be reduced outside of what is
+compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla as tf2xla
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import control_flow_util
+
+from ringreduce import native
+from ringreduce.tensorflow import order
+
+__all__ = ["Started", "is_compiling", "start", "wait", "why_not"]
+
+# RR_WHY_BYTES of native/include/ringreduce.h.
+_WHY_BYTES = 2048
+# The version of XlaCallModule's format; TensorFlow reads all since 5.
+_VERSION = 9
+
+# What StableHLO calls the dtypes that can travel.
+_DTYPES = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "float64": "f64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "ui8",
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A bucket that has been handed over.
+
+    Attributes:
+        token: an int32 scalar that is there when it has been.
+        kept: the gradient, where it is reduced in place; for `wait` alone.
+    """
+
+    token: Any
+    kept: Sequence[Any] = ()
+
+
+def is_compiling() -> bool:
+    """Whether XLA will compile the graph that is being traced."""
+    if tf.executing_eagerly():
+        return False
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+
+
+@cache
+def why_not() -> str | None:
+    """Why this process has no custom calls; None: it has. They are registered by the first call."""
+    library = native.library()
+    if library is None:
+        return native.why_missing()
+    if tf.config.get_visible_devices("GPU"):
+        return "XLA compiles for the GPU here, where the ring cannot be called from."
+    register = native.declare(
+        library, "rr_xla_register", ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p]
+    )
+    why = ctypes.create_string_buffer(_WHY_BYTES)
+    folder = tf.sysconfig.get_lib()
+    for path in sorted(glob.glob(os.path.join(folder, "libtensorflow_framework.*"))):
+        if register(os.fsencode(path), why) == 0:
+            return None
+    said = why.value.decode(errors="replace") or f"no libtensorflow_framework in {folder}"
+    return f"XLA cannot call the ring: {said}."
+
+
+def start(plan: int, bucket: int, gradients: Sequence[Any], in_place: bool = False) -> Started:
+    """Add the call that packs `gradients` into a bucket and hands it to the engine.
+
+    Args:
+        plan: number of the plan in the hand-over.
+        bucket: place of the bucket in it.
+        gradients: tensors of known shape, in the order of the bucket's slots.
+        in_place: there is one, and it is reduced where it lies.
+    """
+    kept = gradients if in_place else []
+    operands = [*gradients, order.token()]
+    results = [(gradient.shape, gradient.dtype) for gradient in kept]
+    *kept, token = _call("start", plan, bucket, operands, results, in_place)
+    return Started(token, kept)
+
+
+def wait(
+    plan: int,
+    bucket: int,
+    results: Sequence[tuple[Any, Any]],
+    started: Sequence[Started],
+    others: Sequence[Any] = (),
+    last: bool = True,
+) -> list[Any]:
+    """Add the call that waits for a bucket; return what comes out of it, and a token.
+
+    Args:
+        plan, bucket: as for `start`.
+        results: shape and dtype of each.
+        started: all buckets of the step, so that XLA cannot put a wait before a start.
+        others: tokens of waits that have to be over.
+        last: nothing drops this call, though nobody may need what comes out, and the next
+            collective comes after it.
+    """
+    kept = started[bucket].kept
+    operands = [*kept, *(one.token for one in started), *others]
+    found = _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)
+    if last:
+        order.follow(found[-1])
+    return found
+
+
+def _call(
+    name: str,
+    plan: int,
+    bucket: int,
+    operands: Sequence[Any],
+    results: Sequence[tuple[Any, Any]],
+    in_place: bool,
+    has_effect: bool = False,
+) -> list[Any]:
+    """Add a custom call; the last result is a token, and the first shares memory if in place."""
+    found = [*results, ((), tf.int32)]
+    given = [_type(tensor.shape, tensor.dtype) for tensor in operands]
+    types = [_type(shape, dtype) for shape, dtype in found]
+    names = [f"%a{i}" for i in range(len(given))]
+    values = [f"%r#{i}" for i in range(len(types))] if len(types) > 1 else ["%r"]
+    alias = ""
+    if in_place:
+        alias = (
+            "output_operand_aliases = [#stablehlo.output_operand_alias<output_tuple_indices = [0], "
+            "operand_index = 0, operand_tuple_indices = []>],"
+        )
+    module = f"""
+module @ringreduce_{name} {{
+  func.func public @main({", ".join(f"{n}: {t}" for n, t in zip(names, given, strict=True))})
+      -> ({", ".join(types)}) {{
+    %r{f":{len(types)}" if len(types) > 1 else ""} =
+        stablehlo.custom_call @ringreduce_{name}({", ".join(names)}) {{
+      api_version = 4 : i32, has_side_effect = {str(has_effect).lower()}, {alias}
+      backend_config = {{
+        plan = {plan} : i64, bucket = {bucket} : i64, in_place = {int(in_place)} : i64
+      }}
+    }} : ({", ".join(given)}) -> ({", ".join(types)})
+    return {", ".join(values)} : {", ".join(types)}
+  }}
+}}
+"""
+    return list(
+        tf2xla.call_module(
+            list(operands),
+            version=_VERSION,
+            module=module,
+            Sout=[tf.TensorShape(shape) for shape, _ in found],
+            Tout=[dtype for _, dtype in found],
+            platforms=["CPU"],
+            # It is compiled for whatever the function around it is compiled for.
+            disabled_checks=["platform"],
+        )
+    )
+
+
+def _type(shape: Any, dtype: Any) -> str:
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{_DTYPES[tf.as_dtype(dtype).name]}>"

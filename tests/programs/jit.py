@@ -1,0 +1,362 @@
+"""What XLA compiles, on a ring; each case prints one line of JSON.
+
+What must come out is computed beside it, by the same step without XLA, or by plain Keras on the
+data of all ranks together.
+"""
+
+import hashlib
+import json
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import ArrayError, RingReduceError
+from ringreduce.tensorflow import compiled
+
+comm = rr.init()
+rank, size = comm.rank, comm.size
+
+
+def say(case, **facts):
+    print(json.dumps({"case": case, "rank": rank, **facts}), flush=True)
+
+
+def digest(weights):
+    arrays = [np.asarray(weight) for weight in weights]
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def error_of(action):
+    try:
+        action()
+    except (RingReduceError, tf.errors.OpError) as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"error": "", "text": ""}
+
+
+def data(count=24):
+    generator = np.random.default_rng(3)
+    inputs = generator.normal(size=(count * size, 4)).astype("float32")
+    targets = inputs[:, :2] - inputs[:, 2:] ** 2
+    return inputs[rank::size], targets[rank::size]
+
+
+def make_model(*layers):
+    keras.utils.set_random_seed(5)
+    middle = layers or (keras.layers.Dense(6, activation="tanh"),)
+    return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
+
+
+def difference(model, other):
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in pairs)
+
+
+def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **options):
+    wrapped = rr.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
+    model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, **options)
+    fit = model.fit(inputs, targets, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+    return fit.history
+
+
+def metrics_and_a_last_batch_of_another_size():
+    """Each size is compiled by itself: ranks retrace and compile in the middle of an epoch."""
+    inputs, targets = data(22 if rank == 0 else 23)
+    ends = {}
+    for jit in (True, False):
+        model = make_model()
+        history = fit(model, inputs, targets, jit, epochs=2, metrics=["mae"])
+        ends[jit] = model, history
+    (model, history), (other, expected) = ends[True], ends[False]
+    say(
+        "retraced",
+        digest=digest(model.get_weights()),
+        difference=difference(model, other),
+        moved=difference(model, make_model()),
+        history=history,
+        expected=expected,
+    )
+
+
+def sparse_gradients_become_dense():
+    keras.utils.set_random_seed(5)
+    inputs = np.array([[0, 1, 1], [2, 1, rank]])
+    ends = []
+    for jit in (True, False):
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Embedding(7, 2), keras.layers.GlobalMaxPooling1D()]
+        )
+        wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        model.compile(optimizer=wrapped, loss="mse", jit_compile=jit)
+        model.fit(inputs, np.ones((2, 2)), verbose=0)
+        ends.append(model)
+    say("sparse", digest=digest(ends[0].get_weights()), difference=difference(*ends))
+
+
+def large_gradients_stay_where_they_are():
+    """Of 1 MiB or more; what XLA gives the ring must not be what others still need."""
+    weights = [tf.Variable(tf.zeros((600, 600))) for _ in range(2)] + [tf.Variable(tf.zeros(3))]
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(weights)
+    own = [tf.fill((600, 600), rank + 1.0), tf.reshape(tf.range(360000.0), (600, 600)) * rank]
+
+    @tf.function(jit_compile=True)
+    def step(gradients):
+        # Also an argument, whose memory is the caller's, is used after it is started, and so is
+        # what is made of it; a third gradient is packed.
+        derived = [gradient * 2.0 for gradient in gradients]
+        optimizer.apply([*derived, tf.fill((3,), float(rank))], weights)
+        local = [tf.reduce_sum(gradient[0]) for gradient in derived]
+        optimizer.apply([*gradients, None], weights)
+        return local
+
+    local = [step(own) for _ in range(3)][-1]
+    size_mean = sum(range(size)) / size
+    say(
+        "in place",
+        own=[bool(tf.reduce_all(own[0] == rank + 1.0)), float(own[1][0, 1])],
+        local=[float(value) for value in local],
+        first=[float(weights[0][0, 0]), -9 * (size_mean + 1)],
+        second=[float(weights[1][599, 599]), -9 * 359999.0 * size_mean],
+        third=[float(weights[2][0]), -3 * size_mean],
+        digest=digest(weights),
+    )
+
+
+def two_optimizers_in_one_step():
+    """Their buckets must leave in the program's order, though XLA sees two independent halves."""
+    first, second = make_model(), make_model()
+    optimizers = [rr.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]
+    for optimizer, model in zip(optimizers, (first, second), strict=True):
+        optimizer.build(model.trainable_variables)
+    inputs, targets = data()
+
+    @tf.function(jit_compile=True)
+    def step(x, y):
+        for optimizer, model in zip(optimizers, (first, second), strict=True):
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((model(x) - y) ** 2)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply(gradients, model.trainable_variables)
+
+    for _ in range(5):
+        step(inputs, targets)
+    say(
+        "two optimizers",
+        digests=[digest(first.get_weights()), digest(second.get_weights())],
+        moved=difference(first, make_model()),
+    )
+
+
+def gradients_that_do_not_depend_on_what_was_applied():
+    """Nothing but the order of the program says that one reduction comes after another."""
+    weights = [tf.Variable(tf.zeros(3)) for _ in range(2)]
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), bucket_bytes=8)
+    optimizer.build(weights)
+
+    @tf.function(jit_compile=True)
+    def steps():
+        for turn in range(3):
+            gradients = [tf.fill((3,), float((rank + 1) * 10**turn)), tf.fill((3,), float(rank))]
+            optimizer.apply(gradients, weights)
+
+    for _ in range(3):
+        steps()
+    say("linear", weights=[weight.numpy().tolist() for weight in weights])
+
+
+def a_mean_that_nobody_uses():
+    """XLA drops what has no effect; the rank must take part all the same, step after step."""
+    weights = [tf.Variable([1.0]), tf.Variable(tf.ones(100))]
+
+    @tf.function(jit_compile=True)
+    def step():
+        with rr.DistributedGradientTape() as tape:
+            loss = tf.reduce_sum(weights[0]) * (rank + 1.0) + tf.reduce_sum(weights[1])
+        gradients = tape.gradient(loss, weights)
+        ignored = rr.all_reduce(tf.ones(5))
+        del ignored
+        return gradients[0] if rank == 0 else tf.constant([0.0])
+
+    before = comm.statistics().collectives
+    results = [step().numpy().tolist() for _ in range(4)]
+    say("unused", results=results, collectives=comm.statistics().collectives - before)
+
+
+def in_conditions_and_loops():
+    value = tf.constant([1.0, 2.0])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def loop():
+        turns = tf.while_loop(
+            lambda turn, total: turn < 3,
+            lambda turn, total: (turn + 1, rr.all_reduce(total, "sum")),
+            (0, value),
+        )[1]
+        return turns, rr.all_gather(value * float(rank))
+
+    say("loop", results=[part.numpy().tolist() for part in loop()])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def branch(flag):
+        return tf.cond(flag, lambda: rr.all_reduce(value), lambda: value)
+
+    say("cond", **error_of(lambda: branch(tf.constant(rank == 0))))
+
+
+def accumulation_and_what_comes_after_it():
+    """A reduction in every third step, in a branch, and a collective after it in each."""
+    model, other = make_model(), make_model()
+    ends = []
+    inputs, targets = data()
+    for subject, jit in ((model, True), (other, False)):
+        optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01), accumulate_steps=3)
+        optimizer.build(subject.trainable_variables)
+
+        @tf.function(jit_compile=jit)
+        def step(x, y, optimizer=optimizer, model=subject):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+            return rr.all_reduce(loss, "mean")
+
+        losses = [
+            float(step(inputs[i : i + 4], targets[i : i + 4])) for i in range(0, len(inputs), 4)
+        ]
+        ends.append(losses)
+    say(
+        "accumulated",
+        digest=digest(model.get_weights()),
+        difference=difference(model, other),
+        losses=ends,
+    )
+
+
+def unequal_data():
+    """Known lengths, and lengths that nobody knows, which are counted first."""
+    inputs, targets = data()
+    count = 24 - 8 * rank if rank < 3 else 0
+    inputs, targets = inputs[:count], targets[:count]
+    for case in ("known", "unknown"):
+        ends = []
+        for jit in (True, False):
+            model = make_model()
+            rows = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(6)
+            if case == "unknown":
+                rows = rows.filter(lambda *_: True)
+            wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
+            model.compile(optimizer=wrapped, loss="mse", jit_compile=jit)
+            model.fit(rr.join(rows, model), epochs=2, shuffle=False, verbose=0)
+            ends.append((model, int(model.optimizer.iterations)))
+        (model, steps), (other, expected) = ends
+        say(
+            f"join {case}",
+            digest=digest(model.get_weights()),
+            difference=difference(model, other),
+            steps=steps,
+            expected=expected,
+        )
+
+
+def only_gradients_compiled():
+    """With `rr.compile_gradients`: the reduction is no part of what XLA is given."""
+    inputs, targets = data()
+    for policy in ("float32", "mixed_float16"):
+        ends = []
+        for divided in (True, False):
+            keras.config.set_dtype_policy(policy)
+            try:
+                model = make_model()
+            finally:
+                keras.config.set_dtype_policy("float32")
+            wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
+            model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], jit_compile=False)
+            if divided:
+                rr.compile_gradients(model)
+                rr.compile_gradients(model)
+            fit = model.fit(inputs, targets, batch_size=4, epochs=2, shuffle=False, verbose=0)
+            ends.append((model, fit.history))
+        (model, history), (other, expected) = ends
+        say(
+            f"gradients alone {policy}",
+            digest=digest(model.get_weights()),
+            difference=difference(model, other),
+            history=history,
+            expected=expected,
+        )
+
+
+def refusals():
+    model = make_model()
+    say("not compiled", **error_of(lambda: rr.compile_gradients(model)))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    say("plain optimizer", **error_of(lambda: rr.compile_gradients(model)))
+    wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer=wrapped, loss="mse", jit_compile=True)
+    say("compiled whole", **error_of(lambda: rr.compile_gradients(model)))
+
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, batch):
+            super().train_step(batch)
+            return super().train_step(batch)
+
+    twice = Twice()
+    twice.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    rr.compile_gradients(twice)
+    say("twice", **error_of(lambda: twice.fit(*data(), verbose=0)))
+
+
+def an_error_that_breaks_nothing():
+    """Such as of an operator that a dtype does not have: the next step is as before."""
+    turns = []
+
+    def run(array):
+        turns.append(len(turns))
+        if not turns[-1]:
+            raise ArrayError("cannot do this the first time")
+        comm.all_reduce(array)
+        return array
+
+    @tf.function(jit_compile=True)
+    def step(value):
+        return compiled.call(comm, "try", run, [value], (2,), tf.float32)
+
+    say("refused", **error_of(lambda: step(tf.constant([1.0, 2.0]))))
+    say("after refused", total=step(tf.constant([1.0, 2.0])).numpy().tolist())
+
+
+def rows_that_differ():
+    """Last: it breaks the ring."""
+
+    @tf.function(jit_compile=True)
+    def gather(rows):
+        return rr.all_gather(rows)
+
+    say("unequal rows", **error_of(lambda: gather(tf.ones((2 + (rank == 0), 2)))))
+    say("afterwards", **error_of(lambda: gather(tf.ones((2, 2)))))
+
+
+metrics_and_a_last_batch_of_another_size()
+large_gradients_stay_where_they_are()
+sparse_gradients_become_dense()
+two_optimizers_in_one_step()
+gradients_that_do_not_depend_on_what_was_applied()
+a_mean_that_nobody_uses()
+in_conditions_and_loops()
+accumulation_and_what_comes_after_it()
+unequal_data()
+only_gradients_compiled()
+refusals()
+an_error_that_breaks_nothing()
+rows_that_differ()
