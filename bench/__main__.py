@@ -153,12 +153,15 @@ def link(
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="mlp or cnn.")] = "cnn",
+    model: Annotated[str, typer.Option(help="mlp, cnn or transformer.")] = "cnn",
     workers: Annotated[int, typer.Option(min=2, help="Replicas and ranks.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each system gets.")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Steps in a turn.")] = 10,
     ceiling: Annotated[
         bool, typer.Option("--ceiling", help="Also workers that reduce nothing.")
+    ] = False,
+    jit: Annotated[
+        bool, typer.Option("--jit", help="Also with jit_compile=True, where that works.")
     ] = False,
     transport: TransportOption = Transport.auto,
     link: Annotated[
@@ -170,8 +173,8 @@ def train(
     """Samples per second of one process, MirroredStrategy and ringreduce, taking turns."""
     from bench import train as training
 
-    if model not in ("mlp", "cnn"):
-        raise typer.BadParameter(f"{model!r} is no model; mlp and cnn are")
+    if model not in (known := ("mlp", "cnn", "transformer")):
+        raise typer.BadParameter(f"{model!r} is no model; {', '.join(known)} are")
     with unavailable_is_an_answer():
         training.run(
             model,
@@ -181,6 +184,7 @@ def train(
             transport=transport.value,
             link=rate_of(link) if link else None,
             ceiling=ceiling,
+            jit=jit,
             json_file=json_file,
         )
 

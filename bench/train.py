@@ -25,13 +25,15 @@ from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 SYSTEMS = ("single", "mirrored", "ringreduce")
 CEILING = "unreduced"
+# Of a system that XLA compiles. MirroredStrategy cannot be: it fails with InvalidArgumentError.
+JIT = "-jit"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
 COLUMNS = (
-    f"{'system':<11} {'samples/s':>9} {'x mirrored':>10} {'step':>7} {'p99':>7} "
+    f"{'system':<14} {'samples/s':>9} {'x mirrored':>10} {'step':>7} {'p99':>7} "
     f"{'compute':>7} {'waiting':>7} {'comm.':>7} {'hidden':>6} {'loss':>7}"
 )
-UNITS = f"{'':<32}" + f" {'(ms)':>7}" * 5 + f" {'(%)':>6}"
+UNITS = f"{'':<35}" + f" {'(ms)':>7}" * 5 + f" {'(%)':>6}"
 
 
 @dataclass
@@ -64,6 +66,7 @@ def run(
     transport: str,
     link: str | None,
     ceiling: bool,
+    jit: bool,
     json_file: str | None,
 ) -> None:
     """Measure, print a table, and write rows.
@@ -76,12 +79,15 @@ def run(
         link: with a rate, ringreduce's ranks run on hosts of their own (`namespaces`).
         ceiling: whether workers that reduce nothing take turns too: what this machine gives
             to so many processes, and so the most that any reduction could leave.
+        jit: whether systems that can be compiled by XLA take turns in that form too.
         json_file: where rows go.
 
     Raises:
         UnavailableError: the namespaces for `link` cannot be made here.
     """
     names = (*SYSTEMS, CEILING) if ceiling else SYSTEMS
+    if jit:
+        names += tuple(name + JIT for name in names if name != "mirrored")
     if link is not None:
         require()
     header = facts()
@@ -110,12 +116,13 @@ def run(
 
 def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> System:
     """How one is started: a process, or a rank on each host."""
-    workers = len(hosts)
+    workers, kind = len(hosts), name.removesuffix(JIT)
     command = [
-        *(sys.executable, "-m", "bench.train_worker", name, "--model", model),
+        *(sys.executable, "-m", "bench.train_worker", kind, "--model", model),
         *("--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)),
+        *(["--jit"] if name.endswith(JIT) else []),
     ]
-    if name in ("ringreduce", CEILING):
+    if kind in ("ringreduce", CEILING):
         return System(name, ring_processes(command, hosts, transport), lines=workers)
     return System(name, [Process(command, QUIET)], lines=1)
 
@@ -133,24 +140,25 @@ def row(
 ) -> dict[str, Any]:
     """One system's figures. Those about communication are None where there is none to see."""
     step_ms = float(np.median(measured.seconds)) * 1e3
+    kind = name.removesuffix(JIT)
     result = {
         "system": name,
         "model": model,
-        "workers": 1 if name == "single" else workers,
+        "workers": 1 if kind == "single" else workers,
         "global_batch": GLOBAL_BATCH,
         "samples_per_s": GLOBAL_BATCH / step_ms * 1e3,
         "step_ms": step_ms,
         "step_ms_p99": float(np.percentile(measured.seconds, 99)) * 1e3,
         "steps": len(measured.seconds),
         "loss": measured.loss,
-        "transport": measured.transport if name == "ringreduce" else None,
-        "link": link if name == "ringreduce" else None,
+        "transport": measured.transport if kind == "ringreduce" else None,
+        "link": link if kind == "ringreduce" else None,
         "compute_ms": None,
         "waiting_ms": None,
         "communication_ms": None,
         "hidden_share": None,
     }
-    if name == "ringreduce":
+    if kind == "ringreduce":
         waiting_ms = float(np.median(measured.waiting_s)) * 1e3
         communication_ms = float(np.median(measured.communication_s)) * 1e3
         result |= {
@@ -177,7 +185,7 @@ def table_line(row: dict[str, Any], mirrored: float) -> str:
 
     hidden = row["hidden_share"]
     return (
-        f"{row['system']:<11} {row['samples_per_s']:>9,.0f} "
+        f"{row['system']:<14} {row['samples_per_s']:>9,.0f} "
         f"{row['samples_per_s'] / mirrored:>10.2f} {row['step_ms']:>7.1f} "
         f"{row['step_ms_p99']:>7.1f} {cell(row['compute_ms'], 7)} {cell(row['waiting_ms'], 7)} "
         f"{cell(row['communication_ms'], 7)} "

@@ -57,6 +57,7 @@ def communicated(comm: Communicator) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=("single", "mirrored", "ringreduce", "unreduced"))
+    parser.add_argument("--jit", action="store_true")
     parser.add_argument("--model", choices=models.MODELS, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
@@ -82,7 +83,7 @@ def main() -> None:
         if arguments.system == "ringreduce":
             optimizer = rr.DistributedOptimizer(optimizer)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=optimizer, loss=loss)
+        model.compile(optimizer=optimizer, loss=loss, jit_compile=arguments.jit)
 
     line = Line(comm.rank, transport=comm.transport)
     clock = StepClock(comm)
