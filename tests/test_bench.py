@@ -343,32 +343,32 @@ def test_the_training_table_keeps_its_columns():
     assert alone["workers"] == 1
     assert alone["hidden_share"] is None
     lines = [train.table_line(each, mirrored=640.0) for each in (row, alone)]
-    assert {len(line) for line in lines} == {len(train.COLUMNS)} == {87}
+    assert {len(line) for line in lines} == {len(train.COLUMNS)} == {90}
 
 
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
-def test_training_is_measured_for_all_three_systems(tmp_path):
+def test_training_is_measured_for_all_systems(tmp_path):
     file = tmp_path / "out.json"
-    options = f"train --model cnn --workers 2 --rounds 1 --steps 2 --json {file}"
+    options = f"train --model mlp --workers 2 --rounds 1 --steps 2 --json {file}"
+    compiled = ["single-jit", "ringreduce-jit"] if native.library() is not None else []
+    if compiled:
+        options += " --jit"
     result = bench(options, timeout=280)
     assert result.returncode == 0, result.stderr
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"single", "mirrored", "ringreduce"}
+    assert set(rows) == {"single", "mirrored", "ringreduce", *compiled}
     for row in rows.values():
-        assert row["model"] == "cnn"
+        assert row["model"] == "mlp"
         assert row["global_batch"] == 128
         assert row["samples_per_s"] > 0
-        assert (row["hidden_share"] is None) == (row["system"] != "ringreduce")
+        assert (row["hidden_share"] is None) == ("ringreduce" not in row["system"])
     assert rows["ringreduce"]["communication_ms"] > 0
     assert rows["ringreduce"]["compute_ms"] + rows["ringreduce"]["waiting_ms"] == pytest.approx(
         rows["ringreduce"]["step_ms"]
     )
-    assert {name: row["workers"] for name, row in rows.items()} == {
-        "single": 1,
-        "mirrored": 2,
-        "ringreduce": 2,
-    }
+    for name, row in rows.items():
+        assert row["workers"] == (1 if "single" in name else 2)
     # The same weights, batches and steps: the losses differ by rounding alone.
     losses = [row["loss"] for row in rows.values()]
     assert max(losses) - min(losses) < 1e-3
