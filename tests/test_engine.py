@@ -30,6 +30,7 @@ from ringreduce.errors import (
     PeerTimeoutError,
     RingReduceError,
 )
+from ringreduce.handover import BucketItem
 from ringreduce.testing import ring_of_threads
 from tests.processes import wait_until
 from tests.rings import Ring, assert_lost
@@ -309,8 +310,8 @@ def buckets() -> Iterator[tuple[Engine, Plan, list[RingReduceError]]]:
     assert made.native is not None
     plan = Plan(made.native)
 
-    def double(bucket: int) -> None:
-        plan.bucket(bucket)[:] *= 2
+    def double(item: BucketItem) -> None:
+        plan.bucket(item.bucket)[:] *= 2
 
     made.serve(plan.number, double)
     yield made, plan, errors
@@ -365,7 +366,7 @@ class TestBuckets:
     )
     def test_error_in_a_reduction_answers_who_waits(self, buckets, error, text):
         engine, plan, _ = buckets
-        engine.serve(plan.number, lambda bucket: failing(error)())
+        engine.serve(plan.number, lambda _: failing(error)())
         start(plan.number, 0)
         answer = in_thread(lambda: wait_for_bucket(plan.number, 0)).result(DEADLINE_S)
         assert (answer.code, answer.why) == (FAILED, text)
@@ -373,7 +374,7 @@ class TestBuckets:
     def test_error_in_a_reduction_breaks_the_ring(self, buckets):
         engine, plan, errors = buckets
         error = PeerLostError("lost rank 3")
-        engine.serve(plan.number, lambda bucket: failing(error)())
+        engine.serve(plan.number, lambda _: failing(error)())
         start(plan.number, 0)
         engine.drain()
         assert errors == [error]
@@ -382,7 +383,7 @@ class TestBuckets:
         """Gradients that were not reduced must never be taken for means."""
         engine = Engine("ringreduce test", lambda error: failing(OSError("no"))(), lambda: None)
         plan = Plan(engine.native)
-        engine.serve(plan.number, lambda bucket: failing(PeerLostError("lost rank 3"))())
+        engine.serve(plan.number, lambda _: failing(PeerLostError("lost rank 3"))())
         start(plan.number, 0)
         answer = in_thread(lambda: wait_for_bucket(plan.number, 0)).result(DEADLINE_S)
         after = engine.submit(lambda: 5).wait(DEADLINE_S)
