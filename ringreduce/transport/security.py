@@ -394,10 +394,11 @@ class Doorkeeper:
     def _reply(self, held: _Held, rank: int | None, why: str) -> None:
         number = held.request[1] if len(held.request) > 1 else b""
         verdict = (b"400", b"refused", b"") if rank is None else (b"200", b"OK", b"%d" % rank)
+        # Counted before it is said: whoever has been refused finds it counted.
+        self.refused += rank is None
         with contextlib.suppress(zmq.ZMQError):  # Whoever asked may have left.
             self._requests.send_multipart([*held.envelope, b"1.0", number, *verdict, b""])
         if rank is None:
-            self.refused += 1
             self._tell(held.request, why)
 
     def _tell(self, request: list[bytes], why: str) -> None:
