@@ -6,10 +6,7 @@ one library serves every TensorFlow 2. Where that fails, gradients go through Py
 
 from __future__ import annotations
 
-import ctypes
-import glob
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,34 +15,22 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
 from ringreduce import native
+from ringreduce.tensorflow import framework
 
 __all__ = ["are_available", "start", "wait"]
 
 _log = logging.getLogger(__name__)
 
-# RR_WHY_BYTES of native/include/ringreduce.h.
-_WHY_BYTES = 2048
-
 
 @cache
 def are_available() -> bool:
     """Whether this process has the ops; they are registered by the first call."""
-    library = native.library()
-    if library is None:
+    if native.library() is None:
         return False
-    register = native.declare(
-        library, "rr_tensorflow_register", ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p]
-    )
-    why = ctypes.create_string_buffer(_WHY_BYTES)
-    folder = tf.sysconfig.get_lib()
-    for path in sorted(glob.glob(os.path.join(folder, "libtensorflow_framework.*"))):
-        if register(os.fsencode(path), why) == 0:
-            return True
-    _log.warning(
-        "gradients go through Python, since the native ops cannot be used: %s",
-        why.value.decode(errors="replace") or f"no libtensorflow_framework in {folder}",
-    )
-    return False
+    why = framework.why_not_registered("rr_tensorflow_register")
+    if why is not None:
+        _log.warning("gradients go through Python, since the native ops cannot be used: %s", why)
+    return why is None
 
 
 def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:

@@ -11,9 +11,6 @@ compiled.
 
 from __future__ import annotations
 
-import ctypes
-import glob
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +22,10 @@ from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
 
 from ringreduce import native
-from ringreduce.tensorflow import order
+from ringreduce.tensorflow import framework, order
 
 __all__ = ["Started", "is_compiling", "start", "wait", "why_not"]
 
-# RR_WHY_BYTES of native/include/ringreduce.h.
-_WHY_BYTES = 2048
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
 
@@ -71,21 +66,12 @@ def is_compiling() -> bool:
 @cache
 def why_not() -> str | None:
     """Why this process has no custom calls; None: it has. They are registered by the first call."""
-    library = native.library()
-    if library is None:
-        return native.why_missing()
-    if tf.config.get_visible_devices("GPU"):
+    if native.library() is not None and tf.config.get_visible_devices("GPU"):
         return "XLA compiles for the GPU here, where the ring cannot be called from."
-    register = native.declare(
-        library, "rr_xla_register", ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p]
-    )
-    why = ctypes.create_string_buffer(_WHY_BYTES)
-    folder = tf.sysconfig.get_lib()
-    for path in sorted(glob.glob(os.path.join(folder, "libtensorflow_framework.*"))):
-        if register(os.fsencode(path), why) == 0:
-            return None
-    said = why.value.decode(errors="replace") or f"no libtensorflow_framework in {folder}"
-    return f"XLA cannot call the ring: {said}."
+    why = framework.why_not_registered("rr_xla_register")
+    if why is None or native.library() is None:
+        return why
+    return f"XLA cannot call the ring: {why}."
 
 
 def start(plan: int, bucket: int, gradients: Sequence[Any], in_place: bool = False) -> Started:

@@ -1,33 +1,19 @@
 """What the wrapper does on two ranks beyond plain training; each case prints one line of JSON."""
 
-import json
-
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import error_of, say
 
 import ringreduce.keras as rr
-from ringreduce import RingReduceError
 
 comm = rr.init()
 LOSS = keras.losses.MeanSquaredError()
 
 
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
-
-
 def dense_model(seed):
     keras.utils.set_random_seed(seed)
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
-
-
-def error_of(action):
-    try:
-        action()
-    except (RingReduceError, tf.errors.OpError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
 
 
 def unbuilt_model_in_fit():

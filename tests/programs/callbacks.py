@@ -4,23 +4,19 @@ The argument is a folder, the same on all ranks. Numbers are small fractions wit
 two below, so that sums are exact and the results of one process can be compared with ``==``.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 
 comm = rr.init()
 FOLDER = Path(sys.argv[1]) / f"rank{comm.rank}"
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
 
 
 def line_model(rate, kernel=0.0, *, distributed=True, metrics=(), seed=None):

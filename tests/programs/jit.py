@@ -4,36 +4,17 @@ What must come out is computed beside it, by the same step without XLA, or by pl
 data of all ranks together.
 """
 
-import hashlib
-import json
-
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import difference, digest, error_of, say
 
 import ringreduce.keras as rr
-from ringreduce import ArrayError, RingReduceError
+from ringreduce import ArrayError
 from ringreduce.tensorflow import compiled
 
 comm = rr.init()
 rank, size = comm.rank, comm.size
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": rank, **facts}), flush=True)
-
-
-def digest(weights):
-    arrays = [np.asarray(weight) for weight in weights]
-    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-
-
-def error_of(action):
-    try:
-        action()
-    except (RingReduceError, tf.errors.OpError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
 
 
 def data(count=24):
@@ -47,11 +28,6 @@ def make_model(*layers):
     keras.utils.set_random_seed(5)
     middle = layers or (keras.layers.Dense(6, activation="tanh"),)
     return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
-
-
-def difference(model, other):
-    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in pairs)
 
 
 def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **options):
@@ -237,20 +213,26 @@ def accumulation_and_what_comes_after_it():
 
 
 def unequal_data():
-    """Known lengths, and lengths that nobody knows, which are counted first."""
+    """Lengths that are known, that nobody knows, and the gradients alone compiled."""
     inputs, targets = data()
     count = 24 - 8 * rank if rank < 3 else 0
     inputs, targets = inputs[:count], targets[:count]
-    for case in ("known", "unknown"):
+    for case in ("known", "unknown", "gradients", "gradients later"):
         ends = []
         for jit in (True, False):
             model = make_model()
             rows = tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(6)
             if case == "unknown":
                 rows = rows.filter(lambda *_: True)
+            divided = jit and case.startswith("gradients")
             wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-            model.compile(optimizer=wrapped, loss="mse", jit_compile=jit)
-            model.fit(rr.join(rows, model), epochs=2, shuffle=False, verbose=0)
+            model.compile(optimizer=wrapped, loss="mse", jit_compile=jit and not divided)
+            if divided and case == "gradients":
+                rr.compile_gradients(model)
+            for epoch in range(2):
+                model.fit(rr.join(rows, model), shuffle=False, verbose=0)
+                if divided and not epoch:
+                    rr.compile_gradients(model)  # Once, however often it is asked for.
             ends.append((model, int(model.optimizer.iterations)))
         (model, steps), (other, expected) = ends
         say(

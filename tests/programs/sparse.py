@@ -4,12 +4,10 @@ Values are whole multiples of the number of ranks, so means are exact. Every ran
 have, and compares its results with what plain numpy makes of that.
 """
 
-import hashlib
-import json
-
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import digest, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
@@ -26,14 +24,6 @@ class NoOps:
 WAYS = {"eager": ops, "python": NoOps}
 if ops.are_available():
     WAYS["native"] = ops
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
-
-
-def digest(arrays):
-    return hashlib.sha256(b"".join(np.asarray(a).tobytes() for a in arrays)).hexdigest()
 
 
 class Sparse:

@@ -3,26 +3,15 @@
 What must come out is computed beside it, by plain Keras, on the data of all ranks together.
 """
 
-import hashlib
-import json
-
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import difference, digest, error_of, say
 
 import ringreduce.keras as rr
-from ringreduce import RingReduceError
 
 comm = rr.init()
 LOSS = keras.losses.MeanSquaredError()
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
-
-
-def digest(model):
-    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
 
 
 def data(steps, batch, seed=0):
@@ -55,20 +44,6 @@ def fit(model, optimizer, arrays, batch, callbacks=(), **options):
     return model
 
 
-def difference(model, other):
-    """The largest of all weights' differences."""
-    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in pairs)
-
-
-def error_of(action):
-    try:
-        action()
-    except (RingReduceError, tf.errors.OpError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
-
-
 class Spike(keras.layers.Layer):
     """Passes its input on, times infinity where that says so."""
 
@@ -94,7 +69,7 @@ def half_precision(policy):
     scale = getattr(model.optimizer, "dynamic_scale", None)
     say(
         policy,
-        digest=digest(model),
+        digest=digest(model.get_weights()),
         optimizer=type(model.optimizer).__name__,
         inner=type(model.optimizer._inner).__name__,
         is_ours=isinstance(model.optimizer, rr.DistributedOptimizer),
@@ -138,7 +113,7 @@ def accumulation(name, make, **options):
     fit(alone, make(), whole, 3 * comm.size * 4)
     say(
         f"accumulation {name}",
-        digest=digest(model),
+        digest=digest(model.get_weights()),
         difference=difference(model, alone),
         moved=difference(alone, make_model()),
         steps=int(model.optimizer.iterations.numpy()),
@@ -177,7 +152,7 @@ def accumulation_keeps_the_order():
     sums = [step(inputs[i : i + 4], targets[i : i + 4]) for i in range(0, len(inputs), 4)]
     say(
         "order",
-        digests=[digest(model) for model in models],
+        digests=[digest(model.get_weights()) for model in models],
         sums=sorted({float(value) for total in sums for value in total}),
         counter=float(counter),
     )
@@ -194,7 +169,7 @@ def accumulation_forgets_infinity():
     fit(model, optimizer, (inputs, targets), 4)
     say(
         "accumulated infinity",
-        digest=digest(model),
+        digest=digest(model.get_weights()),
         scale=float(optimizer.dynamic_scale.numpy()),
         steps=int(optimizer.iterations.numpy()),
         finite=bool(all(np.isfinite(w).all() for w in model.get_weights())),
@@ -216,7 +191,7 @@ def accumulated_sparse_gradients(sparse_as_dense):
     every = index.reshape(-1, 3)
     fit(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
     case = f"accumulated {'dense' if sparse_as_dense else 'sparse'}"
-    say(case, digest=digest(model), difference=difference(model, alone))
+    say(case, digest=digest(model.get_weights()), difference=difference(model, alone))
 
 
 def refused_accumulation():
@@ -363,7 +338,11 @@ def eight_bits():
         4,
     )
     scales = [v for v in model.trainable_variables if "amax_history" in v.path]
-    say("eight bits", digest=digest(model), largest=[float(v.numpy().max()) for v in scales])
+    say(
+        "eight bits",
+        digest=digest(model.get_weights()),
+        largest=[float(v.numpy().max()) for v in scales],
+    )
 
 
 def frozen_layers():
@@ -378,7 +357,9 @@ def frozen_layers():
     alone = make_model()
     alone.layers[0].trainable = False
     fit(alone, keras.optimizers.SGD(0.1), arrays, 4 * comm.size)
-    say("frozen", digest=digest(model), same=same, difference=difference(model, alone))
+    say(
+        "frozen", digest=digest(model.get_weights()), same=same, difference=difference(model, alone)
+    )
 
 
 def several_models():
@@ -399,7 +380,7 @@ def several_models():
             model.fit(*arrays, batch_size=4 * comm.size, shuffle=False, verbose=0)
     say(
         "several",
-        digest=[digest(model) for model in models],
+        digest=[digest(model.get_weights()) for model in models],
         difference=max(difference(a, b) for a, b in zip(models, alone, strict=True)),
     )
 
@@ -423,7 +404,7 @@ def dropout(run_eagerly):
     mask = layer(np.ones((1, 64)), training=True).numpy() != 0
     say(
         f"dropout {'eager' if run_eagerly else 'graph'}",
-        digest=digest(model),
+        digest=digest(model.get_weights()),
         state=first,
         again=layer.seed_generator.state.numpy().tolist()[0] == first[0],
         mask=mask.tolist(),

@@ -6,14 +6,13 @@ takes longer than all cases, so they share processes.
 """
 
 import functools
-import json
 
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import error_of, say
 
 import ringreduce.keras as rr
-from ringreduce import RingReduceError
 from ringreduce.keras import tape as tapes
 from ringreduce.tensorflow import xla
 from ringreduce.types import DTYPE_NAMES
@@ -21,10 +20,6 @@ from ringreduce.types import DTYPE_NAMES
 comm = rr.init()
 rank, size = comm.rank, comm.size
 OPS = ("sum", "mean", "min", "max", "product")
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": rank, **facts}), flush=True)
 
 
 def plain(value):
@@ -59,18 +54,6 @@ def wraps():
     if xla.why_not() is None:
         ways["jit"] = functools.partial(tf.function, jit_compile=True)
     return ways
-
-
-def error_of(action):
-    try:
-        action()
-    except (RingReduceError, tf.errors.OpError) as error:
-        return {
-            "error": type(error).__name__,
-            "ours": isinstance(error, RingReduceError),
-            "text": str(error),
-        }
-    return {"error": "", "ours": False, "text": ""}
 
 
 def weights(rows, dtype=tf.float32):

@@ -4,29 +4,19 @@ What must come out is computed beside it, by plain Keras: its step k trains on t
 ranks have in step k, put together.
 """
 
-import hashlib
-import json
 import warnings
 
 import keras
 import numpy as np
 import tensorflow as tf
+from shared import difference, digest, error_of, say
 
 import ringreduce.keras as rr
-from ringreduce import RingReduceError
 
 comm = rr.init()
 LOSS = keras.losses.MeanSquaredError()
 # Samples of each batch of each rank; rank r's are BATCHES[r % 3].
 BATCHES = [[4, 4, 4, 4, 2], [4, 4, 1], []]
-
-
-def say(case, **facts):
-    print(json.dumps({"case": case, "rank": comm.rank, **facts}), flush=True)
-
-
-def digest(model):
-    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
 
 
 def batches_of(rank, batches=BATCHES):
@@ -77,19 +67,6 @@ def trained_alone(epochs=1, weighting="samples", optimizer=None, batches=BATCHES
     return model
 
 
-def difference(model, other):
-    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
-
-
-def error_of(action):
-    try:
-        action()
-    except (RingReduceError, tf.errors.OpError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": "", "text": ""}
-
-
 class Steps(keras.callbacks.Callback):
     """Counts training batches by epoch."""
 
@@ -119,7 +96,7 @@ def fitted(case, *, known=True, weighting="samples", epochs=2, make=None, again=
     alone = trained_alone(epochs, weighting, (make or keras.optimizers.SGD)(0.1))
     say(
         case,
-        digest=digest(model),
+        digest=digest(model.get_weights()),
         difference=difference(model, alone),
         moved=difference(alone, make_model()),
         counts=steps.counts,
@@ -162,7 +139,7 @@ def moments_of_all_batches():
     model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), verbose=0, shuffle=False)
     model_alone = layers(keras.layers.BatchNormalization(momentum=0.5))
     alone = trained_alone(layers=model_alone)
-    say("synchronized", digest=digest(model), difference=difference(model, alone))
+    say("synchronized", digest=digest(model.get_weights()), difference=difference(model, alone))
 
 
 def batch_by_batch():
@@ -177,7 +154,7 @@ def batch_by_batch():
     for step in range(2):
         parts = [own[step] for own in everyone if own]
         alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    say("batches", digest=digest(model), difference=difference(model, alone))
+    say("batches", digest=digest(model.get_weights()), difference=difference(model, alone))
 
 
 class Noisy(keras.Sequential):
@@ -204,7 +181,7 @@ def infinity_in_an_empty_step():
         model.fit(rr.join(dataset_of(own), model), verbose=0, shuffle=False, callbacks=[together])
         say(
             case,
-            digest=digest(model),
+            digest=digest(model.get_weights()),
             finite=bool(all(np.isfinite(w).all() for w in model.get_weights())),
             counts=steps.counts,
             largest=steps.logs.get("largest"),
@@ -225,7 +202,7 @@ def accumulated():
     for step in (0, 2):
         parts = [part for own in everyone for part in own[step : step + 2]]
         alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    say("accumulated", digest=digest(model), difference=difference(model, alone))
+    say("accumulated", digest=digest(model.get_weights()), difference=difference(model, alone))
 
 
 def loops():
@@ -246,7 +223,12 @@ def loops():
         for (inputs, targets), samples in rr.joined(dataset_of(batches_of(comm.rank))):
             run(inputs, targets)
             seen.append(samples)
-        say(case, digest=digest(model), difference=difference(model, trained_alone()), seen=seen)
+        say(
+            case,
+            digest=digest(model.get_weights()),
+            difference=difference(model, trained_alone()),
+            seen=seen,
+        )
 
 
 def own_weights():

@@ -1,0 +1,42 @@
+"""What the programs beside it share: how a case says its facts, and how weights are compared."""
+
+import hashlib
+import json
+
+import numpy as np
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import RingReduceError
+
+__all__ = ["difference", "digest", "error_of", "say"]
+
+
+def say(case, **facts):
+    """Print one line of JSON, with the rank in it."""
+    print(json.dumps({"case": case, "rank": rr.rank(), **facts}), flush=True)
+
+
+def digest(weights):
+    """Of the bytes of all arrays, tensors or variables."""
+    arrays = [np.asarray(weight) for weight in weights]
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def difference(model, other):
+    """The largest of all weights' differences."""
+    pairs = zip(model.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a.astype("float64") - b).max()) for a, b in pairs)
+
+
+def error_of(action):
+    """What an action raised; nothing where it raised nothing."""
+    try:
+        action()
+    except (RingReduceError, tf.errors.OpError) as error:
+        return {
+            "error": type(error).__name__,
+            "ours": isinstance(error, RingReduceError),
+            "text": str(error),
+        }
+    return {"error": "", "ours": False, "text": ""}
