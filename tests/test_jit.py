@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(native.library() is None, reason="without the native library"),
 ]
 
+JOINED = [f"join {case}" for case in ("known", "unknown", "gradients", "gradients later")]
+
 
 @pytest.fixture(params=[2, 3], scope="module")
 def facts(request):
@@ -30,9 +32,7 @@ def of(facts, case):
     return [fact for _, fact in sorted(facts[case].items())]
 
 
-@pytest.mark.parametrize(
-    "case", ["retraced", "sparse", "accumulated", "join known", "join unknown"]
-)
+@pytest.mark.parametrize("case", ["retraced", "sparse", "accumulated", *JOINED])
 def test_it_is_the_same_training_as_without(facts, case):
     said = of(facts, case)
     assert len({fact["digest"] for fact in said}) == 1
@@ -54,7 +54,7 @@ def test_what_comes_after_a_reduction_that_is_not_due_in_each_step_stays_in_orde
         assert compiled == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["join known", "join unknown"])
+@pytest.mark.parametrize("case", JOINED)
 def test_an_epoch_has_as_many_steps(facts, case):
     for fact in of(facts, case):
         assert fact["steps"] == fact["expected"] == 8

@@ -17,10 +17,9 @@ import tensorflow as tf
 
 from ringreduce.errors import ConfigError
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.step import Place, put_around
 
 __all__ = ["compile_gradients"]
-
-_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compile_gradients(model: Any) -> None:
@@ -58,12 +57,8 @@ def compile_gradients(model: Any) -> None:
             "got a model with jit_compile=True, which compiles all of the step",
             remedy="Call model.compile(..., jit_compile=False) first.",
         )
-    if model in _compiled:
-        return
-    _compiled.add(model)
-    model.train_step = _divided(model.train_step, weakref.ref(model))
-    # What was traced before did not know of it.
-    model.train_function = None
+    owner = weakref.ref(model)
+    put_around(model, Place.COMPILED, lambda step: _divided(step, owner))
 
 
 def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:

@@ -24,6 +24,7 @@ from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
+from ringreduce.keras.step import Place, put_around
 from ringreduce.process import default_communicator
 
 __all__ = ["join", "joined"]
@@ -253,14 +254,13 @@ _followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.We
 
 def _follow(model: Any, weighting: str, ring: Communicator) -> None:
     """From now on training steps of `model` are weighted, and empty ones leave no trace."""
-    known = _followed.get(model)
-    if known == (weighting, ring):
+    if _followed.get(model) == (weighting, ring):
         return
-    if known is None:
-        model.train_step = _following(model.train_step, weakref.ref(model))
     _followed[model] = (weighting, ring)
-    # What was traced before did not know of it.
+    # What was traced before knew of another weighting, or of none.
     model.train_function = None
+    owner = weakref.ref(model)
+    put_around(model, Place.WEIGHTED, lambda step: _following(step, owner))
 
 
 def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
