@@ -263,6 +263,7 @@ static void begin(struct rr_shm *group, const rr_call *call, uint8_t *data)
     own->header[3] = group->calls;
     own->registered = 0;
     if (is_mail(group, call)) {
+        group->last_segment = group->segment = 0; /* not those of the call before */
         memcpy(mail_of(group, group->index), data, total_bytes(group, call));
     } else {
         plan(group, call);
