@@ -128,7 +128,8 @@ class _Stream:
                     return
             sent = self.target.send(piece)
             self._queued -= sent
-            self._allowance -= sent
+            if self.direction.faults["bytes_per_s"]:
+                self._allowance -= sent  # What left before there was a rate is no debt.
             if sent == len(self._queue[0][1]):
                 self._queue.popleft()
             else:

@@ -185,7 +185,13 @@ class Ring:
                     return False
             return True
 
-        wait_until(all_said, f"{event} of ranks {ranks}")
+        try:
+            wait_until(all_said, f"{event} of ranks {ranks}")
+        except AssertionError as error:
+            for rank, worker in enumerate(self.workers):
+                last = "".join(worker.stdout.splitlines(keepends=True)[-2:])
+                error.add_note(f"rank {rank} said last:\n{last}{worker.stderr[-2000:]}")
+            raise
         return [self.said(rank, event)[times - 1] for rank in ranks]
 
     def others(self, rank: int) -> list[int]:

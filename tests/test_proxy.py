@@ -124,6 +124,19 @@ def test_throttle_lets_so_much_pass_per_second(proxy: Proxy) -> None:
         assert 0.45 <= time.monotonic() - started < 1.5
 
 
+def test_what_passed_before_a_throttle_is_no_debt(proxy: Proxy) -> None:
+    with connected(proxy, "debt") as (visitor, target):
+        sent = bytes(8 << 20)
+        sender = threading.Thread(target=visitor.sendall, args=(sent,))
+        sender.start()
+        assert receive(target, len(sent)) == sent
+        sender.join()
+        proxy.set("debt", ("forward",), bytes_per_s=1_000_000)
+        target.settimeout(2.0)
+        visitor.sendall(b"after")
+        assert receive(target, 5) == b"after"
+
+
 def test_a_throttled_way_pushes_back_and_does_not_hoard(proxy: Proxy) -> None:
     with connected(proxy, "hoard") as (visitor, target):
         proxy.set("hoard", bytes_per_s=1000)

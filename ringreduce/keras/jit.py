@@ -34,7 +34,8 @@ def compile_gradients(model: Any) -> None:
 
     The model's `train_step`, its own or a user's, is compiled as it is, but for what it applies:
     that is applied when it has ended. So what it does after that sees weights as they were before,
-    and it may apply gradients once.
+    and it may apply gradients once. Where XLA cannot call the ring it must not do so in its forward
+    pass either, as `SyncBatchNormalization` does.
 
     Args:
         model: compiled, with a `DistributedOptimizer`.
