@@ -1,8 +1,8 @@
 """What every test is held to: no thread of a ring outlives the test that formed it.
 
-Also which tests need no second run without the native library, since it is nowhere near them, or so
-far below that others see to it, and which need one with the lowest version of Keras, since it is
-what they are about.
+Also which tests need no second run without the native library: it is nowhere near them, or so far
+below that others see to it, or they hide it themselves. And which need one with the lowest version
+of Keras, since it is what they are about.
 """
 
 from __future__ import annotations
@@ -16,27 +16,37 @@ from pathlib import Path
 import pytest
 
 _ONCE = {
+    "test_agreement",
+    "test_bench",
+    "test_bridge_failures",
     "test_buckets",
     "test_callbacks",
     "test_checksum",
     "test_config",
+    "test_corruption",
+    "test_dumping",
     "test_errors",
     "test_evaluation",
     "test_examples",
+    "test_faults",
+    "test_flight_jobs",
     "test_from_horovod",
     "test_fuzz",
     "test_half_open",
     "test_jit",
     "test_kernels",
+    "test_launch",
     "test_launch_failure",
     "test_launch_output",
     "test_layers",
     "test_liveness",
     "test_normalization",
+    "test_numerics",
     "test_optimizer_keras",
     "test_placement",
     "test_proxy",
     "test_public_api",
+    "test_readme",
     "test_recorder",
     "test_rendezvous",
     "test_report",
@@ -45,8 +55,11 @@ _ONCE = {
     "test_security",
     "test_tape",
     "test_tensors",
+    "test_tf_api",
     "test_types",
+    "test_watch",
     "test_wire",
+    "test_zeromq",
 }
 _KERAS = {
     "test_callbacks",
