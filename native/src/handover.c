@@ -188,9 +188,9 @@ static void put(rr_handover *handover, struct entry *entry)
     pthread_cond_signal(&handover->ready);
 }
 
-static void give_back(struct bucket *bucket)
+static void give_back(bool in_place)
 {
-    if (bucket->in_place && --borrowed == 0)
+    if (in_place && --borrowed == 0)
         pthread_cond_broadcast(&let_go);
 }
 
@@ -255,6 +255,7 @@ int rr_handover_take(rr_handover *handover, rr_item *item)
             /* Its round is in flight, so nobody has unregistered its plan. */
             handover->taken = &places[item->plan].plan->buckets[item->bucket];
             handover->taken->state = REDUCING;
+            handover->borrows = handover->taken->in_place;
             item->memory = handover->taken->memory;
         }
     }
@@ -265,8 +266,9 @@ int rr_handover_take(rr_handover *handover, rr_item *item)
 void rr_handover_finish(rr_handover *handover, const char *why)
 {
     pthread_mutex_lock(&rr_handover_lock);
+    give_back(handover->borrows);
+    handover->borrows = false;
     if (handover->taken != NULL) {
-        give_back(handover->taken);
         handover->taken->state = REDUCED;
         handover->taken->code = why == NULL ? RR_DONE : RR_HANDOVER_REFUSED;
         free(handover->taken->why);
@@ -310,7 +312,7 @@ static void end(rr_handover *handover, int code, const char *why)
         for (uint32_t j = 0; plan != NULL && j < plan->bucket_count; j++) {
             struct bucket *bucket = &plan->buckets[j];
             if (bucket->state == PACKED && bucket->in_place) {
-                give_back(bucket);
+                give_back(true);
                 bucket->state = SPENT;
             }
         }

@@ -41,6 +41,7 @@ struct rr_handover {
     pthread_cond_t changed;      /* everybody else does */
     struct entry *first, **last; /* those of jobs are malloc's, those of buckets their own */
     struct bucket *taken;        /* of the item that the engine has; NULL for a job */
+    bool borrows;                /* that item's memory is XLA's; `taken` goes first in a close */
     bool busy;                   /* the engine has an item */
     bool complaint;  /* the engine is to be told that a bucket was started out of turn */
     int over;        /* 0, RR_HANDOVER_FAILED or RR_HANDOVER_CLOSED */

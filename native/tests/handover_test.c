@@ -3,6 +3,7 @@
 #include "ringreduce.h"
 
 #include "check.h"
+#include "handover.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -356,6 +357,50 @@ static void test_who_asks_is_told_of_the_end(void (*end)(rr_handover *, const ch
         rr_handover_close(handover, "the end");
 }
 
+/* A bucket of XLA's memory, with the engine when its hand-over is closed: XLA gets that back when
+ * the engine has ended, whether somebody waits for it then or not. */
+static void let_go_and_tell(void *data, int code, const char *text)
+{
+    rr_handover_let_go();
+    tell(data, code, text);
+}
+
+static void *close_it(void *handover)
+{
+    rr_handover_close(handover, "closed");
+    return NULL;
+}
+
+static void test_what_is_lent_comes_back_after_a_close(bool is_awaited)
+{
+    static float own[6];
+    static const rr_slot slot = {0, sizeof own};
+    static const rr_bucket lent = {NULL, sizeof own, &slot, NULL, 1, 0};
+    rr_handover *handover = opened();
+    int64_t plan = -1;
+    rr_item item;
+    const rr_part part = {own, sizeof own};
+    struct asked asked = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+    pthread_t thread;
+    CHECK(rr_handover_register(handover, &lent, 1, &plan) == RR_DONE);
+    CHECK(rr_handover_start(plan, 0, &part, 1, why) == RR_DONE);
+    CHECK(rr_handover_take(handover, &item) == RR_DONE && item.memory == (void *)own);
+    if (is_awaited)
+        CHECK(rr_handover_wait_async(plan, 0, &part, 1, let_go_and_tell, &asked, why) ==
+              RR_HANDOVER_LATER);
+    CHECK(pthread_create(&thread, NULL, close_it, handover) == 0);
+    if (!is_awaited)
+        pthread_join(thread, NULL);
+    while (rr_handover_post(handover, 0) != RR_HANDOVER_CLOSED)
+        sched_yield();
+    rr_handover_finish(handover, NULL);
+    rr_handover_let_go();
+    if (is_awaited) {
+        CHECK(answer(&asked) == RR_HANDOVER_CLOSED);
+        pthread_join(thread, NULL);
+    }
+}
+
 /* One round of a bucket fails, whoever waits is told why, and the next round is as before. */
 static void test_a_round_may_fail_alone(void)
 {
@@ -415,6 +460,8 @@ int main(void)
         test_who_asks_is_told_of_the_end(rr_handover_fail, RR_HANDOVER_FAILED);
         test_who_asks_is_told_of_the_end(rr_handover_close, RR_HANDOVER_CLOSED);
     }
+    for (int round = 0; round < ROUNDS; round++)
+        test_what_is_lent_comes_back_after_a_close(round % 2 == 0);
     test_a_round_may_fail_alone();
     test_long_text_is_cut();
     return 0;
