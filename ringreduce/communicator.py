@@ -617,28 +617,31 @@ class Communicator:
             raise self._forked()
         if self._engine is not None:
             self._engine.drain()
-        with self._lock:
-            if self._closed or self._failure is not None:
-                self._refuse()
-            self._recorder.begin(name, nbytes)
-            self._caller = threading.get_ident()
-            try:
-                result = run(*arguments)
-            except RingReduceError as error:
-                self._break(self._explained(error))
-                if self._failure is error:
+        leaves: str | None = None
+        try:
+            with self._lock:
+                if self._closed or self._failure is not None or self._leaves_with is not None:
+                    self._refuse()
+                self._recorder.begin(name, nbytes)
+                self._caller = threading.get_ident()
+                try:
+                    result = run(*arguments)
+                except RingReduceError as error:
+                    self._break(self._explained(error))
+                    if self._failure is error:
+                        raise
+                    # The watcher knew more, or knew it first: one error, now and ever after.
+                    raise _again(self._failure or error) from error
+                except BaseException as error:
+                    self._break(self._cut(error))
                     raise
-                # The watcher knew more, or knew it first: one error, now and ever after.
-                raise _again(self._failure or error) from error
-            except BaseException as error:
-                self._break(self._cut(error))
-                raise
-            finally:
-                self._caller = None
-                if self._leaves_with is not None:
-                    self._recorder.end()  # Does nothing after a failure.
-                    self._leave(self._leaves_with)
-            self._recorder.end()
+                finally:
+                    self._caller, leaves = None, self._leaves_with
+                self._recorder.end()
+        finally:
+            # Without the lock: the engine, whose end this waits for, may be waiting for that.
+            if leaves is not None:
+                self._leave(leaves)
         if _log.isEnabledFor(logging.DEBUG):
             number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
             _log.debug(

@@ -42,6 +42,36 @@ def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
         ring.release()
 
 
+def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
+    tmp_path: Path,
+) -> None:
+    program = """
+        ring = join()
+        def hand_over():
+            while ring._caller is None:
+                os.sched_yield()
+            work = ring.all_reduce(np.ones(10), async_op=True)
+            while not ring._engine._queue.wait_idle(0.01) and ring._engine._work:
+                pass  # It has not taken it yet.
+            os.kill(os.getpid(), signal.SIGALRM)
+            attempt("work", work.wait)
+        if RANK == 0:
+            signal.signal(signal.SIGALRM, lambda *_: ring.close())
+            threading.Thread(target=hand_over, daemon=True).start()
+            attempt("call", ring.barrier)
+            say("closed", closed=ring.closed)
+        hold()
+        ring.close()
+    """
+    with Ring(tmp_path, 2, program) as ring:
+        [call] = ring.wait("call", [0])
+        assert call["kind"] == "PeerLostError"
+        assert call["seconds"] < SOON_S
+        assert ring.wait("work", [0])[0]["kind"] in ("PeerLostError", "ClosedError")
+        assert ring.wait("closed", [0])[0]["closed"]
+        ring.release()
+
+
 def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Path) -> None:
     program = """
         import gc, logging
