@@ -102,6 +102,14 @@ def test_a_loop_communicates_in_each_turn(facts):
         assert fact["results"] == [[size**3, 2.0 * size**3], gathered]
 
 
+def test_what_a_loop_does_not_change_is_reduced_in_each_turn(facts):
+    size = len(facts["invariant"])
+    small, large = -5 * (size + 1) / 2, -5 * (size - 1)
+    for fact in of(facts, "invariant"):
+        assert fact["totals"] == [0.0, 16.0 * size, 0.0, 24.0 * size]
+        assert fact["ends"] == [small, large, small, large]
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_gradients_alone_can_be_compiled(facts, policy):
     said = of(facts, f"gradients alone {policy}")

@@ -83,7 +83,7 @@ class GradientBridge:
         self._wire = COMPRESSIONS[compression]
         self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
-        self._plans: dict[tuple[tuple[GradientSpec, ...], bool], BucketPlan] = {}
+        self._plans: dict[tuple[tuple[GradientSpec, ...], str | Literal[False]], BucketPlan] = {}
         self._agreed: set[int] = set()
         self._latest: BucketPlan | None = None
         self._agreeing: BucketPlan | None = None
@@ -225,7 +225,7 @@ class GradientBridge:
             )
             for gradient, path in zip(gradients, paths, strict=True)
         )
-        key = specs, bool(compiled_over)
+        key = specs, compiled_over
         if key not in self._plans:
             dtypes = {g.dtype.name: g.dtype.as_numpy_dtype for g in gradients if g is not None}
             for dtype in dtypes.values():

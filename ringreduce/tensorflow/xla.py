@@ -86,7 +86,8 @@ def start(plan: int, bucket: int, gradients: Sequence[Any], in_place: bool = Fal
     kept = gradients if in_place else []
     operands = [*gradients, order.token()]
     results = [(gradient.shape, gradient.dtype) for gradient in kept]
-    *kept, token = _call("start", plan, bucket, operands, results, in_place)
+    # With an effect, or XLA would take it out of a loop in which nothing that it is given changes.
+    *kept, token = _call("start", plan, bucket, operands, results, in_place, has_effect=True)
     return Started(token, kept)
 
 

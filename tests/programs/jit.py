@@ -184,6 +184,27 @@ def in_conditions_and_loops():
     say("cond", **error_of(lambda: branch(tf.constant(rank == 0))))
 
 
+def what_no_turn_of_a_loop_changes():
+    """XLA takes such things out of loops; what is done must be so in each turn, or in none."""
+    weights = [tf.Variable(tf.zeros(4)), tf.Variable(tf.zeros((600, 600)))]
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.build(weights)
+    gradients = [tf.fill((4,), rank + 1.0), tf.fill((600, 600), 2.0 * rank)]
+
+    @tf.function(jit_compile=True)
+    def steps(turns):
+        total = 0.0
+        for _ in tf.range(turns):
+            total += rr.all_reduce(tf.constant(8.0), "sum")
+            optimizer.apply(gradients, weights)
+        return total
+
+    totals = [float(steps(tf.constant(turns))) for turns in (0, 2, 0, 3)]
+    ends = [float(weight.numpy().min()) for weight in weights]
+    ends += [float(weight.numpy().max()) for weight in weights]
+    say("invariant", totals=totals, ends=ends)
+
+
 def accumulation_and_what_comes_after_it():
     """A reduction in every third step, in a branch, and a collective after it in each."""
     model, other = make_model(), make_model()
@@ -336,6 +357,7 @@ two_optimizers_in_one_step()
 gradients_that_do_not_depend_on_what_was_applied()
 a_mean_that_nobody_uses()
 in_conditions_and_loops()
+what_no_turn_of_a_loop_changes()
 accumulation_and_what_comes_after_it()
 unequal_data()
 only_gradients_compiled()
