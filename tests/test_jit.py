@@ -127,6 +127,7 @@ def test_gradients_alone_can_be_compiled(facts, policy):
         ("cond", "ConfigError", "inside a branch of tf.cond"),
         ("not compiled", "ConfigError", "no compiled model"),
         ("plain optimizer", "ConfigError", "no DistributedOptimizer"),
+        ("plain later", "ConfigError", "no DistributedOptimizer"),
         ("compiled whole", "ConfigError", "jit_compile=True"),
         ("twice", "ConfigError", "applies gradients 2 times"),
         ("refused", "UnknownError", "cannot do this the first time"),

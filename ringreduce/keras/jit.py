@@ -48,11 +48,7 @@ def compile_gradients(model: Any) -> None:
         raise ConfigError(
             f"got {model!r}, which is no compiled model", remedy="Call model.compile(...) first."
         )
-    if not isinstance(model.optimizer, DistributedOptimizer):
-        raise ConfigError(
-            f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer",
-            remedy="Wrap it, or call model.compile(..., jit_compile=True).",
-        )
+    _require_wrapped(model)
     if model.jit_compile:
         raise ConfigError(
             "got a model with jit_compile=True, which compiles all of the step",
@@ -62,12 +58,21 @@ def compile_gradients(model: Any) -> None:
     put_around(model, Place.COMPILED, lambda step: _divided(step, owner))
 
 
+def _require_wrapped(model: Any) -> None:
+    if not isinstance(model.optimizer, DistributedOptimizer):
+        raise ConfigError(
+            f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer",
+            remedy="Wrap it, or call model.compile(..., jit_compile=True).",
+        )
+
+
 def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
     def train_step(data: Any) -> Any:
         if tf.executing_eagerly():
             return step(data)  # With run_eagerly=True nothing is compiled.
         model = owner()
         assert model is not None
+        _require_wrapped(model)  # It may have been compiled again.
         applied: list[tuple[Any, Any]] = []
 
         # Anew in each trace of Keras's function around it, which is made when anything changes.

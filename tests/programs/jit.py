@@ -301,6 +301,10 @@ def refusals():
     wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model.compile(optimizer=wrapped, loss="mse", jit_compile=True)
     say("compiled whole", **error_of(lambda: rr.compile_gradients(model)))
+    model.compile(optimizer=wrapped, loss="mse", jit_compile=False)
+    rr.compile_gradients(model)
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    say("plain later", **error_of(lambda: model.fit(*data(), verbose=0)))
 
     class Twice(keras.Model):
         def __init__(self):
