@@ -33,7 +33,8 @@ native: $(VENV)/.installed
 # Many tests kill, stop and starve real processes, two tests at a time. What fails is run once more by
 # itself; both runs are shown, since a race may pass the second time.
 PYTEST := $(BIN)/python -m pytest
-# A file's tests stay together: most share a ring that the first of them has started.
+# A file's tests stay together: most share a ring that the first of them has started. Shared out by
+# tests/scheduling.py.
 IN_TWO := -n 2 --dist loadfile
 AGAIN := --last-failed --last-failed-no-failures none
 

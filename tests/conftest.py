@@ -12,8 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.scheduling import Scheduling
 
 _ONCE = {
     "test_agreement",
@@ -52,6 +55,7 @@ _ONCE = {
     "test_report",
     "test_saving",
     "test_schedule",
+    "test_scheduling",
     "test_security",
     "test_tape",
     "test_tensors",
@@ -77,6 +81,10 @@ _KERAS = {
 }
 # The kernel takes a moment to forget a thread that has been joined.
 _SETTLE_S = 5.0
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
