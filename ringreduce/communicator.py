@@ -636,7 +636,9 @@ class Communicator:
                     self._break(self._cut(error))
                     raise
                 finally:
-                    self._caller, leaves = None, self._leaves_with
+                    # In this order: a handler that comes between the two leaves by itself.
+                    self._caller = None
+                    leaves = self._leaves_with
                 self._recorder.end()
         finally:
             # Without the lock: the engine, whose end this waits for, may be waiting for that.

@@ -77,15 +77,18 @@ def training_ring(directory: Path, size: int, bridge: str, program: str, **optio
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["", "steps_per_execution=4", "run_eagerly=True"],
-)
+# What runs eagerly is not compiled.
+FITS = [("jit", ""), ("jit", "steps_per_execution=4")] + [
+    (bridge, options)
+    for bridge in ("native", "python")
+    for options in ("", "steps_per_execution=4", "run_eagerly=True")
+]
+
+
+@pytest.mark.parametrize(("bridge", "options"), FITS, indirect=["bridge"])
 def test_a_killed_rank_comes_out_of_fit_as_our_error(
     tmp_path: Path, bridge: str, options: str
 ) -> None:
-    if bridge == "jit" and "eager" in options:
-        pytest.skip("nothing is compiled then")
     program = f"""
 model = make_model({options})
 attempt("result", lambda: train(model))

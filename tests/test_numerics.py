@@ -14,7 +14,7 @@ from ringreduce import ConfigError, NumericsError
 from ringreduce.communicator import Communicator
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
-from tests.test_bridge_failures import bridge, training_ring  # noqa: F401  a fixture
+from tests.test_bridge_failures import FITS, bridge, training_ring  # noqa: F401  a fixture
 
 PATHS = ["first/kernel", "second/bias", "third/scale"]
 
@@ -179,7 +179,11 @@ hold()
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("options", ["", "run_eagerly=True"])
+@pytest.mark.parametrize(
+    ("bridge", "options"),
+    [fit for fit in FITS if "steps" not in fit[1]],
+    indirect=["bridge"],
+)
 def test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks(
     tmp_path: Path,
     bridge: str,  # noqa: F811

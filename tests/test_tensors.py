@@ -237,6 +237,7 @@ def test_what_cannot_travel_is_refused_before_anything_does(case, text, size):
     ("case", "text"),
     [
         ("cond", "reduce a tensor inside a branch of tf.cond"),
+        ("old graph", "reduce a tensor in a graph that is not that of a tf.function"),
         pytest.param("jit", "of shape (None, 2) inside", marks=needs_xla),
     ],
 )

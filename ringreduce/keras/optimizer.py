@@ -40,6 +40,7 @@ from ringreduce.keras.wrapper import Wrapper
 from ringreduce.process import default_communicator
 from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
 from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.tensorflow.sparse import with_shape
 from ringreduce.types import ReduceOp
 
 __all__ = [
@@ -249,7 +250,10 @@ class DistributedOptimizer(Wrapper):
         variables: Sequence[Any] | None,
     ) -> None:
         paths = [str(getattr(v, "path", v.name)) for v in known]
-        shared = [g if k is Kind.MEAN else None for g, k in zip(gradients, kinds, strict=True)]
+        shared = [
+            with_shape(gradient, variable.shape) if kind is Kind.MEAN else None
+            for gradient, variable, kind in zip(gradients, known, kinds, strict=True)
+        ]
         means = shared
         if Kind.MEAN in kinds:
             means = self._bridge.mean(shared, paths, before=self._require_synchronized)

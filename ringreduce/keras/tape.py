@@ -14,6 +14,7 @@ from ringreduce.keras import weighting
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ringreduce.process import default_communicator
 from ringreduce.tensorflow.accumulation import Kind, weighted
+from ringreduce.tensorflow.sparse import with_shape
 from ringreduce.tensorflow.variables import path_of
 
 __all__ = ["DistributedGradientTape"]
@@ -117,13 +118,14 @@ class DistributedGradientTape:
             not depend on it, which must be so on all ranks. Equal on all ranks to the last bit.
 
         Raises:
-            ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`; a gradient has no
-                fixed shape.
+            ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
+                the ring; a gradient has no fixed shape.
             RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` it is
                 of a class that is also `tf.errors.UnknownError`.
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         gradients, flat = tf.nest.flatten(own), tf.nest.flatten(sources)
+        gradients = [with_shape(g, source.shape) for g, source in zip(gradients, flat, strict=True)]
         if (weight := weighting.current()) is not None:
             gradients = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in gradients]
         paths = [_name(source, number) for number, source in enumerate(flat)]

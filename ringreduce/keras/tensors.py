@@ -44,8 +44,9 @@ def all_reduce(
 
     Raises:
         ArrayError: a dtype cannot travel, or there is no such operator.
-        ConfigError: inside ``jit_compile=True`` or a branch of `tf.cond`, where not all ranks
-            could take part; when the gradient of min, max or product is asked for.
+        ConfigError: inside a branch of `tf.cond`, where not all ranks could take part, or
+            ``jit_compile=True`` where XLA cannot call the ring, or does not know the shape; when
+            the gradient of min, max or product is asked for.
         MismatchError: the ranks make different calls, or pass different shapes or dtypes.
         PeerError: another rank failed, or did not make the call in time.
         ClosedError: `init` was not called.

@@ -16,7 +16,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.tensorflow import order
 from ringreduce.tensorflow.places import vouch_for_branch
 
 __all__ = ["Accumulator", "Kind", "weighted"]
@@ -107,11 +106,8 @@ class Accumulator:
                     total.assign(_empty(total.shape, total.dtype, kind))
             cycle.own.assign(0.0)
             cycle.mean.assign(0.0)
-            return order.token()
 
-        # A condition that touches variables waits for no collective, and none waits for it. The
-        # token before it is not for the other branch: what only that takes only that waits for.
-        order.follow(tf.cond(is_due, reduce, lambda: tf.constant(0, tf.int32)))
+        tf.cond(is_due, reduce, lambda: None)
 
     def _cycle_of(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]

@@ -43,11 +43,11 @@ from ringreduce.wire import signature_of
 __all__ = ["COMPRESSIONS", "GradientBridge"]
 
 
-# 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
-# rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
 
+# 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
+# rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
 COMPRESSIONS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -106,8 +106,8 @@ class GradientBridge:
 
         Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
         (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`, or where XLA compiles.
-        In a graph this adds the
-        ops that do it; nothing travels while tracing, since ranks may trace at other times.
+        In a graph this adds the ops that do it; nothing travels while tracing, since ranks may
+        trace at other times.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
@@ -165,8 +165,9 @@ class GradientBridge:
             if compiling:
                 compiled.call(communicator, "reduce gradients", nothing, [], (), tf.int32)
             else:
-                with order.in_turn():
-                    order.done([tf.numpy_function(nothing, [], tf.int32, stateful=True)])
+                with order.in_turn(communicator):
+                    agreed = tf.numpy_function(nothing, [], tf.int32, stateful=True)
+                order.done(communicator, [agreed])
             means, others = [], []
         elif compiling or (PackedPlan.can_take(present) and ops.are_available()):
             packed = self._packed_plan(communicator, plan, present, prepare)
@@ -175,9 +176,9 @@ class GradientBridge:
             means = packed.wait(gradients, tokens)
         else:
             kinds = [g.dtype for g in present]
-            with order.in_turn():
+            with order.in_turn(communicator):
                 means = tf.numpy_function(reduce, present, kinds, stateful=True)
-            order.done(means)
+            order.done(communicator, means)
             for tensor, gradient in zip(means, present, strict=True):
                 tensor.set_shape(gradient.shape)
             others = sparse_means()

@@ -69,6 +69,7 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
 
     @tf.custom_gradient
     def reduced(value: Any) -> Any:
+        @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             _require_gradient(communicator, "all_reduce", how)
             return all_reduce(upstream, communicator, how)
@@ -109,6 +110,7 @@ def all_gather(
         if known is None and xla.is_compiling() and value.shape[0] is not None:
             known = [value.shape[0]] * communicator.size
 
+        @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             each = known or all_gather(tf.shape(value, out_type=tf.int64)[0], communicator)
             own = _own_rows_of_sum(upstream, each, communicator, value.shape)
@@ -146,6 +148,7 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
 
     @tf.custom_gradient
     def sent(value: Any) -> Any:
+        @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             total = all_reduce(upstream, communicator)
             # A choice and no condition: gradients of gradients too are made by all ranks.
@@ -193,6 +196,7 @@ def reduce_scatter(
 
     @tf.custom_gradient
     def scattered(value: Any) -> Any:
+        @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             _require_gradient(communicator, "reduce_scatter", how)
             rows = value.shape[0]
@@ -228,6 +232,7 @@ def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator, own: 
 
     @tf.custom_gradient
     def summed(tensor: Any, counts: Any) -> Any:
+        @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             return all_gather(upstream, communicator, counts=known), None
 
@@ -292,10 +297,10 @@ def call(
     refuse_unreachable_places(communicator, what)
     if xla.is_compiling():
         return compiled.call(communicator, what, run, [value, *others], shape, value.dtype)
-    with order.in_turn():
+    with order.in_turn(communicator):
         result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
     result.set_shape(shape)
-    order.done([result])
+    order.done(communicator, [result])
     return result
 
 

@@ -21,7 +21,7 @@ from ringreduce.buckets import ALIGNMENT
 from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError, MismatchError, RingReduceError
 from ringreduce.handover import BucketItem, Layout, RoundFailed
-from ringreduce.tensorflow import xla
+from ringreduce.tensorflow import order, xla
 
 __all__ = ["call"]
 
@@ -82,6 +82,7 @@ class _Call:
         shape: tuple[int, ...],
         dtype: Any,
     ) -> None:
+        self._communicator = communicator
         self._result = (shape, dtype)
         places, end = [], 0
         for given, kind in (*((tuple(t.shape), t.dtype) for t in arguments), self._result):
@@ -115,8 +116,9 @@ class _Call:
 
     def add(self, arguments: Sequence[Any]) -> Any:
         """Add the call to the graph that is being traced."""
-        started = xla.start(self._number, 0, arguments)
-        result, _ = xla.wait(self._number, 0, [self._result], [started])
+        started = xla.start(self._number, 0, arguments, order.token(self._communicator))
+        result, token = xla.wait(self._number, 0, [self._result], [started])
+        order.follow(self._communicator, token)
         return result
 
 

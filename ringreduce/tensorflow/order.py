@@ -1,91 +1,119 @@
 """The order of the collectives in a graph: that of the program, on every rank.
 
 TensorFlow runs stateful ops in program order, but not all of them: one that touches variables, such
-as a condition or a loop with a reduction in it, waits for those that touch the same ones and for no
-others. XLA runs whatever does not depend on each other in any order at all. So each collective
-comes after the token of the one before it: an int32 scalar that is there when that has been done.
+as a condition, a loop or another function with a reduction in it, waits for those that touch the
+same ones and for no others. XLA runs whatever does not depend on each other in any order at all. So
+each collective comes after the token of the one before it: an int32 scalar that is there when that
+has been done.
 
-What a `tf.function` does that is called from another is ordered by its data alone: it may be called
-from several places, so no token can come from outside.
+A token cannot be seen from another function's graph, nor from outside of a loop. So there is a
+variable for each communicator, the turn: the first collective of a graph reads it, and each writes
+its token to it. Whatever has collectives in it then touches that variable: TensorFlow orders those,
+and XLA, for which a variable is a value that goes in and comes out, sees what depends on what.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.ops import gen_resource_variable_ops as resources
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+
+from ringreduce.communicator import Communicator
 
 __all__ = ["done", "follow", "in_turn", "token"]
 
-# Of each graph, as an attribute of it: the last token, and how many ops there were then. A
-# dictionary by graph would keep them all alive, since a token refers to its own.
-_LATEST = "_ringreduce_latest"
-# Of an op that is a condition or a loop, the graphs of what is in it.
-_PARTS = ("_true_graph", "_false_graph", "_body_graph")
+# Its value is never looked at. Outlives the communicator in the graphs that refer to it.
+_turns: weakref.WeakKeyDictionary[Communicator, tf.Variable] = weakref.WeakKeyDictionary()
+# Of each graph, as an attribute of it: its places in the orders of communicators. A dictionary by
+# graph would keep them all alive, since tokens refer to theirs.
+_PLACES = "_ringreduce_places"
 
 
-def token() -> Any:
+@dataclass
+class _Place:
+    """How far a graph has come in the order of a communicator.
+
+    Attributes:
+        variable: the turn, which must live as long as the graph.
+        handle: it, as it is seen from this graph.
+        token: of the latest collective; None before the first.
+        written: the op that wrote it to the turn, in a list.
+        seen: names of the ops that used the turn until then.
+    """
+
+    variable: Any
+    handle: Any
+    token: Any = None
+    written: list[Any] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def others(self) -> list[Any]:
+        """Functions, loops and conditions with collectives in them, since the latest token."""
+        return [op for op in self.handle.consumers() if op.name not in self.seen]
+
+
+def token(communicator: Communicator) -> Any:
     """The token of the collective that was traced last, for the next one to come after it."""
-    for graph in _graphs_from_here():
-        if loops := _loops_and_conditions(graph):
-            with graph.as_default():
-                done([*_latest(graph)[0], *loops])
-        if hasattr(graph, _LATEST):
-            return getattr(graph, _LATEST)[0]
-    return tf.constant(0, tf.int32)
+    if tf.executing_eagerly():
+        return tf.constant(0, tf.int32)
+    place = _place(tf_ops.get_default_graph(), communicator)
+    others = place.others()
+    if place.token is None or others:
+        with tf.control_dependencies([*place.written, *others]), tf.device("CPU:0"):
+            place.token = resources.read_variable_op(place.handle, tf.int32)
+        place.seen.update(op.name for op in (*others, place.token.op))
+    return place.token
 
 
-def follow(latest: Any) -> None:
-    """Have the next collective of this graph come after what the token `latest` stands for."""
-    if not tf.executing_eagerly():
-        graph = tf_ops.get_default_graph()
-        setattr(graph, _LATEST, (latest, len(graph.get_operations())))
+def follow(communicator: Communicator, latest: Any) -> None:
+    """Have the next collective come after what the token `latest` stands for."""
+    if tf.executing_eagerly():
+        return
+    place = _place(tf_ops.get_default_graph(), communicator)
+    with tf.control_dependencies(place.written), tf.device("CPU:0"):
+        written = resources.assign_variable_op(place.handle, latest)
+    place.token, place.written = latest, [written]
+    place.seen.add(written.name)
 
 
 @contextmanager
-def in_turn() -> Iterator[None]:
+def in_turn(communicator: Communicator) -> Iterator[None]:
     """Ops that are added within come after the last collective. For graphs that TensorFlow runs."""
-    with tf.control_dependencies([token()]):
+    with tf.control_dependencies([token(communicator)]):
         yield
 
 
-def done(results: Sequence[Any]) -> None:
+def done(communicator: Communicator, results: Sequence[Any]) -> None:
     """Have the next collective come after the one that gave `results`: tensors, or ops."""
     with tf.control_dependencies(results):
-        follow(tf.identity(tf.constant(0, tf.int32)))
+        follow(communicator, tf.identity(tf.constant(0, tf.int32)))
 
 
-def _latest(graph: Any) -> tuple[list[Any], int]:
-    """The last token of a graph, if it has any, and how many ops there were then."""
-    found = getattr(graph, _LATEST, None)
-    return ([], 0) if found is None else ([found[0]], found[1])
+def _place(graph: Any, communicator: Communicator) -> _Place:
+    if not hasattr(graph, _PLACES):
+        setattr(graph, _PLACES, weakref.WeakKeyDictionary())
+    places = getattr(graph, _PLACES)
+    if communicator not in places:
+        if isinstance(graph, ControlFlowFuncGraph):
+            around = _place(graph.outer_graph, communicator)
+            variable, handle = around.variable, around.handle
+        else:
+            variable = _turn(communicator)
+            handle = variable.handle
+        places[communicator] = _Place(variable, graph.capture(handle))
+    found: _Place = places[communicator]
+    return found
 
 
-def _graphs_from_here() -> Iterator[Any]:
-    """This graph and those around it whose tokens can be seen here, up to the first with one."""
-    if tf.executing_eagerly():
-        return
-    graph = tf_ops.get_default_graph()
-    while True:
-        yield graph
-        # From within a branch or a loop what is around it can be seen.
-        if hasattr(graph, _LATEST) or not isinstance(graph, ControlFlowFuncGraph):
-            return
-        graph = graph.outer_graph
-
-
-def _loops_and_conditions(graph: Any) -> list[Any]:
-    """Those in `graph`, since its last token, that have collectives in them."""
-    return [
-        op
-        for op in graph.get_operations()[_latest(graph)[1] :]
-        if any(_has_collectives(getattr(op, part, None)) for part in _PARTS)
-    ]
-
-
-def _has_collectives(graph: Any) -> bool:
-    return graph is not None and (hasattr(graph, _LATEST) or bool(_loops_and_conditions(graph)))
+def _turn(communicator: Communicator) -> tf.Variable:
+    if communicator not in _turns:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _turns[communicator] = tf.Variable(0, dtype=tf.int32, trainable=False)
+    return _turns[communicator]

@@ -105,11 +105,12 @@ class PackedPlan:
         """
         parts = enumerate(self._parts(gradients))
         if xla.is_compiling():
+            after = order.token(self.communicator)
             return [
-                xla.start(self._number, bucket, part, self._plan.buckets[bucket].in_place)
+                xla.start(self._number, bucket, part, after, self._plan.buckets[bucket].in_place)
                 for bucket, part in parts
             ]
-        with order.in_turn():
+        with order.in_turn(self.communicator):
             return [ops.start(self._number, bucket, part) for bucket, part in parts]
 
     def wait(self, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
@@ -134,8 +135,10 @@ class PackedPlan:
                 reduced = ops.wait(self._number, number, part, tokens)
             for slot, mean in zip(bucket.slots, reduced, strict=True):
                 means[slot.gradient] = mean
-        if not xla.is_compiling():
-            order.done(list(means.values()))
+        if xla.is_compiling():
+            order.follow(self.communicator, over[-1])
+        else:
+            order.done(self.communicator, list(means.values()))
         return [means[index] for index in self._plan.present]
 
     def _parts(self, gradients: Sequence[Any]) -> list[list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
     ControlFlowFuncGraph,
@@ -36,7 +37,8 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
         what: what was to be done there, for the message.
 
     Raises:
-        ConfigError: under ``jit_compile=True``, or inside a branch of `tf.cond`.
+        ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, inside a branch of
+            `tf.cond`, or in a graph of TensorFlow 1.
     """
     if tf.executing_eagerly():
         return
@@ -65,3 +67,10 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
                 else "Do it outside, on every rank, and choose between values with tf.where.",
             )
         graph = graph.outer_graph
+    if not isinstance(graph, FuncGraph):
+        raise ConfigError(
+            f"cannot {what} in a graph that is not that of a tf.function",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy="Use TensorFlow 2: tf.function for tf.Graph, and eager execution left enabled.",
+        )

@@ -34,7 +34,7 @@ from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.types import ReduceOp
 
-__all__ = ["SparseMean", "as_tensors"]
+__all__ = ["SparseMean", "as_tensors", "with_shape"]
 
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -59,6 +59,21 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
         return tf.convert_to_tensor(gradient)
     rest = map(tf.convert_to_tensor, (gradient.indices, gradient.dense_shape))
     return tf.IndexedSlices(values, *rest)
+
+
+def with_shape(gradient: Any, shape: Any) -> Any:
+    """`gradient`, known to have `shape`, as that of a variable of this shape is bound to.
+
+    What comes out of another `tf.function` may not: tensors have lost theirs where shapes vary, and
+    a sparse gradient's is an ordinary tensor there.
+    """
+    known = tf.TensorShape(shape).is_fully_defined()
+    if gradient is None or not known or gradient.shape.is_fully_defined():
+        return gradient
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.ensure_shape(gradient, shape)
+    kind = tf.int32 if gradient.dense_shape is None else gradient.dense_shape.dtype
+    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(shape), kind))
 
 
 class SparseMean:
@@ -114,11 +129,11 @@ class SparseMean:
         else:
             # On the CPU, where indices and values of whatever device are copied to. Between the
             # starts and the waits of buckets, if there are any: that is their order too.
-            with order.in_turn():
+            with order.in_turn(communicator):
                 means = tf.numpy_function(
                     reduce, tensors, [t.dtype for t in tensors], stateful=True
                 )
-            order.done(means)
+            order.done(communicator, means)
             for mean, tensor in zip(means, tensors, strict=True):
                 mean.set_shape([None, *tensor.shape[1:]])
         return [

@@ -2,8 +2,8 @@
 
 XLA knows nothing of TensorFlow's kernels. It can call functions that are registered with it
 (native/src/xla_calls.c), and TensorFlow's own op `XlaCallModule` brings a call into a graph, as a
-module of StableHLO, the language that XLA is given. Each takes the token of the collective
-before it (`ringreduce.tensorflow.order`).
+module of StableHLO, the language that XLA is given. XLA runs what does not depend on each other in
+any order; tokens, int32 scalars that go in and come out, say what comes first.
 
 Where that cannot be used, `why_not` says why, and gradients can be reduced outside of what is
 compiled.
@@ -11,7 +11,7 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,12 +19,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla as tf2xla
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_ops, control_flow_util
 
 from ringreduce import native
-from ringreduce.tensorflow import framework, order
+from ringreduce.tensorflow import framework
 
-__all__ = ["Started", "is_compiling", "start", "wait", "why_not"]
+__all__ = ["Started", "compiled_alike", "is_compiling", "start", "wait", "why_not"]
 
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
@@ -63,6 +63,28 @@ def is_compiling() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
 
 
+def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """`gradient`, a backward pass, made for XLA too if the forward pass that is traced now is.
+
+    TensorFlow makes the gradients of a function that is compiled in a graph of their own, has that
+    compiled too, but does not say so while it is traced.
+    """
+    if not is_compiling():
+        return gradient
+
+    def compiled(*upstream: Any) -> Any:
+        if tf.executing_eagerly() or is_compiling():
+            return gradient(*upstream)
+        context = control_flow_ops.XLAControlFlowContext()
+        context.Enter()
+        try:
+            return gradient(*upstream)
+        finally:
+            context.Exit()
+
+    return compiled
+
+
 @cache
 def why_not() -> str | None:
     """Why this process has no custom calls; None: it has. They are registered by the first call."""
@@ -74,17 +96,20 @@ def why_not() -> str | None:
     return f"XLA cannot call the ring: {why}."
 
 
-def start(plan: int, bucket: int, gradients: Sequence[Any], in_place: bool = False) -> Started:
+def start(
+    plan: int, bucket: int, gradients: Sequence[Any], after: Any, in_place: bool = False
+) -> Started:
     """Add the call that packs `gradients` into a bucket and hands it to the engine.
 
     Args:
         plan: number of the plan in the hand-over.
         bucket: place of the bucket in it.
         gradients: tensors of known shape, in the order of the bucket's slots.
+        after: token of the collective before it.
         in_place: there is one, and it is reduced where it lies.
     """
     kept = gradients if in_place else []
-    operands = [*gradients, order.token()]
+    operands = [*gradients, after]
     results = [(gradient.shape, gradient.dtype) for gradient in kept]
     # With an effect, or XLA would take it out of a loop in which nothing that it is given changes.
     *kept, token = _call("start", plan, bucket, operands, results, in_place, has_effect=True)
@@ -106,15 +131,11 @@ def wait(
         results: shape and dtype of each.
         started: all buckets of the step, so that XLA cannot put a wait before a start.
         others: tokens of waits that have to be over.
-        last: nothing drops this call, though nobody may need what comes out, and the next
-            collective comes after it.
+        last: nothing drops this call, though nobody may need what comes out.
     """
     kept = started[bucket].kept
     operands = [*kept, *(one.token for one in started), *others]
-    found = _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)
-    if last:
-        order.follow(found[-1])
-    return found
+    return _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)
 
 
 def _call(

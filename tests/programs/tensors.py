@@ -221,6 +221,9 @@ def refusals():
 
     say("cond", **error_of(lambda: in_condition(tf.constant(rank == 0))))
 
+    with tf.Graph().as_default():
+        say("old graph", **error_of(lambda: rr.all_reduce(tf.ones(2))))
+
     unknown = [tf.TensorSpec((None, 2))]
 
     @tf.function(jit_compile=True, autograph=False, input_signature=unknown)

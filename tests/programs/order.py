@@ -1,0 +1,261 @@
+"""Collectives in functions that are called from others, in loops, and in gradients of both.
+
+Each case prints one line of JSON with what came out of a function that TensorFlow runs, one that
+XLA compiles, and one of which only the functions in it are compiled. Nothing but the program says
+what comes first: all tensors have the same shape, and on each rank another one is late.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from shared import difference, digest, say
+
+import ringreduce.keras as rr
+from ringreduce.tensorflow import xla
+
+comm = rr.init()
+rank, size = comm.rank, comm.size
+
+compiled = functools.partial(tf.function, jit_compile=True)
+# By name, what makes functions of the outer and of the inner ones.
+WAYS = {"graph": (tf.function, tf.function)}
+if xla.why_not() is None:
+    WAYS |= {
+        "jit": (compiled, tf.function),
+        "jit inside": (tf.function, compiled),
+        "jit both": (compiled, compiled),
+    }
+MIXED = tf.random.stateless_normal((300, 300), (1, 2)) * 0.05
+
+
+def late(value, whose):
+    """`value`, after some milliseconds of computing on rank `whose` modulo the number of ranks."""
+    if rank != whose % size:
+        return value
+    y = tf.ones((300, 300)) * tf.reduce_sum(value)
+    for _ in range(8):
+        y = tf.tanh(tf.matmul(y, MIXED))
+    return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
+
+
+def all_ways(case, make, runs=3):
+    """What the function that `make` makes returned, each time it was run."""
+    found = {}
+    for way, (outer, inner) in WAYS.items():
+        step = make(outer, inner)
+        found[way] = [[part.numpy().tolist() for part in step()] for _ in range(runs)]
+    say(case, **found)
+
+
+def in_turns(count, reduce, start):
+    """`reduce` of `reduce` of ... of `start`. XLA needs the maximum for the loop's gradient."""
+    return tf.while_loop(
+        lambda turn, _: turn < count,
+        lambda turn, total: (turn + 1, reduce(total)),
+        (0, start),
+        maximum_iterations=count,
+    )[1]
+
+
+def value(base):
+    """A tensor whose mean over the ranks is `base` everywhere."""
+    return tf.fill((2,), tf.cast(base + rank - (size - 1) / 2, tf.float32))
+
+
+def one_function_called_twice(outer, inner):
+    mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
+    return outer(lambda: (mean(late(value(1.0), 0)), mean(late(value(2.0), 1))))
+
+
+def functions_among_collectives(outer, inner):
+    first = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
+    second = inner(lambda tensor: rr.all_gather(rr.all_reduce(late(tensor, 0), "mean"))[-2:])
+
+    def step():
+        return (
+            rr.all_reduce(late(value(1.0), 0), "mean"),
+            first(late(value(2.0), 1)),
+            rr.all_reduce(value(3.0), "mean"),
+            second(late(value(4.0), 2)),
+            first(late(value(5.0), 0)),
+            rr.all_reduce(late(value(6.0), 1), "mean"),
+        )
+
+    return outer(step)
+
+
+def loops_among_collectives(outer, inner):
+    def loop(tensor):
+        return in_turns(3, lambda total: rr.all_reduce(total + value(1.0), "mean"), tensor)
+
+    inside = inner(loop)
+
+    def step():
+        return (
+            loop(late(value(1.0), 0)),
+            rr.all_reduce(late(value(2.0), 1), "mean"),
+            inside(late(value(3.0), 2)),
+            rr.all_reduce(late(value(4.0), 0), "mean"),
+            loop(late(value(5.0), 1)),
+        )
+
+    return outer(step)
+
+
+def turns_that_need_nothing_of_each_other(outer, inner):
+    """Each turn reduces what was there before the loop; TensorFlow may run several at a time."""
+    mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
+
+    def step():
+        rows = tf.stack([late(value(float(turn)), turn) for turn in range(6)])
+
+        def body(turn, found):
+            return turn + 1, found.write(turn, mean(rows[turn]))
+
+        empty = tf.TensorArray(tf.float32, 6, element_shape=(2,))
+        return (tf.while_loop(lambda turn, _: turn < 6, body, (0, empty))[1].stack(),)
+
+    return outer(step)
+
+
+def gradients(outer, inner):
+    """Both functions' backward passes have a collective, which is in a function of its own."""
+    variable = tf.Variable((1.0, 2.0))
+    double = inner(lambda tensor: rr.all_reduce(late(tensor * 2.0, 0), "mean"))
+
+    def turns(tensor):
+        return in_turns(2, lambda total: rr.all_reduce(total * tensor, "mean"), late(tensor, 1))
+
+    # What a loop leaves for its gradient cannot leave what XLA compiles.
+    cube = turns if outer is not inner is compiled else inner(turns)
+
+    def step():
+        before = rr.all_reduce(late(value(1.0), 2), "mean")
+        with tf.GradientTape() as tape:
+            # Each rank's own loss: its gradients' mean is what comes out.
+            loss = (rank + 1.0) * tf.reduce_sum(double(variable) + cube(variable))
+        gradient = tape.gradient(loss, variable)
+        return before, gradient, rr.all_reduce(late(gradient, 0), "mean")
+
+    return outer(step)
+
+
+def data(count=8):
+    generator = np.random.default_rng(3)
+    inputs = generator.normal(size=(count * size, 4)).astype("float32")
+    targets = inputs[:, :2] - inputs[:, 2:] ** 2
+    return inputs[rank::size], targets[rank::size]
+
+
+class Two(keras.Model):
+    """Two nets with an optimizer each, trained one after the other in functions of their own."""
+
+    def __init__(self, wrap, **options):
+        keras.utils.set_random_seed(5)
+        super().__init__()
+        self.nets = [
+            keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.Dense(6, activation="tanh"),
+                    rr.SyncBatchNormalization(),
+                    keras.layers.Dense(2),
+                ]
+            )
+            for _ in range(2)
+        ]
+        self.optimizers = [
+            rr.DistributedOptimizer(keras.optimizers.SGD(0.1), **options) for _ in self.nets
+        ]
+        self.parts = [wrap(functools.partial(self.part, number)) for number in range(2)]
+
+    def part(self, number, x, y):
+        net, optimizer = self.nets[number], self.optimizers[number]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((net(late(x, number), training=True) - y) ** 2)
+        gradients = tape.gradient(loss, net.trainable_variables)
+        optimizer.apply(gradients, net.trainable_variables)
+        return loss
+
+    def train_step(self, batch):
+        x, y = batch
+        return {"first": self.parts[0](x, y), "second": self.parts[1](x, -y)}
+
+
+def optimizers_in_functions(case, fit_options, **options):
+    """A model's `train_step` that calls functions; without them it is the same training."""
+    inputs, targets = data()
+    ends = {}
+    for way in ("plain", *WAYS):
+        outer, inner = WAYS.get(way, (tf.function, lambda function: function))
+        model = Two(inner, **options)
+        for optimizer, net in zip(model.optimizers, model.nets, strict=True):
+            optimizer.build(net.trainable_variables)
+        model.compile(optimizer=model.optimizers[0], jit_compile=outer is compiled)
+        model.fit(inputs, targets, batch_size=4, shuffle=False, verbose=0, **fit_options)
+        ends[way] = model
+    say(
+        case,
+        digests={way: digest(model.get_weights()) for way, model in ends.items()},
+        differences={way: difference(model, ends["plain"]) for way, model in ends.items()},
+        moved=difference(ends["plain"], Two(lambda function: function)),
+    )
+
+
+def rows_out_of_a_function():
+    """What comes out of a function does not say which shape a sparse gradient stands for."""
+    index = tf.constant([[1, 2], [2, 4], [rank, 0]])
+
+    def trained(outer, inner, with_tape):
+        keras.utils.set_random_seed(5)
+        layer = keras.layers.Embedding(5, 3)
+        layer.build()
+        optimizer = keras.optimizers.SGD(0.5)
+        if not with_tape:
+            optimizer = rr.DistributedOptimizer(optimizer)
+        optimizer.build(layer.trainable_variables)
+
+        @inner
+        def gradients_of():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(index) ** 2)
+            return tape.gradient(loss, layer.trainable_variables)
+
+        looked_up = inner(lambda: tf.reduce_sum(layer(index) ** 2))
+
+        @outer
+        def step():
+            if with_tape:
+                with rr.DistributedGradientTape() as tape:
+                    loss = looked_up()
+                gradients = tape.gradient(loss, layer.trainable_variables)
+            else:
+                gradients = gradients_of()
+            optimizer.apply(gradients, layer.trainable_variables)
+
+        step()
+        return layer.get_weights()[0]
+
+    plain = (tf.function, lambda function: function)
+    for case, with_tape in (("rows", False), ("rows of a tape", True)):
+        ends = {way: trained(*WAYS.get(way, plain), with_tape) for way in ("plain", *WAYS)}
+        say(
+            case,
+            digests={way: digest([end]) for way, end in ends.items()},
+            differences={
+                way: float(np.abs(end - ends["plain"]).max()) for way, end in ends.items()
+            },
+        )
+
+
+all_ways("twice", one_function_called_twice)
+all_ways("among", functions_among_collectives)
+all_ways("loops", loops_among_collectives)
+all_ways("turns", turns_that_need_nothing_of_each_other)
+all_ways("gradients", gradients)
+optimizers_in_functions("optimizers", {"epochs": 2})
+optimizers_in_functions("several steps", {"epochs": 2}, accumulate_steps=2)
+rows_out_of_a_function()
+rr.shutdown()

@@ -1,0 +1,62 @@
+"""Collectives stay in the program's order wherever they stand: programs/order.py on real rings."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringreduce import native
+from tests.facts import facts_of
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+needs_xla = pytest.mark.skipif(native.library() is None, reason="without the native library")
+WAYS = (
+    "graph",
+    *(pytest.param(way, marks=needs_xla) for way in ("jit", "jit inside", "jit both")),
+)
+
+
+def same(*values):
+    """Each as it comes out of a collective: a tensor of two."""
+    return [[value, value] for value in values]
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """By case, what every rank of a ring said."""
+    found = facts_of("order", 3)
+    return {case: [fact for _, fact in sorted(said.items())] for case, said in found.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("twice", same(1, 2)),
+        ("among", same(1, 2, 3, 4, 5, 6)),
+        ("loops", same(4, 2, 6, 4, 8)),
+        ("turns", [same(0, 1, 2, 3, 4, 5)]),
+    ],
+)
+def test_each_gets_what_is_its_own(facts, way, case, expected):
+    for said in facts[case]:
+        assert said[way] == [expected] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_gradients_of_functions_and_loops(facts, way):
+    """Of the mean loss, (size + 1) / 2 times the sum of 2 v + v**3."""
+    factor = (len(facts["gradients"]) + 1) / 2
+    gradient = [factor * (2 + 3 * v**2) for v in (1.0, 2.0)]
+    for said in facts["gradients"]:
+        assert said[way] == [[[1, 1], gradient, gradient]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["optimizers", "several steps", "rows", "rows of a tape"])
+def test_training_in_functions_of_a_function_is_the_same(facts, case, way):
+    said = facts[case]
+    assert len({fact["digests"][way] for fact in said}) == 1
+    assert max(fact["differences"][way] for fact in said) < 2e-6
+    if "moved" in said[0]:
+        assert said[0]["moved"] > 1e-2
