@@ -109,3 +109,11 @@ def test_other_shapes_are_an_error_on_all_ranks_that_names_both(size):
     assert "variable1: float32 of shape (2,)" in str(caught.value)
     assert "variable1: float32 of shape (3,)" in str(caught.value)
     assert len(getattr(caught.value, "__notes__", [None] * (size - 1))) == size - 1
+
+
+def test_a_large_gradient_stays_where_it_is_in_shared_memory_alone():
+    """Also after the ring has been formed again, over another transport."""
+    bridge, large = GradientBridge(lambda: None, 1 << 20), [tf.zeros(1 << 18)]
+    transports = ("shm", "zmq", "shm", False)
+    plans = [bridge._plan(large, ["large"], compiled_over) for compiled_over in transports]
+    assert [plan.buckets[0].in_place for plan in plans] == [True, False, True, False]
