@@ -124,8 +124,10 @@ static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
 {
     struct call call;
     XLA_FFI_Error *error = open_call(&call, frame, frame->args.args, frame->args.size - 1);
-    if (error != NULL)
+    if (error != NULL) {
+        rr_handover_let_go();
         return error;
+    }
     if (call.in_place) {
         const rr_part own = part_of(frame->rets.rets[0]);
         if (own.data != call.parts[0].data)
@@ -144,28 +146,37 @@ static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
     return NULL;
 }
 
-/* Also by the hand-over's thread, which goes on with what XLA has waiting for this. */
-static void complete(void *data, int code, const char *why)
+static void destroy(XLA_FFI_Error *error)
 {
-    XLA_FFI_Future *future = data;
-    XLA_FFI_Error *error;
-    if (code == RR_DONE) {
-        XLA_FFI_Future_SetAvailable_Args set = NEW(XLA_FFI_Future_SetAvailable_Args);
-        set.future = future;
-        error = xla->XLA_FFI_Future_SetAvailable(&set);
-    } else {
-        rr_handover_let_go();
-        XLA_FFI_Future_SetError_Args set = NEW(XLA_FFI_Future_SetError_Args);
-        set.future = future;
-        set.error = failure(why);
-        error = xla->XLA_FFI_Future_SetError(&set);
-    }
-    if (error == NULL)
-        return;
-    /* Only for a structure of another size, which registering has ruled out. */
     XLA_FFI_Error_Destroy_Args destroy = NEW(XLA_FFI_Error_Destroy_Args);
     destroy.error = error;
     xla->XLA_FFI_Error_Destroy(&destroy);
+}
+
+/* NULL: XLA has been told. */
+static XLA_FFI_Error *tell(XLA_FFI_Future *future, int code, const char *why)
+{
+    if (code == RR_DONE) {
+        XLA_FFI_Future_SetAvailable_Args set = NEW(XLA_FFI_Future_SetAvailable_Args);
+        set.future = future;
+        return xla->XLA_FFI_Future_SetAvailable(&set);
+    }
+    XLA_FFI_Future_SetError_Args set = NEW(XLA_FFI_Future_SetError_Args);
+    set.future = future;
+    set.error = failure(why);
+    XLA_FFI_Error *error = xla->XLA_FFI_Future_SetError(&set);
+    if (error != NULL)
+        destroy(set.error);
+    return error;
+}
+
+/* Also by the hand-over's thread, which goes on with what XLA has waiting for this. */
+static void complete(void *data, int code, const char *why)
+{
+    if (code != RR_DONE)
+        rr_handover_let_go();
+    /* Fails for a structure of another size only, which registering has tried. */
+    (void)tell(data, code, why);
 }
 
 /* Whether the gradient that comes in is where the mean is to be. */
@@ -178,13 +189,12 @@ static bool shares_memory(const XLA_FFI_CallFrame *frame)
 static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
 {
     struct call call;
-    XLA_FFI_Error *error = open_call(&call, frame, frame->rets.rets, frame->rets.size - 1);
-    if (error != NULL)
-        return error;
     XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
-    error = xla->XLA_FFI_Future_Create(&create);
-    if (error != NULL) {
+    XLA_FFI_Error *error = open_call(&call, frame, frame->rets.rets, frame->rets.size - 1);
+    if (error == NULL && (error = xla->XLA_FFI_Future_Create(&create)) != NULL)
         free(call.parts);
+    if (error != NULL) {
+        rr_handover_let_go();
         return error;
     }
     set_token(frame);
@@ -225,6 +235,40 @@ static XLA_FFI_Error *handle_wait(XLA_FFI_CallFrame *frame)
     return answers_metadata(frame) ? NULL : wait(frame);
 }
 
+/* What XLA says is wrong, as `why`. */
+static int refused(XLA_FFI_Error *error, char *why)
+{
+    XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
+    get.error = error;
+    xla->XLA_FFI_Error_GetMessage(&get);
+    snprintf(why, RR_WHY_BYTES, "%s", get.message);
+    destroy(error);
+    return -EINVAL;
+}
+
+/* Complete two futures, one well. If XLA has enlarged a structure that this takes it is known now;
+ * a step would wait for ever. */
+static int try_futures(char *why)
+{
+    /* XLA destroys those that it was given, and no others. */
+    static XLA_FFI_Future *tried[2];
+    static int told;
+    static const int codes[] = {RR_DONE, -ECANCELED};
+    for (; told < 2; told++) {
+        XLA_FFI_Error *error = NULL;
+        if (tried[told] == NULL) {
+            XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
+            error = xla->XLA_FFI_Future_Create(&create);
+            tried[told] = create.future;
+        }
+        if (error == NULL)
+            error = tell(tried[told], codes[told], "tried");
+        if (error != NULL)
+            return refused(error, why);
+    }
+    return RR_DONE;
+}
+
 static int register_call(const char *name, XLA_FFI_Handler *handler, char *why)
 {
     static const char platform[] = "Host";
@@ -233,16 +277,7 @@ static int register_call(const char *name, XLA_FFI_Handler *handler, char *why)
     args.platform = (XLA_FFI_ByteSpan){platform, strlen(platform)};
     args.bundle.execute = handler;
     XLA_FFI_Error *error = xla->XLA_FFI_Handler_Register(&args);
-    if (error == NULL)
-        return RR_DONE;
-    XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
-    get.error = error;
-    xla->XLA_FFI_Error_GetMessage(&get);
-    snprintf(why, RR_WHY_BYTES, "%s", get.message);
-    XLA_FFI_Error_Destroy_Args destroy = NEW(XLA_FFI_Error_Destroy_Args);
-    destroy.error = error;
-    xla->XLA_FFI_Error_Destroy(&destroy);
-    return -EINVAL;
+    return error == NULL ? RR_DONE : refused(error, why);
 }
 
 static int register_all(const char *path, char *why)
@@ -272,7 +307,9 @@ static int register_all(const char *path, char *why)
         return -ENOSYS;
     }
     xla = found;
-    const int code = register_call("ringreduce_start", handle_start, why);
+    int code = try_futures(why);
+    if (code == RR_DONE)
+        code = register_call("ringreduce_start", handle_start, why);
     return code == RR_DONE ? register_call("ringreduce_wait", handle_wait, why) : code;
 }
 

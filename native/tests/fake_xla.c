@@ -17,7 +17,7 @@ static struct {
     XLA_FFI_Handler *handler;
 } handlers[4];
 static int handler_count;
-static const char *refusal;
+static const char *refusal, *future_refusal;
 
 static XLA_FFI_Error *error_create(XLA_FFI_Error_Create_Args *args)
 {
@@ -74,6 +74,10 @@ static XLA_FFI_Error *future_set_available(XLA_FFI_Future_SetAvailable_Args *arg
 
 static XLA_FFI_Error *future_set_error(XLA_FFI_Future_SetError_Args *args)
 {
+    if (future_refusal != NULL) {
+        XLA_FFI_Error_Create_Args create = {.message = future_refusal};
+        return error_create(&create);
+    }
     set(args->future, 2, args->error);
     return NULL;
 }
@@ -124,6 +128,11 @@ static XLA_FFI_Api api = {
 void fake_refuse(const char *why)
 {
     refusal = why;
+}
+
+void fake_refuse_futures(const char *why)
+{
+    future_refusal = why;
 }
 
 void fake_version(int major, int minor)

@@ -20,8 +20,9 @@ FAKE void fake_future_free(XLA_FFI_Future *future);
 /* What was registered under a name; NULL: nothing. */
 FAKE XLA_FFI_Handler *fake_handler(const char *name);
 
-/* The next registrations fail with this text; the version that is shown. */
+/* The next registrations fail with this text, or errors of futures; the version that is shown. */
 FAKE void fake_refuse(const char *why);
+FAKE void fake_refuse_futures(const char *why);
 FAKE void fake_version(int major, int minor);
 
 FAKE rr_xla_get_api XLA_FFI_GetApi;

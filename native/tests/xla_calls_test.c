@@ -295,6 +295,10 @@ int main(int count, char **arguments)
     fake_version(0, 1);
     CHECK(rr_xla_register(arguments[1], why) == -ENOSYS);
     fake_version(0, 3);
+    fake_refuse_futures("of another size");
+    CHECK(rr_xla_register(arguments[1], why) == -EINVAL && strcmp(why, "of another size") == 0);
+    CHECK(fake_handler("ringreduce_start Host") == NULL);
+    fake_refuse_futures(NULL);
     fake_refuse("no more names");
     CHECK(rr_xla_register(arguments[1], why) == -EINVAL && strcmp(why, "no more names") == 0);
     fake_refuse(NULL);

@@ -115,5 +115,5 @@ def _place(graph: Any, communicator: Communicator) -> _Place:
 def _turn(communicator: Communicator) -> tf.Variable:
     if communicator not in _turns:
         with tf.init_scope(), tf.device("CPU:0"):
-            _turns[communicator] = tf.Variable(0, dtype=tf.int32, trainable=False)
+            _turns.setdefault(communicator, tf.Variable(0, dtype=tf.int32, trainable=False))
     return _turns[communicator]
