@@ -35,6 +35,7 @@ def facts():
         ("twice", same(1, 2)),
         ("among", same(1, 2, 3, 4, 5, 6)),
         ("loops", same(4, 2, 6, 4, 8)),
+        ("both", same(1, 2, 3, 4)),
         ("turns", [same(0, 1, 2, 3, 4, 5)]),
     ],
 )
@@ -45,11 +46,23 @@ def test_each_gets_what_is_its_own(facts, way, case, expected):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_so_do_gradients_of_functions_and_loops(facts, way):
-    """Of the mean loss, (size + 1) / 2 times the sum of 2 v + v**3."""
+    """Of the mean loss, (size + 1) / 2 times the sum of 2 v + v + v**3."""
     factor = (len(facts["gradients"]) + 1) / 2
-    gradient = [factor * (2 + 3 * v**2) for v in (1.0, 2.0)]
+    gradient = [factor * (3 + 3 * v**2) for v in (1.0, 2.0)]
     for said in facts["gradients"]:
         assert said[way] == [[[1, 1], gradient, gradient]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_gradients_that_are_taken_from_outside(facts, way):
+    factor = (len(facts["outside"]) + 1) / 2
+    for said in facts["outside"]:
+        assert said[way] == [same(3 * factor, factor)] * 3
+
+
+def test_the_first_collective_may_be_in_a_later_trace(facts):
+    for said in facts["later"]:
+        assert said["results"] == same(1, len(facts["later"]))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -238,6 +238,7 @@ def test_what_cannot_travel_is_refused_before_anything_does(case, text, size):
     [
         ("cond", "reduce a tensor inside a branch of tf.cond"),
         ("old graph", "reduce a tensor in a graph that is not that of a tf.function"),
+        pytest.param("loop condition", "in the condition of a loop", marks=needs_xla),
         pytest.param("jit", "of shape (None, 2) inside", marks=needs_xla),
     ],
 )

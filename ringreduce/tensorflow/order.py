@@ -14,6 +14,7 @@ and XLA, for which a variable is a value that goes in and comes out, sees what d
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,14 +24,15 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import gen_resource_variable_ops as resources
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
+from tensorflow.python.ops import while_v2
 
 from ringreduce.communicator import Communicator
 
 __all__ = ["done", "follow", "in_turn", "token"]
 
-# Its value is never looked at. Outlives the communicator in the graphs that refer to it.
-_turns: weakref.WeakKeyDictionary[Communicator, tf.Variable] = weakref.WeakKeyDictionary()
+# Handles. What they stand for, 4 bytes, lives as long as the process: any graph may refer to it.
+_turns: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 # Of each graph, as an attribute of it: its places in the orders of communicators. A dictionary by
 # graph would keep them all alive, since tokens refer to theirs.
 _PLACES = "_ringreduce_places"
@@ -41,14 +43,12 @@ class _Place:
     """How far a graph has come in the order of a communicator.
 
     Attributes:
-        variable: the turn, which must live as long as the graph.
-        handle: it, as it is seen from this graph.
+        handle: the turn, as it is seen from this graph.
         token: of the latest collective; None before the first.
         written: the op that wrote it to the turn, in a list.
         seen: names of the ops that used the turn until then.
     """
 
-    variable: Any
     handle: Any
     token: Any = None
     written: list[Any] = field(default_factory=list)
@@ -68,6 +68,7 @@ def token(communicator: Communicator) -> Any:
     if place.token is None or others:
         with tf.control_dependencies([*place.written, *others]), tf.device("CPU:0"):
             place.token = resources.read_variable_op(place.handle, tf.int32)
+        place.token.set_shape(())
         place.seen.update(op.name for op in (*others, place.token.op))
     return place.token
 
@@ -101,19 +102,23 @@ def _place(graph: Any, communicator: Communicator) -> _Place:
         setattr(graph, _PLACES, weakref.WeakKeyDictionary())
     places = getattr(graph, _PLACES)
     if communicator not in places:
-        if isinstance(graph, ControlFlowFuncGraph):
-            around = _place(graph.outer_graph, communicator)
-            variable, handle = around.variable, around.handle
-        else:
-            variable = _turn(communicator)
-            handle = variable.handle
-        places[communicator] = _Place(variable, graph.capture(handle))
+        # As functions that are called from here take it, so that it is one thing to TensorFlow.
+        handle = _turn(communicator)
+        if isinstance(graph, while_v2._WhileBodyGradFuncGraph):
+            # It takes nothing from outside but through the graph around it.
+            handle = _place(graph.outer_graph, communicator).handle
+        places[communicator] = _Place(graph.capture(handle))
     found: _Place = places[communicator]
     return found
 
 
-def _turn(communicator: Communicator) -> tf.Variable:
+def _turn(communicator: Communicator) -> Any:
     if communicator not in _turns:
+        # By ops, and not as a `tf.Variable`: a function may make one of those only when it is
+        # traced for the first time, and TensorFlow would ask for its gradient.
         with tf.init_scope(), tf.device("CPU:0"):
-            _turns.setdefault(communicator, tf.Variable(0, dtype=tf.int32, trainable=False))
+            name = f"turn of ringreduce {next(_numbers)}"
+            turn = resources.var_handle_op(dtype=tf.int32, shape=(), shared_name=name)
+            resources.assign_variable_op(turn, tf.constant(0))
+            _turns.setdefault(communicator, turn)
     return _turns[communicator]

@@ -11,6 +11,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
     ControlFlowFuncGraph,
+    WhileCondFuncGraph,
 )
 
 from ringreduce.communicator import Communicator
@@ -37,8 +38,8 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
         what: what was to be done there, for the message.
 
     Raises:
-        ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, inside a branch of
-            `tf.cond`, or in a graph of TensorFlow 1.
+        ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, or in the condition
+            of a loop; inside a branch of `tf.cond`; in a graph of TensorFlow 1.
     """
     if tf.executing_eagerly():
         return
@@ -55,6 +56,14 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
     # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
     # the iterator has another batch.
     while isinstance(graph, ControlFlowFuncGraph):
+        if isinstance(graph, WhileCondFuncGraph) and xla.is_compiling():
+            raise ConfigError(
+                f"cannot {what} in the condition of a loop inside a function compiled with "
+                "jit_compile=True: nothing would order what comes after the loop",
+                rank=communicator.rank,
+                size=communicator.size,
+                remedy="Do it in the loop's body, and carry what the condition needs.",
+            )
         if isinstance(graph, CondBranchFuncGraph) and graph not in _vouched:
             raise ConfigError(
                 f"cannot {what} inside a branch of tf.cond: a rank that takes the "

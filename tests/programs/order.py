@@ -40,6 +40,16 @@ def late(value, whose):
     return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
 
 
+def late_back(value, whose):
+    """`value`, whose gradient is `late`."""
+
+    @tf.custom_gradient
+    def same(tensor):
+        return tf.identity(tensor), lambda upstream: late(upstream, whose)
+
+    return same(value)
+
+
 def all_ways(case, make, runs=3):
     """What the function that `make` makes returned, each time it was run."""
     found = {}
@@ -62,6 +72,16 @@ def in_turns(count, reduce, start):
 def value(base):
     """A tensor whose mean over the ranks is `base` everywhere."""
     return tf.fill((2,), tf.cast(base + rank - (size - 1) / 2, tf.float32))
+
+
+def the_first_collective_is_in_a_later_trace():
+    """Where a function may make no variables any more."""
+
+    @tf.function
+    def step(tensor, reduce):
+        return rr.all_reduce(tensor) if reduce else tensor
+
+    say("later", results=[step(tf.ones(2), reduce).numpy().tolist() for reduce in (False, True)])
 
 
 def one_function_called_twice(outer, inner):
@@ -104,6 +124,27 @@ def loops_among_collectives(outer, inner):
     return outer(step)
 
 
+def loop_around_both(outer, inner):
+    """In each turn a collective, a function with one and a function with a loop of its own."""
+    mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
+    nested = inner(lambda tensor: in_turns(2, lambda t: rr.all_reduce(t, "mean"), tensor))
+
+    def body(turn, *_):
+        return (
+            turn + 1,
+            mean(late(value(1.0), 0)),
+            rr.all_reduce(late(value(2.0), 1), "mean"),
+            nested(late(value(3.0), 2)),
+            rr.all_reduce(late(value(4.0), 0), "mean"),
+        )
+
+    def step():
+        start = (0, *(tf.zeros(2) for _ in range(4)))
+        return tf.while_loop(lambda turn, *_: turn < 2, body, start)[1:]
+
+    return outer(step)
+
+
 def turns_that_need_nothing_of_each_other(outer, inner):
     """Each turn reduces what was there before the loop; TensorFlow may run several at a time."""
     mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
@@ -135,11 +176,41 @@ def gradients(outer, inner):
         before = rr.all_reduce(late(value(1.0), 2), "mean")
         with tf.GradientTape() as tape:
             # Each rank's own loss: its gradients' mean is what comes out.
-            loss = (rank + 1.0) * tf.reduce_sum(double(variable) + cube(variable))
+            results = (
+                late_back(double(variable), 0),
+                late_back(rr.all_reduce(variable, "mean"), 1),
+                late_back(cube(variable), 2),
+            )
+            loss = (rank + 1.0) * tf.reduce_sum(tf.add_n(results))
         gradient = tape.gradient(loss, variable)
         return before, gradient, rr.all_reduce(late(gradient, 0), "mean")
 
     return outer(step)
+
+
+def gradients_from_outside(outer, inner):
+    """The tape is around the function: what has a gradient in there is of one function."""
+    variable = tf.Variable((1.0, 2.0))
+
+    @outer
+    def forward(tensor):
+        first = late_back(rr.all_reduce(tensor, "mean"), 0)
+        second = late_back(rr.all_reduce(2.0 * tensor, "mean"), 1)
+        return first + second
+
+    @outer
+    def loop(tensor):
+        return in_turns(2, lambda total: rr.all_reduce(total, "mean"), tensor)
+
+    def step():
+        found = []
+        for function in (forward, loop):
+            with tf.GradientTape() as tape:
+                loss = (rank + 1.0) * tf.reduce_sum(function(variable + 0.0))
+            found.append(tape.gradient(loss, variable))
+        return found
+
+    return step
 
 
 def data(count=8):
@@ -250,11 +321,14 @@ def rows_out_of_a_function():
         )
 
 
+the_first_collective_is_in_a_later_trace()
 all_ways("twice", one_function_called_twice)
 all_ways("among", functions_among_collectives)
 all_ways("loops", loops_among_collectives)
+all_ways("both", loop_around_both)
 all_ways("turns", turns_that_need_nothing_of_each_other)
 all_ways("gradients", gradients)
+all_ways("outside", gradients_from_outside)
 optimizers_in_functions("optimizers", {"epochs": 2})
 optimizers_in_functions("several steps", {"epochs": 2}, accumulate_steps=2)
 rows_out_of_a_function()

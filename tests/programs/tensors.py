@@ -224,6 +224,16 @@ def refusals():
     with tf.Graph().as_default():
         say("old graph", **error_of(lambda: rr.all_reduce(tf.ones(2))))
 
+    @tf.function(jit_compile=True, autograph=False)
+    def in_loop_condition():
+        return tf.while_loop(
+            lambda total: tf.reduce_all(rr.all_reduce(total) < 9.0),
+            lambda total: (total + 1.0,),
+            (value,),
+        )
+
+    say("loop condition", **error_of(in_loop_condition))
+
     unknown = [tf.TensorSpec((None, 2))]
 
     @tf.function(jit_compile=True, autograph=False, input_signature=unknown)
