@@ -13,7 +13,7 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(120)
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

@@ -25,7 +25,7 @@ RENAMED = {
 
 
 @pytest.mark.tensorflow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["before.py", "after.py"])
 def test_the_scripts_train_on_two_workers(name, tmp_path):
     text = PROGRAMS[name]

@@ -26,7 +26,7 @@ def test_every_python_block_has_a_name():
 
 
 @pytest.mark.tensorflow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(200)
 def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     command = shlex.split(re.search(r"\$ (ringreduce run .*)", README).group(1))
     assert command == ["ringreduce", "run", "-n", "4", "train.py"]
@@ -38,7 +38,7 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
 
 
 @pytest.mark.tensorflow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(200)
 def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_path):
     file = tmp_path / "full.py"
     file.write_text(PROGRAMS["full.py"])

@@ -148,9 +148,9 @@ static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
 
 static void destroy(XLA_FFI_Error *error)
 {
-    XLA_FFI_Error_Destroy_Args destroy = NEW(XLA_FFI_Error_Destroy_Args);
-    destroy.error = error;
-    xla->XLA_FFI_Error_Destroy(&destroy);
+    XLA_FFI_Error_Destroy_Args args = NEW(XLA_FFI_Error_Destroy_Args);
+    args.error = error;
+    xla->XLA_FFI_Error_Destroy(&args);
 }
 
 /* NULL: XLA has been told. */

@@ -2,10 +2,10 @@
 
 In a graph each is one stateful `tf.numpy_function`, eagerly the same Python function is
 called, and in what XLA compiles the engine calls it (`ringreduce.tensorflow.compiled`).
-They run in program order (`ringreduce.tensorflow.order`), also those of the backward pass and of
-the bridge; and the communicator waits for what its engine was given before it begins. So all
-ranks make the same calls in the same order when they run the same program. Nothing travels
-while tracing.
+They run in program order (`ringreduce.tensorflow.order`, which names what is left out), also those
+of the backward pass and of the bridge; and the communicator waits for what its engine was given
+before it begins. So all ranks make the same calls in the same order when they run the same program.
+Nothing travels while tracing.
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
 

@@ -10,6 +10,10 @@ A token cannot be seen from another function's graph, nor from outside of a loop
 variable for each communicator, the turn: the first collective of a graph reads it, and each writes
 its token to it. Whatever has collectives in it then touches that variable: TensorFlow orders those,
 and XLA, for which a variable is a value that goes in and comes out, sees what depends on what.
+
+That leaves out backward passes in which TensorFlow does not order by variables: those that it
+makes of a function for a tape outside of it, a persistent one, or a tape within a tape. Functions
+and loops in there are not ordered; collectives that stand there by themselves are, by tokens.
 """
 
 from __future__ import annotations
