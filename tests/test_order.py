@@ -54,10 +54,28 @@ def test_so_do_gradients_of_functions_and_loops(facts, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_so_do_gradients_that_are_taken_from_outside(facts, way):
-    factor = (len(facts["outside"]) + 1) / 2
-    for said in facts["outside"]:
-        assert said[way] == [same(3 * factor, factor)] * 3
+@pytest.mark.parametrize("case", ["outside", "persistent"])
+def test_so_do_gradients_that_are_taken_from_outside(facts, case, way):
+    factor = (len(facts[case]) + 1) / 2
+    for said in facts[case]:
+        assert said[way] == [same(*(factor * 10**power for power in range(5)))] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_gradients_of_functions_in_loops(facts, way):
+    """Of four times v."""
+    factor = (len(facts["functions in loops"]) + 1) / 2
+    for said in facts["functions in loops"]:
+        assert said[way] == [[[4, 8], [4 * factor] * 2]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_second_derivatives(facts, way):
+    """Of v**5 + v**4, since all ranks have the same v."""
+    first = [5 * v**4 + 4 * v**3 for v in (1, 2)]
+    second = [20 * v**3 + 12 * v**2 for v in (1, 2)]
+    for said in facts["second"]:
+        assert said[way] == [[first, second]] * 3
 
 
 def test_the_first_collective_may_be_in_a_later_trace(facts):

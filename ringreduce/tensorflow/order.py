@@ -11,13 +11,13 @@ variable for each communicator, the turn: the first collective of a graph reads 
 its token to it. Whatever has collectives in it then touches that variable: TensorFlow orders those,
 and XLA, for which a variable is a value that goes in and comes out, sees what depends on what.
 
-That leaves out backward passes in which TensorFlow does not order by variables: those that it
-makes of a function for a tape outside of it, a persistent one, or a tape within a tape. Functions
-and loops in there are not ordered; collectives that stand there by themselves are, by tokens.
+Backward passes are TensorFlow's to make, in graphs of their own, and in those that it makes for a
+tape outside of the function it orders nothing; `_order_backward_passes` does.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import gen_resource_variable_ops as resources
-from tensorflow.python.ops import while_v2
+from tensorflow.python.ops import gradients_util, while_v2
 
 from ringreduce.communicator import Communicator
 
@@ -106,18 +106,14 @@ def _place(graph: Any, communicator: Communicator) -> _Place:
         setattr(graph, _PLACES, weakref.WeakKeyDictionary())
     places = getattr(graph, _PLACES)
     if communicator not in places:
-        # As functions that are called from here take it, so that it is one thing to TensorFlow.
-        handle = _turn(communicator)
-        if isinstance(graph, while_v2._WhileBodyGradFuncGraph):
-            # It takes nothing from outside but through the graph around it.
-            handle = _place(graph.outer_graph, communicator).handle
-        places[communicator] = _Place(graph.capture(handle))
+        places[communicator] = _Place(_seen_from(graph, _turn(communicator)))
     found: _Place = places[communicator]
     return found
 
 
 def _turn(communicator: Communicator) -> Any:
     if communicator not in _turns:
+        _order_backward_passes()
         # By ops, and not as a `tf.Variable`: a function may make one of those only when it is
         # traced for the first time, and TensorFlow would ask for its gradient.
         with tf.init_scope(), tf.device("CPU:0"):
@@ -126,3 +122,64 @@ def _turn(communicator: Communicator) -> Any:
             resources.assign_variable_op(turn, tf.constant(0))
             _turns.setdefault(communicator, turn)
     return _turns[communicator]
+
+
+def _seen_from(graph: Any, turn: Any) -> Any:
+    """The tensor that is the turn in `graph`: one and the same for all that is in there."""
+    if not isinstance(graph, while_v2._WhileBodyGradFuncGraph):
+        return graph.capture(turn)
+    captures = graph.function_captures
+    if id(turn) not in captures.by_val_internal:
+        # A loop's backward pass takes nothing from outside but through the graph around it. What
+        # is called in there and asks for the turn itself is to get the same.
+        around = _seen_from(graph.outer_graph, turn)
+        inside = graph.capture(around)
+        captures.pop(id(around), False)
+        captures.add_or_replace(id(turn), around, inside, is_by_ref=False)
+    return captures.by_val_internal[id(turn)]
+
+
+@functools.cache
+def _order_backward_passes() -> None:
+    """Have the collectives in backward passes in order: once, in this process.
+
+    This wraps the function of TensorFlow's that adds the backward pass of one graph to another. It
+    is not polite, but no public place gives access to those graphs.
+    """
+    make = gradients_util._GradientsHelper
+
+    @functools.wraps(make)
+    def ordered(*args: Any, src_graph: Any = None, **options: Any) -> Any:
+        graph = tf_ops.get_default_graph()
+        if src_graph is None or src_graph is graph:
+            return make(*args, src_graph=src_graph, **options)
+        if isinstance(graph, while_v2._WhileBodyGradFuncGraph):
+            for seen, turn in _turns_in(src_graph):
+                graph._indirect_captures[tf_ops.tensor_id(seen)] = _seen_from(graph, turn)
+        gradients = make(*args, src_graph=src_graph, **options)
+        users = {op for seen, _ in _turns_in(graph) for op in seen.consumers()}
+        # As TensorFlow added them, which follows from the program: alike on every rank.
+        in_order = [op for op in graph.get_operations() if op in users] if users else []
+        for first, second in itertools.pairwise(in_order):
+            second._add_control_input(first)
+        if in_order and not graph._add_control_dependencies:
+            # Nor would what comes after this backward pass wait for its end.
+            graph.control_outputs.append(in_order[-1])
+        return gradients
+
+    gradients_util._GradientsHelper = ordered
+
+
+def _turns_in(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """What stands for a turn in `graph`, and that turn; TensorFlow may bring one in twice."""
+    for origin, seen in graph.captures:
+        if seen.dtype != tf.resource:
+            continue
+        while not isinstance(origin, tf_ops.EagerTensor):
+            outside = {id(inner): outer for outer, inner in origin.graph.captures}
+            if id(origin) not in outside:
+                break
+            origin = outside[id(origin)]
+        else:
+            if any(origin is turn for turn in _turns.values()):
+                yield seen, origin

@@ -27,16 +27,17 @@ if xla.why_not() is None:
         "jit inside": (tf.function, compiled),
         "jit both": (compiled, compiled),
     }
-MIXED = tf.random.stateless_normal((300, 300), (1, 2)) * 0.05
 
 
 def late(value, whose):
     """`value`, after some milliseconds of computing on rank `whose` modulo the number of ranks."""
     if rank != whose % size:
         return value
+    # Made here, since a loop's gradient cannot take a constant of this size from outside.
+    mixed = tf.random.stateless_normal((300, 300), (1, 2)) * 0.05
     y = tf.ones((300, 300)) * tf.reduce_sum(value)
     for _ in range(8):
-        y = tf.tanh(tf.matmul(y, MIXED))
+        y = tf.tanh(tf.matmul(y, mixed))
     return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
 
 
@@ -188,29 +189,66 @@ def gradients(outer, inner):
     return outer(step)
 
 
-def gradients_from_outside(outer, inner):
-    """The tape is around the function: what has a gradient in there is of one function."""
-    variable = tf.Variable((1.0, 2.0))
+def gradients_from_outside(outer, inner, persistent=False):
+    """The tape is around the function: TensorFlow orders nothing in the backward pass of that."""
+    variables = [tf.Variable((1.0, 2.0)) for _ in range(5)]
+    mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
 
     @outer
-    def forward(tensor):
-        first = late_back(rr.all_reduce(tensor, "mean"), 0)
-        second = late_back(rr.all_reduce(2.0 * tensor, "mean"), 1)
-        return first + second
-
-    @outer
-    def loop(tensor):
-        return in_turns(2, lambda total: rr.all_reduce(total, "mean"), tensor)
+    def forward(one, two, three, four, five):
+        return (
+            late_back(rr.all_reduce(one, "mean"), 0),
+            late_back(mean(two), 1),
+            late_back(in_turns(2, lambda total: rr.all_reduce(total, "mean"), three), 2),
+            late_back(mean(four), 0),
+            late_back(rr.all_reduce(five, "mean"), 1),
+        )
 
     def step():
-        found = []
-        for function in (forward, loop):
-            with tf.GradientTape() as tape:
-                loss = (rank + 1.0) * tf.reduce_sum(function(variable + 0.0))
-            found.append(tape.gradient(loss, variable))
-        return found
+        with tf.GradientTape(persistent=persistent) as tape:
+            results = forward(*(variable + 0.0 for variable in variables))
+            parts = [10.0**power * part for power, part in enumerate(results)]
+            loss = (rank + 1.0) * tf.reduce_sum(tf.add_n(parts))
+        if persistent:
+            tape.gradient(loss, variables)
+        return tape.gradient(loss, variables)
 
     return step
+
+
+def gradients_of_functions_in_loops(outer, inner):
+    """Their backward passes are functions too, in a loop that sees only what is around it."""
+    variable = tf.Variable((1.0, 2.0))
+    mean = inner(lambda tensor: rr.all_reduce(late(tensor, 0), "mean"))
+
+    def twice(tensor):
+        """Twice what is given, in three collectives: a loop's in a loop, and two functions'."""
+        nested = in_turns(1, lambda total: mean(late_back(total, 0)), tensor)
+        return late_back(nested, 1) + late_back(rr.all_reduce(mean(tensor), "mean"), 2)
+
+    def step():
+        with tf.GradientTape() as tape:
+            result = in_turns(2, twice, variable + 0.0)
+            loss = (rank + 1.0) * tf.reduce_sum(result)
+        return result, tape.gradient(loss, variable)
+
+    return outer(step)
+
+
+def second_derivatives(outer, inner):
+    """Of the means of v**4 and v**3, times v; each rank's gradient is its own."""
+    variable = tf.Variable((1.0, 2.0))
+    mean = inner(lambda tensor: rr.all_reduce(tensor, "mean"))
+
+    def step():
+        with tf.GradientTape() as second, tf.GradientTape() as first:
+            fourth = late_back(mean(variable**4), 0)
+            third = late_back(mean(variable**3), 1)
+            loss = tf.reduce_sum((fourth + third) * variable)
+            gradient = first.gradient(loss, variable)
+        return gradient, second.gradient(gradient, variable)
+
+    return outer(step)
 
 
 def data(count=8):
@@ -329,6 +367,9 @@ all_ways("both", loop_around_both)
 all_ways("turns", turns_that_need_nothing_of_each_other)
 all_ways("gradients", gradients)
 all_ways("outside", gradients_from_outside)
+all_ways("persistent", functools.partial(gradients_from_outside, persistent=True))
+all_ways("functions in loops", gradients_of_functions_in_loops)
+all_ways("second", second_derivatives)
 optimizers_in_functions("optimizers", {"epochs": 2})
 optimizers_in_functions("several steps", {"epochs": 2}, accumulate_steps=2)
 rows_out_of_a_function()
