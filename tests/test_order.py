@@ -1,4 +1,4 @@
-"""Collectives stay in the program's order wherever they stand: programs/order.py on real rings."""
+"""Collectives stay in the program's order wherever they stand, on real rings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ def same(*values):
 
 @pytest.fixture(scope="module")
 def facts():
-    """By case, what every rank of a ring said."""
-    found = facts_of("order", 3)
-    return {case: [fact for _, fact in sorted(said.items())] for case, said in found.items()}
+    """By case, what every rank of a ring that ran programs/order.py said."""
+    return {case: list(said.values()) for case, said in facts_of("order", 3).items()}
+
+
+@pytest.fixture(scope="module")
+def training():
+    """The same of programs/order_training.py."""
+    return {case: list(said.values()) for case, said in facts_of("order_training", 3).items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -85,8 +90,8 @@ def test_the_first_collective_may_be_in_a_later_trace(facts):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["optimizers", "several steps", "rows", "rows of a tape"])
-def test_training_in_functions_of_a_function_is_the_same(facts, case, way):
-    said = facts[case]
+def test_training_in_functions_of_a_function_is_the_same(training, case, way):
+    said = training[case]
     assert len({fact["digests"][way] for fact in said}) == 1
     assert max(fact["differences"][way] for fact in said) < 2e-6
     if "moved" in said[0]:

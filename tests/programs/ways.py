@@ -1,0 +1,32 @@
+"""The ways in which functions within functions are run, and tensors that are late on one rank."""
+
+import functools
+
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce.tensorflow import xla
+
+comm = rr.init()
+
+compiled = functools.partial(tf.function, jit_compile=True)
+# By name, what makes functions of the outer and of the inner ones.
+WAYS = {"graph": (tf.function, tf.function)}
+if xla.why_not() is None:
+    WAYS |= {
+        "jit": (compiled, tf.function),
+        "jit inside": (tf.function, compiled),
+        "jit both": (compiled, compiled),
+    }
+
+
+def late(value, whose):
+    """`value`, after some milliseconds of computing on rank `whose` modulo the number of ranks."""
+    if comm.rank != whose % comm.size:
+        return value
+    # Made here, since a loop's gradient cannot take a constant of this size from outside.
+    mixed = tf.random.stateless_normal((300, 300), (1, 2)) * 0.05
+    y = tf.ones((300, 300)) * tf.reduce_sum(value)
+    for _ in range(8):
+        y = tf.tanh(tf.matmul(y, mixed))
+    return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
