@@ -1,6 +1,7 @@
 """N workers of batch B train to the weights of one process of batch N B, and end alike."""
 
 import itertools
+from functools import cache
 
 import numpy as np
 import pytest
@@ -56,17 +57,20 @@ OPTIMIZERS = ("sgd", "adam", "adamw", "adamw_clipnorm", "nadam", "lamb", "lion")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Weights by size, rank and way, after training alone and as 2 and 3 workers."""
+    """Of a number of workers, those by rank, way and place; they train when first asked for."""
     folder = tmp_path_factory.mktemp("parity")
-    for size in (1, 2, 3):
+
+    @cache
+    def trained(size):
         result = ring_of_processes(size, [PROGRAM, str(folder), *LEFT_OUT])
         assert result.exit_code == 0, result.errors
-    found = {}
-    for file in folder.glob("*.npz"):
-        size, rank = map(int, file.stem.split("-"))
-        with np.load(file) as arrays:
-            found[size, rank] = {name: arrays[name] for name in arrays.files}
-    return found
+        found = []
+        for rank in range(size):
+            with np.load(folder / f"{size}-{rank}.npz") as arrays:
+                found.append({name: arrays[name] for name in arrays.files})
+        return found
+
+    return trained
 
 
 def of_way(arrays, way):
@@ -76,24 +80,24 @@ def of_way(arrays, way):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_end_bit_identical(weights, way, size):
-    first = [array.tobytes() for array in of_way(weights[size, 0], way)]
+    first = [array.tobytes() for array in of_way(weights(size)[0], way)]
     assert len(first) == 4
     for rank in range(1, size):
-        assert [array.tobytes() for array in of_way(weights[size, rank], way)] == first
+        assert [array.tobytes() for array in of_way(weights(size)[rank], way)] == first
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_workers_end_where_one_process_does(weights, way, size):
     for alone, shared in zip(
-        of_way(weights[1, 0], way), of_way(weights[size, 0], way), strict=True
+        of_way(weights(1)[0], way), of_way(weights(size)[0], way), strict=True
     ):
         np.testing.assert_allclose(shared, alone, rtol=0, atol=WAYS[way])
 
 
 def test_training_changed_the_weights(weights):
     """And each optimizer in its own way; otherwise equal weights would prove nothing."""
-    ends = [np.concatenate([a.ravel() for a in of_way(weights[1, 0], way)]) for way in OPTIMIZERS]
+    ends = [np.concatenate([a.ravel() for a in of_way(weights(1)[0], way)]) for way in OPTIMIZERS]
     for one, other in itertools.combinations(ends, 2):
         assert np.abs(one - other).max() > 0.003
 
@@ -103,6 +107,6 @@ def test_training_changed_the_weights(weights):
 )
 def test_the_way_of_calling_does_not_matter(weights, way):
     for expected, actual in zip(
-        of_way(weights[2, 0], "sgd"), of_way(weights[2, 0], way), strict=True
+        of_way(weights(2)[0], "sgd"), of_way(weights(2)[0], way), strict=True
     ):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
