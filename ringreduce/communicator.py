@@ -334,7 +334,7 @@ class Communicator:
             return self.engine.submit(lambda: self._call(*arguments))
         return self._call(*arguments)
 
-    def all_gather(self, array: np.ndarray, *, async_op: bool = False) -> Any:
+    def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
         """Join the arrays of all ranks along the first dimension, in rank order.
 
         A short exchange of the first dimensions, then size - 1 steps that move the bytes of
@@ -344,7 +344,7 @@ class Communicator:
             array: C-contiguous. First dimensions may differ between ranks, the others and the
                 dtype may not. An array without dimensions counts as one of shape (1,). Read
                 only while this runs.
-            async_op: as for `all_reduce`.
+            signature, async_op: as for `all_reduce`.
 
         Returns:
             A new array of shape (sum of first dimensions, ...), the caller's own.
@@ -353,16 +353,17 @@ class Communicator:
             As `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
-        arguments = ("all_gather", array.nbytes, self._all_gather, array, flat)
+        _check_signature(signature)
+        arguments = ("all_gather", array.nbytes, self._all_gather, array, flat, signature)
         if async_op:
             return self.engine.submit(lambda: self._call(*arguments))
         return self._call(*arguments)
 
-    def _all_gather(self, array: np.ndarray, flat: np.ndarray) -> np.ndarray:
+    def _all_gather(self, array: np.ndarray, flat: np.ndarray, given: int) -> np.ndarray:
         rest = array.shape[1:]
         width = math.prod(rest)
         # The dtype and the other dimensions go round with the first dimensions, as signature.
-        signature = signature_of("all_gather", dtype_code(array.dtype), rest)
+        signature = signature_of("all_gather", dtype_code(array.dtype), rest, given)
         rows = self._gather_counts(Kind.ALL_GATHER, array.shape[0] if array.shape else 1, signature)
         bounds = bounds_of([row * width for row in rows])
         try:

@@ -163,7 +163,8 @@ class GradientBridge:
             # Not a gradient at all. The ranks agree on that too.
             nothing = partial(_agreed_on_nothing, reduce)
             if compiling:
-                compiled.call(communicator, "reduce gradients", nothing, [], (), tf.int32)
+                results = [((), tf.int32)]
+                compiled.call(communicator, "reduce gradients", lambda: [nothing()], [], results)
             else:
                 with order.in_turn(communicator):
                     agreed = tf.numpy_function(nothing, [], tf.int32, stateful=True)

@@ -2,10 +2,14 @@
 
 In a graph each is one stateful `tf.numpy_function`, eagerly the same Python function is
 called, and in what XLA compiles the engine calls it (`ringreduce.tensorflow.compiled`).
-They run in program order (`ringreduce.tensorflow.order`, which names what is left out), also those
-of the backward pass and of the bridge; and the communicator waits for what its engine was given
-before it begins. So all ranks make the same calls in the same order when they run the same program.
-Nothing travels while tracing.
+They run in program order (`ringreduce.tensorflow.order`), also those of the backward pass and of
+the bridge; and the communicator waits for what its engine was given before it begins. So all ranks
+make the same calls in the same order when they run the same program. Nothing travels while tracing.
+
+Of a backward pass TensorFlow settles the order, by more than the program: where a tape is asked for
+gradients of several targets, by how much else it has recorded. So a collective of a backward pass
+carries the number of the one whose gradient it is, and ranks that come to different ones differ in
+their signatures, which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
 
@@ -31,12 +35,14 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ArrayError, ConfigError
 from ringreduce.payload import bounds_of, checked_root
 from ringreduce.schedule import chunk_bounds
-from ringreduce.tensorflow import compiled, failures, order, xla
-from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow import compiled, failures, numbering, order, xla
+from ringreduce.tensorflow.places import is_in_loop, refuse_unreachable_places
 from ringreduce.types import DTYPE_NAMES, ReduceOp, reduce_op
-from ringreduce.wire import signature_of
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "call", "reduce_scatter"]
+
+# Makes the signature of a call out of whatever must be equal on all ranks.
+_Sign = Callable[..., int]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -59,22 +65,32 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
         RingReduceError: eagerly, what went wrong; out of a graph when that is run
             (`ringreduce.tensorflow.failures`).
     """
+    return _all_reduce(tensor, communicator, op)
+
+
+@tf.autograph.experimental.do_not_convert
+def _all_reduce(
+    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = None
+) -> Any:
+    """`all_reduce`; with `of`, as the gradient of the collective of that number."""
     how, value = reduce_op(op), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray) -> Any:
-        signature = signature_of("all_reduce of a tensor", array.shape)
+    def run(array: np.ndarray, sign: _Sign) -> Any:
+        signature = sign("all_reduce of a tensor", array.shape)
         return communicator.all_reduce(array, how, signature=signature)
 
     @tf.custom_gradient
     def reduced(value: Any) -> Any:
+        result, number = _numbered(communicator, "reduce a tensor", run, value, value.shape, of=of)
+
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             _require_gradient(communicator, "all_reduce", how)
-            return all_reduce(upstream, communicator, how)
+            return _all_reduce(upstream, communicator, how, number)
 
-        return call(communicator, "reduce a tensor", run, value, value.shape), gradient
+        return result, gradient
 
     return reduced(value)
 
@@ -98,26 +114,44 @@ def all_gather(
     Raises:
         As `all_reduce`.
     """
+    return _all_gather(tensor, communicator, counts=counts)
+
+
+@tf.autograph.experimental.do_not_convert
+def _all_gather(
+    tensor: Any,
+    communicator: Communicator,
+    *,
+    counts: Sequence[int] | None = None,
+    of: Any = None,
+) -> Any:
+    """`all_gather`; `of` as for `_all_reduce`."""
     value = _checked(tensor)
     if value.shape.rank == 0:
         value = tf.reshape(value, (1,))
     if communicator.size == 1:
         return tf.identity(value)
 
+    def run(array: np.ndarray, sign: _Sign) -> Any:
+        return communicator.all_gather(array, signature=sign("all_gather of tensors"))
+
     @tf.custom_gradient
     def gathered(value: Any) -> Any:
         known = None if counts is None else list(counts)
         if known is None and xla.is_compiling() and value.shape[0] is not None:
             known = [value.shape[0]] * communicator.size
+        shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
+        result, number = _numbered(communicator, "gather tensors", run, value, shape, of=of)
 
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            each = known or all_gather(tf.shape(value, out_type=tf.int64)[0], communicator)
-            own = _own_rows_of_sum(upstream, each, communicator, value.shape)
+            each = known or _all_gather(
+                tf.shape(value, out_type=tf.int64)[0], communicator, of=number
+            )
+            own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
             return tf.ensure_shape(own, value.shape)
 
-        shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
-        return call(communicator, "gather tensors", communicator.all_gather, value, shape), gradient
+        return result, gradient
 
     return gathered(value)
 
@@ -142,19 +176,21 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray) -> Any:
-        signature = signature_of("broadcast of a tensor", array.shape)
+    def run(array: np.ndarray, sign: _Sign) -> Any:
+        signature = sign("broadcast of a tensor", array.shape)
         return communicator.broadcast(array, source, signature=signature)
 
     @tf.custom_gradient
     def sent(value: Any) -> Any:
+        result, number = _numbered(communicator, "broadcast a tensor", run, value, value.shape)
+
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            total = all_reduce(upstream, communicator)
+            total = _all_reduce(upstream, communicator, of=number)
             # A choice and no condition: gradients of gradients too are made by all ranks.
             return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
-        return call(communicator, "broadcast a tensor", run, value, value.shape), gradient
+        return result, gradient
 
     return sent(value)
 
@@ -190,33 +226,37 @@ def reduce_scatter(
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray) -> np.ndarray:
+    def run(array: np.ndarray, sign: _Sign) -> np.ndarray:
         bounds = chunk_bounds(array.shape[0], communicator.size)
-        return _reduce_rows(communicator, array, bounds, how)
+        return _reduce_rows(communicator, array, bounds, how, sign)
 
     @tf.custom_gradient
     def scattered(value: Any) -> Any:
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            _require_gradient(communicator, "reduce_scatter", how)
-            rows = value.shape[0]
-            counts = None if rows is None else _counts(communicator, rows)
-            whole = all_gather(upstream, communicator, counts=counts)
-            whole = tf.ensure_shape(whole, value.shape)
-            return whole / communicator.size if how is ReduceOp.MEAN else whole
-
         shape = value.shape
         if shape.rank:
             rows = shape[0]
             if rows is not None:
                 rows = _counts(communicator, rows)[communicator.rank]
             shape = tf.TensorShape([rows]).concatenate(shape[1:])
-        return call(communicator, "reduce a tensor", run, value, shape), gradient
+        result, number = _numbered(communicator, "reduce a tensor", run, value, shape)
+
+        @xla.compiled_alike
+        def gradient(upstream: Any) -> Any:
+            _require_gradient(communicator, "reduce_scatter", how)
+            rows = value.shape[0]
+            counts = None if rows is None else _counts(communicator, rows)
+            whole = _all_gather(upstream, communicator, counts=counts, of=number)
+            whole = tf.ensure_shape(whole, value.shape)
+            return whole / communicator.size if how is ReduceOp.MEAN else whole
+
+        return result, gradient
 
     return scattered(value)
 
 
-def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator, own: Any) -> Any:
+def _own_rows_of_sum(
+    tensor: Any, counts: Any, communicator: Communicator, own: Any, of: Any
+) -> Any:
     """Sum over all ranks, and this rank's rows of it: rank r has the next ``counts[r]``.
 
     Args:
@@ -224,30 +264,39 @@ def _own_rows_of_sum(tensor: Any, counts: Any, communicator: Communicator, own: 
         counts: one for each rank, a list where they are known.
         communicator: whose ranks.
         own: the static shape of the result, as far as it is known.
+        of: as for `_all_reduce`.
     """
     known = counts if isinstance(counts, list) else None
 
-    def run(array: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        return _reduce_rows(communicator, array, bounds_of(counts.tolist()), ReduceOp.SUM)
+    def run(array: np.ndarray, counts: np.ndarray, sign: _Sign) -> np.ndarray:
+        bounds = bounds_of(counts.tolist())
+        return _reduce_rows(communicator, array, bounds, ReduceOp.SUM, sign)
 
     @tf.custom_gradient
     def summed(tensor: Any, counts: Any) -> Any:
+        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
+        what = "reduce a tensor"
+        result, number = _numbered(communicator, what, run, tensor, shape, counts, of=of)
+
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            return all_gather(upstream, communicator, counts=known), None
+            return _all_gather(upstream, communicator, counts=known, of=number), None
 
-        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
-        return call(communicator, "reduce a tensor", run, tensor, shape, counts), gradient
+        return result, gradient
 
     return summed(tensor, tf.convert_to_tensor(counts, tf.int64))
 
 
 def _reduce_rows(
-    communicator: Communicator, array: np.ndarray, bounds: Sequence[int], op: ReduceOp
+    communicator: Communicator,
+    array: np.ndarray,
+    bounds: Sequence[int],
+    op: ReduceOp,
+    sign: _Sign,
 ) -> np.ndarray:
     """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
     rank, size, rest = communicator.rank, communicator.size, array.shape[1:]
-    signature = signature_of("reduce_scatter of a tensor", array.shape, tuple(bounds))
+    signature = sign("reduce_scatter of a tensor", array.shape, tuple(bounds))
     own = slice(bounds[rank], bounds[rank + 1])
     lengths = np.diff(bounds)
     longest = int(lengths.max())
@@ -264,15 +313,44 @@ def _reduce_rows(
     return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
 
 
-def call(
+def _numbered(
     communicator: Communicator,
     what: str,
     run: Callable[..., np.ndarray],
     value: Any,
     shape: Any,
     *others: Any,
+    of: Any = None,
+) -> tuple[Any, Any]:
+    """As `call`, for what has a gradient; return its number too, for that to be the gradient of.
+
+    Args:
+        communicator, what, value, shape, others: as for `call`.
+        run: takes, after the arrays, what gives the call its signature.
+        of: the number of the collective whose gradient this is, a tensor; None: of none.
+
+    Returns:
+        The result and its number, an int64 scalar; None where there is none.
+    """
+    numbers = numbering.of(communicator)
+    others = (*others, tf.constant(0, tf.int64) if of is None else of)
+
+    def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
+        *given, origin = arrays
+        number, sign = numbers.next(int(origin))
+        return run(*given, sign), np.int64(number)
+
+    results = [(shape, value.dtype), ((), tf.int64)]
+    result, number = _call(communicator, what, numbered, [value, *others], results)
+    # What a loop leaves for its gradient cannot leave what XLA compiles; and in there the order
+    # of a backward pass follows from that of the forward pass.
+    return result, None if xla.is_compiling() and is_in_loop() else number
+
+
+def call(
+    communicator: Communicator, what: str, run: Callable[..., np.ndarray], value: Any, shape: Any
 ) -> Any:
-    """The result of `run` on a copy of `value`, which may be written to, and on `others`.
+    """The result of `run` on a copy of `value`, which may be written to.
 
     Args:
         communicator: that `run` uses.
@@ -281,27 +359,42 @@ def call(
             on as `tf.errors.OutOfRangeError`.
         value: a tensor; the result has its dtype.
         shape: the static shape of the result.
-        others: further tensors, read only.
     """
+    results = [(shape, value.dtype)]
+    return _call(communicator, what, lambda array: (run(array),), [value], results)[0]
 
-    def on_copy(array: Any, *others: Any) -> np.ndarray:
-        # An array of our own: TensorFlow's may be shared. Scalars come as numpy's.
-        return run(np.array(array), *map(np.asarray, others))
+
+def _call(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    results: Sequence[tuple[Any, Any]],
+) -> list[Any]:
+    """The results of `run`, whose shapes and dtypes are given, on copies of `arguments`."""
+
+    def on_copies(*arrays: Any) -> Sequence[Any]:
+        # Arrays of our own: TensorFlow's may be shared. Scalars come as numpy's.
+        return run(*map(np.array, arrays))
 
     failures.watch(communicator)
     if tf.executing_eagerly():
         try:
-            return tf.convert_to_tensor(on_copy(value.numpy(), *(t.numpy() for t in others)))
+            return [
+                tf.convert_to_tensor(found) for found in on_copies(*(t.numpy() for t in arguments))
+            ]
         except StopIteration as end:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
     refuse_unreachable_places(communicator, what)
     if xla.is_compiling():
-        return compiled.call(communicator, what, run, [value, *others], shape, value.dtype)
+        return compiled.call(communicator, what, run, arguments, results)
+    dtypes = [dtype for _, dtype in results]
     with order.in_turn(communicator):
-        result = tf.numpy_function(on_copy, [value, *others], value.dtype, stateful=True)
-    result.set_shape(shape)
-    order.done(communicator, [result])
-    return result
+        found = tf.numpy_function(on_copies, arguments, dtypes, stateful=True)
+    for result, (shape, _) in zip(found, results, strict=True):
+        result.set_shape(shape)
+    order.done(communicator, found)
+    return list(found)
 
 
 def _checked(tensor: Any) -> Any:

@@ -32,26 +32,26 @@ _calls: weakref.WeakKeyDictionary[Any, list[_Call]] = weakref.WeakKeyDictionary(
 def call(
     communicator: Communicator,
     what: str,
-    run: Callable[..., Any],
+    run: Callable[..., Sequence[Any]],
     arguments: Sequence[Any],
-    shape: Any,
-    dtype: Any,
-) -> Any:
-    """Add a call of `run`, for a graph that XLA will compile; return its result, a tensor.
+    results: Sequence[tuple[Any, Any]],
+) -> list[Any]:
+    """Add a call of `run`, for a graph that XLA will compile; return its results, tensors.
 
     Args:
         communicator: whose engine calls it, as it reduces gradients: one call at a time, in the
             program's order.
         what: it does, for messages.
         run: gets arrays that it may write to, of the shapes and dtypes of `arguments`, and
-            returns one, which is copied.
+            returns some, which are copied.
         arguments: tensors of known shape.
-        shape, dtype: of the result.
+        results: shape and dtype of each.
 
     Raises:
         ConfigError: a shape is not known.
     """
-    for tensor_shape in (tf.TensorShape(shape), *(tensor.shape for tensor in arguments)):
+    shapes = [tf.TensorShape(shape) for shape, _ in results]
+    for tensor_shape in (*shapes, *(tensor.shape for tensor in arguments)):
         if not tensor_shape.is_fully_defined():
             raise ConfigError(
                 f"cannot {what} of shape {tensor_shape} inside a function compiled with "
@@ -65,7 +65,8 @@ def call(
     # Branches and loops belong to the function around them.
     while isinstance(graph, ControlFlowFuncGraph):
         graph = graph.outer_graph
-    made = _Call(communicator, what, run, arguments, tuple(shape), tf.as_dtype(dtype))
+    kinds = [(tuple(shape), tf.as_dtype(dtype)) for shape, dtype in results]
+    made = _Call(communicator, what, run, arguments, kinds)
     _calls.setdefault(graph, []).append(made)
     return made.add(arguments)
 
@@ -77,49 +78,51 @@ class _Call:
         self,
         communicator: Communicator,
         what: str,
-        run: Callable[..., Any],
+        run: Callable[..., Sequence[Any]],
         arguments: Sequence[Any],
-        shape: tuple[int, ...],
-        dtype: Any,
+        results: Sequence[tuple[tuple[int, ...], Any]],
     ) -> None:
         self._communicator = communicator
-        self._result = (shape, dtype)
+        self._results = results
         places, end = [], 0
-        for given, kind in (*((tuple(t.shape), t.dtype) for t in arguments), self._result):
+        for given, kind in (*((tuple(t.shape), t.dtype) for t in arguments), *results):
             numpy_dtype = np.dtype(kind.as_numpy_dtype)
             nbytes = math.prod(given) * numpy_dtype.itemsize
             places.append((end, nbytes, given, numpy_dtype))
             end += nbytes + -nbytes % ALIGNMENT
         memory = communicator.empty(end, np.uint8)
-        *given_arrays, result = (
+        arrays = [
             memory[start : start + nbytes].view(numpy_dtype).reshape(given)
             for start, nbytes, given, numpy_dtype in places
-        )
+        ]
+        count = len(arguments)
         spans = [(start, nbytes) for start, nbytes, *_ in places]
         engine = communicator.engine
         assert engine.native is not None
-        self._number = engine.native.register([Layout(memory, end, spans[:-1], spans[-1:])])
+        self._number = engine.native.register([Layout(memory, end, spans[:count], spans[count:])])
 
         def reduce(_: BucketItem) -> None:
             try:
-                found = np.asarray(run(*given_arrays))
+                returned = run(*arrays[:count])
             except RingReduceError as error:
                 if communicator.failure is None:
                     raise RoundFailed(str(error)) from error
                 raise
-            if found.shape != result.shape:
-                raise _other_shape(communicator, what, result.shape, found.shape)
-            np.copyto(result, found)
+            for result, value in zip(arrays[count:], returned, strict=True):
+                found = np.asarray(value)
+                if found.shape != result.shape:
+                    raise _other_shape(communicator, what, result.shape, found.shape)
+                np.copyto(result, found)
 
         engine.serve(self._number, reduce)
         weakref.finalize(self, engine.forget, self._number).atexit = False
 
-    def add(self, arguments: Sequence[Any]) -> Any:
+    def add(self, arguments: Sequence[Any]) -> list[Any]:
         """Add the call to the graph that is being traced."""
         started = xla.start(self._number, 0, arguments, order.token(self._communicator))
-        result, token = xla.wait(self._number, 0, [self._result], [started])
+        *found, token = xla.wait(self._number, 0, self._results, [started])
         order.follow(self._communicator, token)
-        return result
+        return found
 
 
 def _other_shape(

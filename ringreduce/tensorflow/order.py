@@ -27,6 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_resource_variable_ops as resources
 from tensorflow.python.ops import gradients_util, while_v2
 
@@ -172,14 +173,17 @@ def _order_backward_passes() -> None:
 
 def _turns_in(graph: Any) -> Iterator[tuple[Any, Any]]:
     """What stands for a turn in `graph`, and that turn; TensorFlow may bring one in twice."""
-    for origin, seen in graph.captures:
+
+    @functools.cache
+    def outside_of(inner: Any) -> dict[int, Any]:
+        return {id(seen): origin for origin, seen in getattr(inner, "captures", ())}
+
+    turns = {id(turn) for turn in _turns.values()}
+    for origin, seen in graph.captures if isinstance(graph, FuncGraph) else ():
         if seen.dtype != tf.resource:
             continue
-        while not isinstance(origin, tf_ops.EagerTensor):
-            outside = {id(inner): outer for outer, inner in origin.graph.captures}
-            if id(origin) not in outside:
-                break
-            origin = outside[id(origin)]
-        else:
-            if any(origin is turn for turn in _turns.values()):
-                yield seen, origin
+        while origin is not None and id(origin) not in turns:
+            eager = isinstance(origin, tf_ops.EagerTensor)
+            origin = None if eager else outside_of(origin.graph).get(id(origin))
+        if origin is not None:
+            yield seen, origin

@@ -11,6 +11,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
     ControlFlowFuncGraph,
+    WhileBodyFuncGraph,
     WhileCondFuncGraph,
 )
 
@@ -18,7 +19,7 @@ from ringreduce.communicator import Communicator
 from ringreduce.errors import ConfigError
 from ringreduce.tensorflow import xla
 
-__all__ = ["refuse_unreachable_places", "vouch_for_branch"]
+__all__ = ["is_in_loop", "refuse_unreachable_places", "vouch_for_branch"]
 
 _GRADIENTS = "reduce gradients"
 _vouched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -28,6 +29,16 @@ def vouch_for_branch() -> None:
     """Say of the branch of `tf.cond` that is being traced that all ranks take it together."""
     if not tf.executing_eagerly():
         _vouched.add(tf_ops.get_default_graph())
+
+
+def is_in_loop() -> bool:
+    """Whether the graph that is being traced, or one around it, is the body of a loop."""
+    graph = tf_ops.get_default_graph()
+    while isinstance(graph, FuncGraph):
+        if isinstance(graph, WhileBodyFuncGraph):
+            return True
+        graph = graph.outer_graph
+    return False
 
 
 def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS) -> None:

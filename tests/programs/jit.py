@@ -333,11 +333,11 @@ def an_error_that_breaks_nothing():
         if not turns[-1]:
             raise ArrayError("cannot do this the first time")
         comm.all_reduce(array)
-        return array
+        return [array]
 
     @tf.function(jit_compile=True)
     def step(value):
-        return compiled.call(comm, "try", run, [value], (2,), tf.float32)
+        return compiled.call(comm, "try", run, [value], [((2,), tf.float32)])[0]
 
     say("refused", **error_of(lambda: step(tf.constant([1.0, 2.0]))))
     say("after refused", total=step(tf.constant([1.0, 2.0])).numpy().tolist())
