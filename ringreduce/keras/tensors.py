@@ -29,10 +29,8 @@ def all_reduce(
     """Reduce a tensor, or each of a structure, over all ranks; all get the same result.
 
     Works eagerly and inside `tf.function`, `tf.while_loop` included; all ranks must call it at
-    the same place, and all ask for its gradient, or none. Take gradients of functions and loops
-    that call it in the same `tf.function`: elsewhere their backward passes have no order. The
-    gradient of sums is the sum of all ranks' gradients, that of means their mean. Results are
-    bit-identical on all ranks.
+    the same place, and all ask for its gradient, or none. That of sums is the sum of all
+    ranks' gradients, that of means their mean. Results are bit-identical on all ranks.
 
     Args:
         tensor: anything `tf.convert_to_tensor` takes, or a nested structure of such: a list, a
@@ -50,7 +48,8 @@ def all_reduce(
             ``jit_compile=True`` where XLA cannot call the ring, does not know the shape, or in the
             condition of a loop; in a graph of TensorFlow 1; when the gradient of min, max or
             product is asked for.
-        MismatchError: the ranks make different calls, or pass different shapes or dtypes.
+        MismatchError: the ranks make different calls, or pass different shapes or dtypes; or
+            come to the gradients of several targets of a tape in different orders.
         PeerError: another rank failed, or did not make the call in time.
         ClosedError: `init` was not called.
     """

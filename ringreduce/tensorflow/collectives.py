@@ -325,8 +325,9 @@ def _numbered(
     """As `call`, for what has a gradient; return its number too, for that to be the gradient of.
 
     Args:
-        communicator, what, value, shape, others: as for `call`.
-        run: takes, after the arrays, what gives the call its signature.
+        communicator, what, value, shape: as for `call`.
+        run: gets arrays, of `value` and of `others`, and what gives the call its signature.
+        others: further tensors.
         of: the number of the collective whose gradient this is, a tensor; None: of none.
 
     Returns:
