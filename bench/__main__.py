@@ -14,7 +14,7 @@ from bench import sweep
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
 from bench.systems import ENTRIES
-from ringreduce.cli import Transport
+from ringreduce.commands.cli import Transport
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringreduce import Communicator
-from ringreduce.schedule import chunk_bounds
+from ringreduce.pure.schedule import chunk_bounds
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench import report
 from bench.facts import facts
-from ringreduce.launch import supervisor
+from ringreduce.commands.launch import supervisor
 
 COLUMNS = f"{'size':>11} {'count':>11} {'type':>9} {'op':>7} {'time':>10} {'p99':>10} " + (
     f"{'algbw':>7} {'busbw':>7} {'#wrong':>6}"

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.turns import TURN_TIMEOUT_S, Process
-from ringreduce import native
-from ringreduce.config import Config, worker_environment
-from ringreduce.launch.supervisor import default_threads
+from ringreduce.commands.launch.supervisor import default_threads
+from ringreduce.effects import native
+from ringreduce.vocabulary.config import Config, worker_environment
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 WORKER = (sys.executable, "-m", "bench.system_worker")

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ringreduce._version import __version__
-from ringreduce.config import Config
-from ringreduce.errors import (
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import (
     ArrayError,
     ClosedError,
     ConfigError,
@@ -27,8 +27,8 @@ from ringreduce.errors import (
 )
 
 if TYPE_CHECKING:
-    from ringreduce.communicator import Communicator, Statistics
-    from ringreduce.process import (
+    from ringreduce.communicator.communicator import Communicator, Statistics
+    from ringreduce.communicator.process import (
         default_communicator,
         init,
         is_initialized,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
-    from ringreduce.types import ReduceOp
+    from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = [
     "ArrayError",
@@ -69,11 +69,11 @@ __all__ = [
     "size",
 ]
 
-_PROCESS = "ringreduce.process"
+_PROCESS = "ringreduce.communicator.process"
 _LATER = {
-    "Communicator": "ringreduce.communicator",
-    "Statistics": "ringreduce.communicator",
-    "ReduceOp": "ringreduce.types",
+    "Communicator": "ringreduce.communicator.communicator",
+    "Statistics": "ringreduce.communicator.communicator",
+    "ReduceOp": "ringreduce.vocabulary.types",
 } | dict.fromkeys(
     (
         "default_communicator",

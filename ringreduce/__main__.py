@@ -1,5 +1,5 @@
 """``python -m ringreduce``, the same as the ``ringreduce`` command."""
 
-from ringreduce.cli import main
+from ringreduce.commands.cli import main
 
 main()

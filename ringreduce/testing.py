@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ringreduce.communicator import Communicator
-from ringreduce.config import Config
-from ringreduce.launch import supervisor
+from ringreduce.commands.launch import supervisor
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.vocabulary.config import Config
 
 __all__ = ["JobResult", "ring_of_processes", "ring_of_threads"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import zmq
 
-from ringreduce import wire
+from ringreduce.pure import wire
 
 __all__ = ["STRANGERS", "blast", "mutate_bytes", "mutate_frame"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from ringreduce.types import DTYPE_NAMES, ReduceOp
+from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 DTYPES = {
     name: np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

@@ -18,8 +18,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ringreduce import rendezvous
-from ringreduce.config import Config
+from ringreduce.bootstrap import rendezvous
+from ringreduce.vocabulary.config import Config
 from tests.processes import Process, clean_environment, wait_until
 from tests.proxy import Proxy, ask
 

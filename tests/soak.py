@@ -32,8 +32,8 @@ from typing import Any
 
 import psutil
 
-from ringreduce import native
-from ringreduce.config import Config
+from ringreduce.effects import native
+from ringreduce.vocabulary.config import Config
 from tests.figures import record
 from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
 
@@ -57,7 +57,7 @@ WORKER = """
 import json, os, sys, time
 import numpy as np
 import ringreduce as rr
-from ringreduce.schedule import chunk_bounds
+from ringreduce.pure.schedule import chunk_bounds
 
 def say(**facts):
     os.write(1, (json.dumps(facts) + "\\n").encode())

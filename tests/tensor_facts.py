@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ringreduce import native
+from ringreduce.effects import native
 from tests import facts
 
 SIZES = (1, 2, 3)

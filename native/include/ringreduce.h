@@ -16,7 +16,7 @@ extern "C" {
 
 #define RR_EXPORT __attribute__((visibility("default")))
 
-/* Counted up with every change of this header; ringreduce/native.py names the one it needs. */
+/* Counted up with every change of this header; ringreduce/effects/native.py names the one it needs. */
 #define RR_ABI 4
 
 /* What functions return. Errors of the system come as -errno. */
@@ -73,7 +73,7 @@ enum {
     RR_SHM_SIZE_MAX = 1024, /* ranks on one host */
 };
 
-/* Element types: their codes in frame headers (ringreduce/types.py). */
+/* Element types: their codes in frame headers (ringreduce/vocabulary/types.py). */
 enum {
     RR_FLOAT16 = 1,
     RR_BFLOAT16,
@@ -133,7 +133,7 @@ enum {
 };
 
 typedef struct {
-    uint64_t header[8]; /* as in a frame (ringreduce/wire.py); equal on all ranks but for
+    uint64_t header[8]; /* as in a frame (ringreduce/pure/wire.py); equal on all ranks but for
                            the rank in word 2; word 3, the sequence, is filled in */
     uint32_t action;    /* RR_ALL_REDUCE, ... */
     uint32_t dtype;

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ringreduce.errors import RingReduceError
+from ringreduce.pure.wire import Kind
 from ringreduce.transport.base import Flow, Traffic
-from ringreduce.types import ReduceOp
-from ringreduce.wire import Kind
+from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Collectives"]
 

@@ -12,12 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ringreduce.errors import RingReduceError
-from ringreduce.schedule import Action, chunk_bounds
+from ringreduce.pure.schedule import Action, chunk_bounds
+from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.base import Flow, Traffic
 from ringreduce.transport.shm import HostCall, HostLink
-from ringreduce.types import ReduceOp, dtype_code
-from ringreduce.wire import Header, Kind, signature_of
+from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 __all__ = ["Host"]
 

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringreduce import kernels
 from ringreduce.collectives.host import Host
 from ringreduce.collectives.ring import Ring
-from ringreduce.errors import RingReduceError
-from ringreduce.payload import bounds_of
-from ringreduce.placement import Placement
-from ringreduce.schedule import chunk_bounds
+from ringreduce.pure import kernels
+from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.placement import Placement
+from ringreduce.pure.schedule import chunk_bounds
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.base import Flow, Traffic
-from ringreduce.types import ReduceOp, dtype_code, is_half
-from ringreduce.wire import Kind, signature_of
+from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["Levels"]
 

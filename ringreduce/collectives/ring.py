@@ -3,7 +3,7 @@
 Small messages do not go round: each rank gets all ranks' whole buffers in a few long strides
 (`schedule.exchange`) and reduces them itself, in rank order.
 
-Arguments are taken as checked (`ringreduce.communicator` does that): one-dimensional,
+Arguments are taken as checked (`ringreduce.communicator.communicator` does that): one-dimensional,
 contiguous, equal on all ranks where they must be. Every method is one or a few passes
 around the ring; each pass has the next sequence number, and so has each exchange.
 
@@ -19,12 +19,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ringreduce import kernels, schedule
-from ringreduce.errors import RingReduceError
+from ringreduce.pure import kernels, schedule
+from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.base import ExchangeCall, Flow, Link, RingCall, Traffic
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
-from ringreduce.types import ReduceOp, dtype_code, is_half
-from ringreduce.wire import Header, Kind, signature_of
+from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["Ring"]
 

@@ -11,7 +11,15 @@ from typing import NoReturn
 
 import keras
 
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.process import (
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from ringreduce.keras import callbacks
 from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.compression import Compression
@@ -35,15 +43,7 @@ from ringreduce.keras.tensors import (
     reduce_scatter,
 )
 from ringreduce.keras.weighting import step_weight
-from ringreduce.process import (
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = [
     "Compression",

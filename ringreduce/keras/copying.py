@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.errors import ConfigError
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["CopiedState", "Description"]
 

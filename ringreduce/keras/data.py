@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
-from ringreduce.process import default_communicator
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["shard"]
 

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce import tensorflow as bridge
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.metric_states import (
     MetricStates,
     combined_results,
@@ -28,7 +28,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.process import default_communicator
+from ringreduce.vocabulary.errors import ConfigError, MismatchError
 
 __all__ = ["evaluate", "predict"]
 

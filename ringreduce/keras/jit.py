@@ -15,9 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringreduce.errors import ConfigError
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.step import Place, put_around
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["compile_gradients"]
 

@@ -18,14 +18,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
-from ringreduce.process import default_communicator
+from ringreduce.vocabulary.errors import ConfigError, MismatchError
 
 __all__ = ["join", "joined"]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError
-from ringreduce.types import ReduceOp
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
 

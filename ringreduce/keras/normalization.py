@@ -17,12 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
-from ringreduce.process import default_communicator
 from ringreduce.tensorflow import collectives, xla
 from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["SyncBatchNormalization"]
 

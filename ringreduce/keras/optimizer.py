@@ -29,19 +29,19 @@ import tensorflow as tf
 from keras.src.saving import object_registration
 
 from ringreduce import tensorflow as bridge
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.copying import Description
 from ringreduce.keras.horovod import advice_on_option
 from ringreduce.keras.loss_scale import turn_inside_out
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.wrapper import Wrapper
-from ringreduce.process import default_communicator
 from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.sparse import with_shape
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = [
     "DistributedOptimizer",
@@ -335,7 +335,7 @@ class DistributedOptimizer(Wrapper):
             self._broadcast(list(variables))
 
     def _is_formed(self) -> bool:
-        from ringreduce.process import is_initialized
+        from ringreduce.communicator.process import is_initialized
 
         return self._communicator is not None or is_initialized()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from ringreduce.communicator import Communicator
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 

@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.process import default_communicator
-from ringreduce.wire import signature_of
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.pure.wire import signature_of
 
 __all__ = ["fold_seeds", "is_seed_state", "make_different", "seed_states_in_use"]
 

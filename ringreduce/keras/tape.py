@@ -8,14 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce import tensorflow as bridge
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ringreduce.process import default_communicator
 from ringreduce.tensorflow.accumulation import Kind, weighted
 from ringreduce.tensorflow.sparse import with_shape
 from ringreduce.tensorflow.variables import path_of
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["DistributedGradientTape"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.process import default_communicator
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow import collectives
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = [
     "all_gather",

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
-from ringreduce.process import default_communicator
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow import collectives
 from ringreduce.tensorflow.xla import is_compiling
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Weight", "current", "exchanged", "step_weight", "using"]
 

@@ -28,17 +28,17 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.buckets import BucketPlan, GradientSpec, first_difference
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, MismatchError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
+from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow import compiled, failures, ops, order, xla
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.tensorflow.sparse import SparseMean, as_tensors
-from ringreduce.types import ReduceOp, dtype_code
-from ringreduce.wire import signature_of
+from ringreduce.vocabulary.errors import ConfigError, MismatchError
+from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 __all__ = ["COMPRESSIONS", "GradientBridge"]
 
@@ -46,8 +46,8 @@ __all__ = ["COMPRESSIONS", "GradientBridge"]
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
 
-# 16-bit floats are added up in float32 (`ringreduce.kernels`), and the sum is divided before it is
-# rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
+# 16-bit floats are added up in float32 (`ringreduce.pure.kernels`), and the sum is divided before
+# it is rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
 COMPRESSIONS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 

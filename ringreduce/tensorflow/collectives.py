@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ArrayError, ConfigError
-from ringreduce.payload import bounds_of, checked_root
-from ringreduce.schedule import chunk_bounds
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.payload import bounds_of, checked_root
+from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.tensorflow import compiled, failures, numbering, order, xla
 from ringreduce.tensorflow.places import is_in_loop, refuse_unreachable_places
-from ringreduce.types import DTYPE_NAMES, ReduceOp, reduce_op
+from ringreduce.vocabulary.errors import ArrayError, ConfigError
+from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "call", "reduce_scatter"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ClosedError, RingReduceError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
 __all__ = ["watch"]
 

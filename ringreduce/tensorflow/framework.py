@@ -8,7 +8,7 @@ import os
 
 import tensorflow as tf
 
-from ringreduce import native
+from ringreduce.effects import native
 
 __all__ = ["why_not_registered"]
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from ringreduce.buckets import ALIGNMENT
+from ringreduce.pure.buckets import ALIGNMENT
 
 __all__ = ["Memory"]
 

@@ -9,9 +9,9 @@ import itertools
 import weakref
 from collections.abc import Callable
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError
-from ringreduce.wire import signature_of
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.wire import signature_of
+from ringreduce.vocabulary.errors import MismatchError
 
 __all__ = ["Numbers", "of"]
 

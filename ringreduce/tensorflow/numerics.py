@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import kernels
-from ringreduce.buckets import BucketPlan, GradientSpec
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError, NumericsError
-from ringreduce.schedule import chunk_bounds
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure import kernels
+from ringreduce.pure.buckets import BucketPlan, GradientSpec
+from ringreduce.pure.schedule import chunk_bounds
+from ringreduce.vocabulary.errors import ConfigError, NumericsError
 
 __all__ = ["MODES", "NumericsCheck"]
 

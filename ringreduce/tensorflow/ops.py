@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_def_library
 
-from ringreduce import native
+from ringreduce.effects import native
 from ringreduce.tensorflow import framework
 
 __all__ = ["are_available", "start", "wait"]

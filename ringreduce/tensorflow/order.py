@@ -31,7 +31,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_resource_variable_ops as resources
 from tensorflow.python.ops import gradients_util, while_v2
 
-from ringreduce.communicator import Communicator
+from ringreduce.communicator.communicator import Communicator
 
 __all__ = ["done", "follow", "in_turn", "token"]
 

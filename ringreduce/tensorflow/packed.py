@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.buckets import BucketPlan
-from ringreduce.communicator import Communicator
-from ringreduce.handover import BucketItem, Layout
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects.handover import BucketItem, Layout
+from ringreduce.pure.buckets import BucketPlan
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["PackedPlan"]
 

@@ -15,9 +15,9 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import (
     WhileCondFuncGraph,
 )
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import xla
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["is_in_loop", "refuse_unreachable_places", "vouch_for_branch"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError, RingReduceError
+from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.variables import path_of, value_of
+from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 
 __all__ = ["verify_replicas"]
 

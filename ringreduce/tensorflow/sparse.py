@@ -6,7 +6,8 @@ duplicates, and other rows on every rank. In each step
     merge duplicates -> tell all how many rows are left -> gather rows, or reduce the table
 
 The numbers of rows are exchanged for all sparse gradients together, under the plan's signature.
-From them each rank makes the same choice for each gradient (`ringreduce.buckets.gathers_rows`).
+From them each rank makes the same choice for each gradient
+(`ringreduce.pure.buckets.gathers_rows`).
 Gathered rows of all gradients travel in one message; every rank adds them up in rank order, so
 that all get the same bits. A row that only some ranks have is divided by the number of ranks
 all the same: the others' gradient is zero there.
@@ -25,14 +26,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce import kernels
-from ringreduce.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ArrayError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure import kernels
+from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
 from ringreduce.tensorflow import order
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.errors import ArrayError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["SparseMean", "as_tensors", "with_shape"]
 

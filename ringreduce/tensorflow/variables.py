@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.buckets import GradientSpec, first_difference
-from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError
-from ringreduce.wire import signature_of
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.buckets import GradientSpec, first_difference
+from ringreduce.pure.wire import signature_of
+from ringreduce.vocabulary.errors import MismatchError
 
 __all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
 

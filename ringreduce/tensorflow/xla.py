@@ -21,7 +21,7 @@ from tensorflow.compiler.tf2xla.python import xla as tf2xla
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_ops, control_flow_util
 
-from ringreduce import native
+from ringreduce.effects import native
 from ringreduce.tensorflow import framework
 
 __all__ = ["Started", "compiled_alike", "is_compiling", "start", "wait", "why_not"]

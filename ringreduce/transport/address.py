@@ -6,8 +6,8 @@ import ipaddress
 import re
 import socket
 
-from ringreduce.config import Config, host_and_port
-from ringreduce.errors import RendezvousError
+from ringreduce.vocabulary.config import Config, host_and_port
+from ringreduce.vocabulary.errors import RendezvousError
 
 __all__ = ["endpoint", "is_loopback", "listens_on_loopback", "resolve", "unreachable"]
 

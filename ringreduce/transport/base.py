@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ringreduce.errors import RingReduceError
-from ringreduce.schedule import FORWARD, Exchange, Schedule
-from ringreduce.wire import Header, Kind, encode
+from ringreduce.pure.schedule import FORWARD, Exchange, Schedule
+from ringreduce.pure.wire import Header, Kind, encode
+from ringreduce.vocabulary.errors import RingReduceError
 
 __all__ = ["ExchangeCall", "Flow", "Link", "RingCall", "Traffic"]
 

@@ -7,7 +7,7 @@ of one means that the rank at its other end has died, unless it said before that
     previous rank  <--- PULL/PUSH --->  this rank  <--- PULL/PUSH --->  next rank
 
 Threads: made and connected by the thread that forms the ring, then used by the watcher's
-alone (`ringreduce.watch`), which closes it; `wake` is for any.
+alone (`ringreduce.engine.watch`), which closes it; `wake` is for any.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Collection, Sequence
 
 import zmq
 
-from ringreduce.errors import RendezvousError
 from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.security import Security
+from ringreduce.vocabulary.errors import RendezvousError
 
 __all__ = ["CONTROL_CHANNELS", "Control"]
 

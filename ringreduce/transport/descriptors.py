@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from ringreduce.errors import ConfigError, RendezvousError
+from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
 __all__ = ["needed", "reserve", "shortage_explained"]
 

@@ -1,7 +1,7 @@
 """An exchange of rows in a few long strides, compiled: the short way for small messages.
 
 In each step a rank sends all rows it holds so far to the rank `distance` places after it and
-gets as many from the rank as far before it (`ringreduce.schedule.exchange`):
+gets as many from the rank as far before it (`ringreduce.pure.schedule.exchange`):
 
       rank - distance                    this rank                     rank + distance
       --------------->  header == expected?  copy behind our rows   row 0 ... --------->
@@ -18,7 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from ringreduce.checksum import crc32c
+from ringreduce.pure.checksum import crc32c
 from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq_msg_init_size
 from ringreduce.transport.loop import (
     BYTES_RECEIVED,

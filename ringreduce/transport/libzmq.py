@@ -24,7 +24,7 @@ import zmq
 import zmq.backend
 from numba import carray, cfunc, types
 
-from ringreduce.errors import NativeError
+from ringreduce.vocabulary.errors import NativeError
 
 __all__ = [
     "count_release_address",

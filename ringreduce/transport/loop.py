@@ -37,8 +37,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from ringreduce.checksum import crc32c
-from ringreduce.kernels import call_kernel
+from ringreduce.pure.checksum import crc32c
+from ringreduce.pure.kernels import call_kernel
 from ringreduce.transport.libzmq import (
     memcpy,
     sched_yield,

@@ -6,8 +6,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ringreduce import errors
-from ringreduce.errors import MismatchError, PeerLostError, ProtocolError, RingReduceError
+from ringreduce.vocabulary import errors
+from ringreduce.vocabulary.errors import (
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    RingReduceError,
+)
 
 __all__ = [
     "GOODBYE_BYTES_MAX",

@@ -34,9 +34,9 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from ringreduce.config import Config
-from ringreduce.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.transport.address import is_loopback, resolve
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
 __all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Doorkeeper", "Security"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.errors import NativeError
-from ringreduce.native import declare, library
+from ringreduce.effects.native import declare, library
+from ringreduce.vocabulary.errors import NativeError
 
 __all__ = ["Heap", "Segment", "functions", "heap_bytes"]
 

@@ -21,20 +21,20 @@ from typing import Any, cast
 
 import numpy as np
 
-from ringreduce import wire
-from ringreduce.errors import (
+from ringreduce.pure import wire
+from ringreduce.pure.schedule import Action
+from ringreduce.pure.wire import Header, Kind, encode
+from ringreduce.transport.base import Flow, Traffic
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
+from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
+from ringreduce.transport.unix import Mesh, memory_domain
+from ringreduce.vocabulary.errors import (
     MismatchError,
     PeerLostError,
     PeerTimeoutError,
     ProtocolError,
     RingReduceError,
 )
-from ringreduce.schedule import Action
-from ringreduce.transport.base import Flow, Traffic
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
-from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
-from ringreduce.transport.unix import Mesh, memory_domain
-from ringreduce.wire import Header, Kind, encode
 
 __all__ = ["HostCall", "HostLink"]
 

@@ -17,9 +17,9 @@ import struct
 import time
 from collections.abc import Sequence
 
-from ringreduce.errors import RendezvousError
 from ringreduce.transport import inherited
 from ringreduce.transport.news import GOODBYE_BYTES_MAX
+from ringreduce.vocabulary.errors import RendezvousError
 
 __all__ = ["Mesh", "memory_domain"]
 

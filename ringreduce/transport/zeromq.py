@@ -22,8 +22,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import zmq
 
-from ringreduce import schedule, wire
-from ringreduce.errors import (
+from ringreduce.pure import schedule, wire
+from ringreduce.transport import exchange, inherited, libzmq, loop
+from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
+from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
+from ringreduce.transport.security import Security
+from ringreduce.vocabulary.errors import (
     ClosedError,
     CorruptionError,
     MismatchError,
@@ -33,11 +38,6 @@ from ringreduce.errors import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.transport import exchange, inherited, libzmq, loop
-from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
-from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
-from ringreduce.transport.security import Security
 
 __all__ = ["ZmqLink", "distances"]
 

@@ -15,7 +15,7 @@ from shared import error_of, say
 import ringreduce.keras as rr
 from ringreduce.keras import tape as tapes
 from ringreduce.tensorflow import xla
-from ringreduce.types import DTYPE_NAMES
+from ringreduce.vocabulary.types import DTYPE_NAMES
 
 comm = rr.init()
 rank, size = comm.rank, comm.size

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 
 from ringreduce import tensorflow as bridge
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.optimizer import build_optimizer_here
-from ringreduce.process import default_communicator
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Broadcast", "broadcast_state", "count_built", "shared_state"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
-from ringreduce.process import default_communicator
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["Forwarding", "OnRankZero", "checked"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import MismatchError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.metric_states import (
     MetricStates,
     combined_results,
@@ -16,7 +16,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.process import default_communicator
+from ringreduce.vocabulary.errors import MismatchError
 
 __all__ = ["MetricAverage"]
 

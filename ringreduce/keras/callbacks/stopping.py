@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.communicator import Communicator
-from ringreduce.process import default_communicator
-from ringreduce.types import ReduceOp
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["StopTogether"]
 

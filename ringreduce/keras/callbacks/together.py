@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.forwarding import Forwarding, OnRankZero, checked
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
@@ -17,8 +17,8 @@ from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.stopping import StopTogether
 from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds
-from ringreduce.process import default_communicator
-from ringreduce.types import ReduceOp
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Together"]
 

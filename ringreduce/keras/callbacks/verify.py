@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from ringreduce import tensorflow as bridge
-from ringreduce.communicator import Communicator
-from ringreduce.errors import ConfigError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.callbacks.broadcast import shared_state
-from ringreduce.process import default_communicator
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["VerifyReplicas", "verify_replicas"]
 

@@ -1,0 +1,1 @@
+"""The command line: starts workers, and explains how a job failed."""

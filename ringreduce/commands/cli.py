@@ -1,0 +1,139 @@
+"""The command line: ``ringreduce run -n 4 train.py``, also as ``python -m ringreduce``."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ringreduce._version import __version__
+from ringreduce.commands.launch import supervisor
+from ringreduce.vocabulary.config import log_dir_wanted
+from ringreduce.vocabulary.errors import RingReduceError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Data-parallel training over a ring of processes.",
+)
+
+
+class Transport(str, enum.Enum):
+    """`config.TRANSPORTS`, as typer wants choices."""
+
+    auto = "auto"
+    shm = "shm"
+    zmq = "zmq"
+
+
+class Encryption(str, enum.Enum):
+    """`config.ENCRYPTIONS`, as typer wants choices."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ringreduce {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and leave.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+# What follows the script is the script's, options too.
+@app.command(context_settings={"allow_interspersed_args": False}, no_args_is_help=True)
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The program and its arguments.")
+    ],
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Workers to start.")] = 1,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
+    ] = False,
+    threads_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute threads of each worker [default: cores / workers]."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds without progress before a collective gives up."),
+    ] = None,
+    transport: Annotated[
+        Transport | None,
+        typer.Option(help="How ranks reach each other [default: auto]."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for what workers print, and for flight records."),
+    ] = None,
+    encryption: Annotated[
+        Encryption | None,
+        typer.Option(help="Whether data between ranks is encrypted [default: auto]."),
+    ] = None,
+) -> None:
+    """Run a script as N workers on this host that form a ring.
+
+    Every line they print begins with the rank that wrote it. When one fails, all are
+    stopped, and the first failure in time is shown and gives the exit code.
+    """
+    program = [sys.executable, *(["-m"] if module else []), *command]
+    try:
+        code = supervisor.run(
+            program,
+            workers,
+            threads=threads_per_worker,
+            timeout_s=timeout,
+            transport=None if transport is None else transport.value,
+            log_dir=str(log_dir or log_dir_wanted()) or None,
+            encryption=None if encryption is None else encryption.value,
+        )
+    except RingReduceError as error:
+        typer.echo(f"ringreduce: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(code)
+
+
+@app.command(no_args_is_help=True)
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --log-dir was.")],
+) -> None:
+    """Say from all ranks' flight records who stood where, and which rank is the culprit.
+
+    Ranks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.
+    """
+    # Loaded here: `run` has no use for it.
+    from ringreduce.commands.report.records import read_records
+    from ringreduce.commands.report.view import show
+
+    try:
+        records = read_records(folder)
+    except RingReduceError as error:
+        typer.echo(f"ringreduce: {error}", err=True)
+        raise typer.Exit(2) from error
+    show(records)
+
+
+def main() -> None:
+    """Entry point of the ``ringreduce`` command."""
+    app(prog_name="ringreduce")

@@ -1,0 +1,1 @@
+"""The public object, how it is formed, and the process's default one."""

@@ -1,0 +1,222 @@
+"""How a rank comes by its collectives: what it offers, whom it meets, what is chosen.
+
+A rank first makes what it can be reached by (a port, and memory to share where that can be
+had), so that the meeting tells everybody everything. Then all ranks make the same choice
+from the same table, without another word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ringreduce.bootstrap import rendezvous
+from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.host import Host
+from ringreduce.collectives.levels import Levels
+from ringreduce.collectives.ring import Ring
+from ringreduce.effects import native
+from ringreduce.pure import checksum
+from ringreduce.pure.liveness import message_bytes_max
+from ringreduce.pure.placement import Placement, place
+from ringreduce.transport import descriptors
+from ringreduce.transport.address import listens_on_loopback
+from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.security import Security
+from ringreduce.transport.shm import HostLink
+from ringreduce.transport.zeromq import ZmqLink, distances
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
+
+__all__ = ["Formed", "form"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """What `form` has made.
+
+    Attributes:
+        collectives: ready to be called.
+        control: connected with both neighbours.
+        transport: ``shm``, ``zmq`` or ``shm+zmq``.
+        shares_memory: whether this rank shares memory with another.
+        local_rank, local_size: this rank's place on its host, as the table has it.
+        finish: call it after the first barrier; until then rank 0 may still be answering, and
+            ranks may still be connecting. Nobody can afterwards.
+    """
+
+    collectives: Collectives
+    control: Control
+    transport: str
+    shares_memory: bool
+    local_rank: int
+    local_size: int
+    finish: Callable[[], None]
+
+
+def form(config: Config) -> Formed:
+    """Meet all ranks and connect with those that this one will speak to.
+
+    Raises:
+        As `ringreduce.communicator.communicator.Communicator`.
+    """
+    security = Security.of(config)
+    channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(config.size, channels, config.streams)
+    descriptors.reserve(count, rank=config.rank, size=config.size)
+    with (
+        descriptors.shortage_explained(rank=config.rank, size=config.size),
+        contextlib.ExitStack() as undo,
+    ):
+        shared = _shared_memory(config)
+        if shared is not None:
+            undo.callback(shared.close)
+        bind = rendezvous.bind_address(config)
+        link = ZmqLink(
+            rank=config.rank,
+            size=config.size,
+            bind=bind,
+            segment_bytes=config.segment_bytes,
+            timeout_s=config.timeout_s,
+            streams=config.streams,
+            security=security,
+        )
+        undo.callback(link.close)
+        control = Control(
+            rank=config.rank,
+            size=config.size,
+            bind=bind,
+            word_bytes_max=message_bytes_max(config.size),
+            link_timeout_s=config.link_timeout_s,
+            security=security,
+        )
+        undo.callback(control.close)
+
+        def meanwhile() -> None:
+            link.read_events()
+            control.read_events()
+
+        memory = shared.name if shared else ""
+        table, leave = rendezvous.meet(
+            config, link.address, control.address, memory, security, meanwhile
+        )
+        undo.callback(leave)
+        security.learn(table.keys)
+        domains = tuple(name.rpartition("/")[0] for name in table.memory)
+        placement = place(table.hosts, domains)
+        _refuse_impossible(config, placement)
+        control.connect(table.controls)
+        collectives = _connect(config, table, placement, link, shared)
+        undo.pop_all()
+
+    def finish() -> None:
+        leave()
+        link.lock()
+
+    here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
+    _log.info(
+        "[%d/%d] ring formed over %s: %s",
+        *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
+    )
+    return Formed(
+        collectives=collectives,
+        control=control,
+        transport=placement.transport,
+        shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
+        local_rank=here.index(config.rank),
+        local_size=len(here),
+        finish=finish,
+    )
+
+
+def _shared_memory(config: Config) -> HostLink | None:
+    """Memory to share, where that can be had and is wanted.
+
+    Raises:
+        NativeError, RendezvousError: it is insisted on, and cannot be had.
+    """
+    if config.transport == "zmq":
+        return None
+    try:
+        if sys.platform != "linux":
+            raise NativeError("shared memory needs Linux (memfd, futex)")
+        if native.library() is None:
+            raise NativeError(native.why_missing())
+        return HostLink(timeout_s=config.timeout_s)
+    except (NativeError, OSError) as error:
+        if config.transport == "shm":
+            if isinstance(error, NativeError):
+                raise
+            raise RendezvousError(
+                f"cannot get memory to share with the other ranks: {error.strerror}",
+                rank=config.rank,
+                size=config.size,
+                remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
+            ) from error
+        if isinstance(error, OSError):
+            _log.warning(
+                "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
+                *(config.rank, config.size, error.strerror),
+            )
+        return None
+
+
+def _refuse_impossible(config: Config, placement: Placement) -> None:
+    if config.transport == "shm" and placement.transport != "shm":
+        groups = ", ".join(str(host) for host in placement.hosts)
+        raise ConfigError(
+            f"cannot use shared memory alone: the ranks that share it are {groups}",
+            rank=config.rank,
+            size=config.size,
+            remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
+        )
+
+
+def _connect(
+    config: Config,
+    table: rendezvous.Table,
+    placement: Placement,
+    link: ZmqLink,
+    shared: HostLink | None,
+) -> Collectives:
+    """The collectives of the chosen kind, connected; what is not needed is closed."""
+    rank, size = config.rank, config.size
+    members = placement.hosts[placement.host_of(rank)]
+    host = Host(None, rank=0, size=1)
+    if len(members) > 1:
+        assert shared is not None
+        names = [table.memory[member] for member in members]
+        shared.connect(names, members, rank=rank, size=size, job=table.job)
+        host = Host(shared, rank=members.index(rank), size=len(members), job=table.job)
+    elif shared is not None:
+        shared.close()
+    if placement.transport == "shm":
+        link.close()
+        return host
+    ring: Ring | None = None
+    lane = members.index(rank)
+    if lane < placement.lanes:
+        ring = _ring(config, table, placement.lane(lane), link)
+    else:
+        link.close()
+    if placement.transport == "zmq":
+        assert ring is not None
+        return ring
+    return Levels(host, ring, placement, rank)
+
+
+def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
+    """The ring of `members`, in which this rank is one."""
+    checked = checksum.is_wanted(
+        config.integrity,
+        encrypted=link.is_encrypted,
+        loopback=all(listens_on_loopback(table.addresses[member]) for member in members),
+    )
+    link.connect(job=table.job, addresses=table.addresses, members=members, checked=checked)
+    place, size = members.index(config.rank), len(members)
+    return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)

@@ -1,0 +1,1 @@
+"""The C library, and what is recorded and written to files."""

@@ -1,0 +1,292 @@
+"""The engine's queue: what other threads want done, one thing after another.
+
+`NativeQueue` is that of the native library (native/src/handover.c), into which TensorFlow's
+threads put buckets of gradients without running Python. `PlainQueue` is for where that
+library is missing; it knows jobs alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringreduce.effects.native import declare, library
+from ringreduce.vocabulary.errors import NativeError
+
+__all__ = [
+    "COMPLAINT",
+    "BucketItem",
+    "Layout",
+    "NativeQueue",
+    "PlainQueue",
+    "Queue",
+    "RoundFailed",
+    "open_queue",
+]
+
+# RR_HANDOVER_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
+_CLOSED = 100
+_JOB, _BUCKET = 1, 2
+_WHY_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class BucketItem:
+    """A bucket that is packed: number of its plan, its place in that, and where it lies."""
+
+    plan: int
+    bucket: int
+    address: int = field(default=0, compare=False)
+
+    def view(self, nbytes: int) -> np.ndarray:
+        """The bucket, uint8, which is `nbytes` long; the engine's until it is finished."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket's memory and what lies in it, in bytes.
+
+    Attributes:
+        memory: uint8; the slots lie in it one after the other. None: the bucket is the memory of
+            whatever is started, and has one slot.
+        nbytes: how long it is.
+        slots: where what comes in goes.
+        results: where what goes out lies; None: where the slots are.
+    """
+
+    memory: np.ndarray | None
+    nbytes: int
+    slots: Sequence[tuple[int, int]]
+    results: Sequence[tuple[int, int]] | None = None
+
+
+class RoundFailed(Exception):
+    """A bucket could not be reduced this time, and nothing else has come of that."""
+
+
+# What `take` gives when a bucket was started out of turn: this rank is out of step for good.
+COMPLAINT = "complaint"
+
+
+class Queue(Protocol):
+    """What the engine needs of its queue. All but `take` and `finish` are for any thread."""
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next item: a job's number, a bucket or COMPLAINT; None: it is closed."""
+
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done, or failed."""
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+
+    def fail(self, why: str) -> None:
+        """Answer everybody who waits for a bucket, now or later, with `why`."""
+
+    def close(self, why: str) -> None:
+        """End `take`, and answer everybody who waits with `why`."""
+
+    def waited_s(self) -> float:
+        """How long threads have been blocked until their buckets were done."""
+
+
+def open_queue() -> Queue:
+    """A new queue, native where that can be had."""
+    return PlainQueue() if library() is None else NativeQueue()
+
+
+class PlainQueue:
+    """A queue of jobs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[int] = deque()
+        self._busy = self._closed = False
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next job; None: the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if self._closed:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done; a job says by itself how it ended."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._jobs or self._busy), timeout_s
+            )
+
+    def fail(self, why: str) -> None:
+        """Nothing: there are no buckets here."""
+
+    def close(self, why: str) -> None:
+        """End `take`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def waited_s(self) -> float:
+        """Zero: there are no buckets here."""
+        return 0.0
+
+
+class _Slot(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Bucket(ctypes.Structure):
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
+        ("slots", ctypes.POINTER(_Slot)),
+        ("results", ctypes.POINTER(_Slot)),
+        ("slot_count", ctypes.c_uint32),
+        ("result_count", ctypes.c_uint32),
+    )
+
+
+class _Item(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("job", ctypes.c_int64),
+        ("plan", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+        ("bucket", ctypes.c_uint32),
+    )
+
+
+@cache
+def _functions() -> dict[str, Any]:
+    opened = library()
+    if opened is None:
+        raise NativeError("there is no native library here")
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+    u32, i64 = ctypes.c_uint32, ctypes.c_int64
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "open": (number, [pointer]),
+        "register": (number, [pointer, pointer, u32, pointer]),
+        "unregister": (number, [i64]),
+        "post": (number, [pointer, i64]),
+        "take": (number, [pointer, pointer]),
+        "finish": (None, [pointer, text]),
+        "wait_idle": (number, [pointer, u32]),
+        "fail": (None, [pointer, text]),
+        "close": (None, [pointer, text]),
+        "waited_ns": (ctypes.c_uint64, [pointer]),
+    }
+    return {
+        name: declare(opened, f"rr_handover_{name}", result, arguments)
+        for name, (result, arguments) in signatures.items()
+    }
+
+
+class NativeQueue:
+    """A queue of jobs and of buckets that a framework's threads have packed."""
+
+    def __init__(self) -> None:
+        self._functions = _functions()
+        handle = ctypes.c_void_p()
+        if self._functions["open"](ctypes.addressof(handle)) != 0:
+            raise MemoryError("cannot open a hand-over")
+        self._handle = handle.value
+        self._item = _Item()
+
+    def register(self, buckets: Sequence[Layout]) -> int:
+        """Make a plan's buckets known; return the number by which ops name the plan.
+
+        Args:
+            buckets: of the plan, in order; their memory must live until `unregister` or `close`.
+        """
+        rows = (_Bucket * len(buckets))()
+        for row, bucket in zip(rows, buckets, strict=True):
+            row.memory = None if bucket.memory is None else bucket.memory.ctypes.data
+            row.nbytes = bucket.nbytes
+            row.slots, row.slot_count = _slots(bucket.slots), len(bucket.slots)
+            if bucket.results is not None:
+                row.results, row.result_count = _slots(bucket.results), len(bucket.results)
+        number = ctypes.c_int64()
+        status = self._functions["register"](
+            self._handle, ctypes.addressof(rows), len(buckets), ctypes.addressof(number)
+        )
+        # After close too there is a number: ops of it say that the communicator was closed.
+        if status not in (0, _CLOSED):
+            raise MemoryError(f"cannot register a plan of buckets (code {status})")
+        return number.value if status == 0 else -1
+
+    def unregister(self, plan: int) -> bool:
+        """Forget a plan; False when it is being reduced right now, and stays."""
+        return bool(self._functions["unregister"](plan) == 0)
+
+    def post(self, job: int) -> bool:
+        """Put a job at the end; False when the queue is closed."""
+        return bool(self._functions["post"](self._handle, job) == 0)
+
+    def take(self) -> int | BucketItem | str | None:
+        """Wait for the next item, without the GIL; None: the queue is closed."""
+        item = self._item
+        if self._functions["take"](self._handle, ctypes.addressof(item)) != 0:
+            return None
+        if item.kind == _JOB:
+            return int(item.job)
+        if item.kind == _BUCKET:
+            return BucketItem(int(item.plan), int(item.bucket), int(item.memory or 0))
+        return COMPLAINT
+
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """What was taken is done; a bucket that failed is given out so."""
+        why = None if failed is None else _text(str(failed))
+        self._functions["finish"](self._handle, why)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        return bool(self._functions["wait_idle"](self._handle, int(timeout_s * 1e3)))
+
+    def fail(self, why: str) -> None:
+        """Answer everybody who waits for a bucket, now or later, with `why`."""
+        self._functions["fail"](self._handle, _text(why))
+
+    def close(self, why: str) -> None:
+        """End `take`, and answer everybody who waits with `why`."""
+        self._functions["close"](self._handle, _text(why))
+
+    def waited_s(self) -> float:
+        """How long threads have been blocked until their buckets were done."""
+        return float(self._functions["waited_ns"](self._handle)) * 1e-9
+
+
+def _slots(slots: Sequence[tuple[int, int]]) -> Any:
+    return (_Slot * len(slots))(*(_Slot(*slot) for slot in slots))
+
+
+def _text(why: str) -> bytes:
+    """`why` for C, as long as fits there; cut between characters, since people decode it."""
+    return why.encode(errors="replace")[: _WHY_BYTES - 1].decode(errors="ignore").encode()

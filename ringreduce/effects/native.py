@@ -1,0 +1,89 @@
+"""The C library that comes with the package: found, loaded, checked; or the reason it is not.
+
+It is built when the package is installed. Where no compiler was at hand it is missing and
+everything works without it, slower: `library()` then gives None and `why_missing()` says
+why. ``RINGREDUCE_NATIVE=0`` hides it, which is how the tests run the other way.
+
+Nothing else opens it; the modules that use a group of its functions declare them with
+`declare`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ringreduce.vocabulary.config import native_wanted
+from ringreduce.vocabulary.errors import NativeError
+
+__all__ = ["ABI", "declare", "library", "load", "why_missing"]
+
+_log = logging.getLogger(__name__)
+
+# RR_ABI of native/include/ringreduce.h.
+ABI = 4
+
+_NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built or is hidden.
+
+    Raises:
+        NativeError: there is one, but it cannot be loaded or is of another ABI. That is a
+            broken installation, and working around it silently would only hide it.
+    """
+    if not native_wanted():
+        return None
+    # An editable installation has the sources in one folder and what was built in another.
+    for folder in sys.modules["ringreduce"].__path__:
+        for name in _NAMES:
+            if (path := Path(folder, name)).exists():
+                return load(path)
+    _log.warning("%s", why_missing())
+    return None
+
+
+def why_missing() -> str:
+    """One sentence for people, when `library()` is None."""
+    if not native_wanted():
+        return "The native library is hidden by RINGREDUCE_NATIVE=0."
+    return (
+        "ringreduce was installed without its native library (no C compiler was found): "
+        "everything works, over sockets and Python. With one, `pip install --force-reinstall "
+        "ringreduce` makes it faster."
+    )
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`.
+
+    Raises:
+        NativeError: it cannot be loaded, is not ours, or its ABI is not `ABI`.
+    """
+    remedy = "Install ringreduce again: pip install --force-reinstall ringreduce"
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(f"cannot load {path}: {error}", remedy=remedy) from error
+    try:
+        abi = declare(opened, "rr_abi", ctypes.c_uint32, [])()
+    except AttributeError as error:
+        raise NativeError(f"{path} is not ringreduce's library", remedy=remedy) from error
+    if abi != ABI:
+        raise NativeError(f"{path} has ABI {abi}; this ringreduce needs {ABI}", remedy=remedy)
+    return opened
+
+
+def declare(opened: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """The function `name`, with its types set."""
+    function = getattr(opened, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function

@@ -1,0 +1,187 @@
+"""The flight recorder: the last calls of one communicator, and where it stands now.
+
+Kept in memory at all times, so it must cost next to nothing beside a collective of a few
+microseconds: no lock, no formatting, no clock but the monotonic one. The calls of one
+communicator take turns, so there is one writer at a time. Readers in other threads need no
+lock either: every record and the present state is a tuple that is replaced as a whole, never
+changed. What reads it: heartbeats, error reports, `ringreduce.effects.dumping`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CALLS_KEPT", "Mishap", "Recorder", "Standing"]
+
+# A training step makes a handful of calls, so this is the last twenty steps or more; a power
+# of two, since slots are found by masking.
+CALLS_KEPT = 256
+
+_MASK = CALLS_KEPT - 1
+# Threads whose names are known.
+_NAMES_KEPT = 32
+
+# number, operation, nbytes, identity of the thread, began, ended (both monotonic), error text
+_Ended = tuple[int, str, int, int, float, float, "str | None"]
+# The number of the call that runs or comes next, calls completed, operation (None in user
+# code), nbytes, identity of the thread, since when (monotonic).
+_State = tuple[int, int, "str | None", int, int, float]
+
+_monotonic = time.monotonic
+_get_ident = threading.get_ident
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands.
+
+    Attributes:
+        calls: collectives completed so far.
+        operation: the collective that runs now; None in user code.
+        nbytes: payload of that collective; 0 in user code.
+        since_s: on `time.monotonic`, when that began; in user code, when the last collective
+            ended or the communicator was made.
+    """
+
+    calls: int
+    operation: str | None
+    nbytes: int
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What broke a communicator first.
+
+    Attributes:
+        error: what was raised, here or on another rank.
+        standing: where this rank stood at that moment.
+        when_s: on `time.monotonic`.
+    """
+
+    error: BaseException
+    standing: Standing
+    when_s: float
+
+
+class Recorder:
+    """What one communicator did last.
+
+    Args:
+        rank, size: its place, for those who read the recorder.
+
+    Attributes:
+        seconds: wall time spent in completed collectives.
+        elapsed_s: wall time of the last one of them.
+        mishap: what broke the communicator; None while it works.
+        peers: set by whoever hears of other ranks: returns what was last known of each, as a
+            dictionary with ``rank`` and, where known, ``calls``, ``operation`` (None: in user
+            code), ``since_s`` (seconds it had stood there) and ``heard_s`` (seconds ago).
+    """
+
+    __slots__ = (
+        "_names",
+        "_slots",
+        "_state",
+        "elapsed_s",
+        "mishap",
+        "peers",
+        "rank",
+        "seconds",
+        "size",
+    )
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.seconds, self.elapsed_s = 0.0, 0.0
+        self.mishap: Mishap | None = None
+        self.peers: Callable[[], list[dict[str, Any]]] | None = None
+        self._slots: list[_Ended | None] = [None] * CALLS_KEPT
+        # A plain tuple: making a `Standing` would cost more than all the rest.
+        self._state: _State = (0, 0, None, 0, 0, _monotonic())
+        self._names: dict[int, str] = {}
+
+    @property
+    def calls(self) -> int:
+        """Collectives completed so far."""
+        return self._state[1]
+
+    def begin(self, operation: str, nbytes: int) -> None:
+        """Note that a collective starts now; its number is how many began before."""
+        number, calls, _, _, _, _ = self._state
+        thread = _get_ident()
+        if thread not in self._names:
+            self._learn_name(thread)
+        self._state = (number, calls, operation, nbytes, thread, _monotonic())
+
+    def end(self) -> None:
+        """Note that the collective that began last has completed."""
+        now = _monotonic()
+        number, calls, operation, nbytes, thread, began = self._state
+        if operation is None:  # `fail` has ended it, called by another thread.
+            return
+        self._slots[number & _MASK] = (number, operation, nbytes, thread, began, now, None)
+        self.elapsed_s = elapsed = now - began
+        self.seconds += elapsed
+        self._state = (number + 1, calls + 1, None, 0, 0, now)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the running collective failed, or that the ring broke between two.
+
+        The first error is kept as `mishap`: what comes later is its consequence.
+        """
+        now = _monotonic()
+        if self.mishap is None:
+            self.mishap = Mishap(error, self.standing(), now)
+        number, calls, operation, nbytes, thread, began = self._state
+        if operation is not None:
+            text = f"{type(error).__name__}: {error}"
+            self._slots[number & _MASK] = (number, operation, nbytes, thread, began, now, text)
+            self._state = (number + 1, calls, None, 0, 0, now)
+
+    def standing(self) -> Standing:
+        """Where this rank stands; callable from any thread, takes no lock, never raises."""
+        _, calls, operation, nbytes, _, since_s = self._state
+        return Standing(calls, operation, nbytes, since_s)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The last calls, oldest first; callable from any thread.
+
+        Each has: number; operation; nbytes; started (wall clock, seconds since the epoch);
+        seconds (None while it runs); thread (its name); error (its text, or None).
+        """
+        # The call that runs is looked at first: ending meanwhile, it comes twice, not never.
+        number, _, operation, nbytes, thread, began = self._state
+        calls: dict[int, tuple[Any, ...]] = {}
+        if operation is not None:
+            calls[number] = (number, operation, nbytes, thread, began, None, None)
+        # One call of C's under the GIL: a snapshot.
+        for record in self._slots.copy():
+            if record is not None:
+                calls[record[0]] = record
+        # The wall clock may have been set meanwhile; times agree with what it shows now.
+        wall = time.time() - _monotonic()
+        return [
+            {
+                "number": number,
+                "operation": operation,
+                "nbytes": nbytes,
+                "started": wall + began,
+                "seconds": None if ended is None else ended - began,
+                "thread": self._names.get(thread, str(thread)),
+                "error": error,
+            }
+            for _, (number, operation, nbytes, thread, began, ended, error) in sorted(
+                calls.items()
+            )[-CALLS_KEPT:]
+        ]
+
+    def _learn_name(self, thread: int) -> None:
+        # Calls come from one thread or two; a program that makes one for each would fill memory.
+        if len(self._names) >= _NAMES_KEPT:
+            self._names = {}
+        self._names[thread] = threading.current_thread().name

@@ -1,0 +1,1 @@
+"""The threads of a communicator: one runs its work in order, one watches."""

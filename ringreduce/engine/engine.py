@@ -1,0 +1,259 @@
+"""One background thread of a communicator, which does what others hand to it, in order.
+
+It runs asynchronous collectives and reduces buckets of gradients while backpropagation goes
+on. There is one thread and one order because all ranks must make the same calls in the same
+order; so the order in which work is handed over must not differ between ranks.
+
+The thread is started by the first piece of work and ends in `close`, which the communicator
+calls, at the latest when Python exits. It waits in one place, the queue, without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from ringreduce.effects.handover import (
+    COMPLAINT,
+    BucketItem,
+    NativeQueue,
+    Queue,
+    RoundFailed,
+    open_queue,
+)
+from ringreduce.vocabulary.errors import (
+    ClosedError,
+    MismatchError,
+    PeerTimeoutError,
+    RingReduceError,
+)
+
+__all__ = ["Engine", "Work"]
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+# Python's signal handlers are asked this often by who waits for the engine.
+_SLICE_S = 0.05
+
+
+class Work(Generic[_Result]):
+    """A collective that runs in the background.
+
+    The array that was passed belongs to it until `wait` has returned or `done` is True.
+    """
+
+    def __init__(self, run: Callable[[], _Result]) -> None:
+        self._run = run
+        self._over = threading.Event()
+        self._result: _Result | None = None
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> _Result:
+        """Return what the call would have returned, once it is done.
+
+        Args:
+            timeout_s: how long to wait; None: as long as the collective itself, which gives
+                up after the communicator's ``timeout_s`` without progress.
+
+        Raises:
+            PeerTimeoutError: it was not done in `timeout_s`. It goes on, and may be waited for
+                again.
+            RingReduceError: what the collective raised.
+        """
+        if not self._over.wait(timeout_s):
+            raise PeerTimeoutError(
+                f"waited {timeout_s:g} s for a collective in the background, which goes on",
+                remedy="Wait again, or longer.",
+            )
+        if self._error is not None:
+            # Each wait begins with the same traceback, so that they do not pile up.
+            raise self._error.with_traceback(self._traceback)
+        return self._result  # type: ignore[return-value]
+
+    def _do(self) -> None:
+        try:
+            self._result = self._run()
+        except BaseException as error:
+            # It is raised where somebody waits for it.
+            self._error, self._traceback = error, error.__traceback__
+        self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        del self._run  # and with it the array, where nobody else has it
+        self._over.set()
+
+
+class Engine:
+    """The background thread of one communicator.
+
+    Args:
+        name: of the thread, for debuggers and `py-spy`.
+        break_ring: called with an error that the engine has found; must tell all ranks.
+        interrupt: called by `close`; must end the collective that the thread is in the midst
+            of, which else could wait for another rank for as long as the ring's time limit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        break_ring: Callable[[RingReduceError], object],
+        interrupt: Callable[[], object],
+    ) -> None:
+        self._queue: Queue = open_queue()
+        self._break_ring = break_ring
+        self._interrupt = interrupt
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._work: dict[int, Work[Any]] = {}
+        self._plans: dict[int, Callable[[BucketItem], None]] = {}
+        self._unwanted: set[int] = set()
+        self._posted = 0
+        self._closed = False
+        self.reducing_s = 0.0
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def native(self) -> NativeQueue | None:
+        """The queue, where a framework's threads can hand buckets to it."""
+        return self._queue if isinstance(self._queue, NativeQueue) else None
+
+    @property
+    def waited_s(self) -> float:
+        """How long a framework's threads have been blocked until buckets were reduced."""
+        return self._queue.waited_s()
+
+    def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
+        """Have the thread call `run`, after all that was handed to it before.
+
+        Raises:
+            ClosedError: `close` was called.
+        """
+        work = Work(run)
+        with self._lock:
+            number = self._posted
+            self._posted += 1
+            self._work[number] = work
+        if not self._queue.post(number):
+            with self._lock:
+                self._work.pop(number, None)
+            raise ClosedError("called a collective after close()")
+        return work
+
+    def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
+        """Have the thread call `reduce` for each packed bucket of a plan.
+
+        It may raise `RoundFailed`, which is for whoever waits for the bucket; every other error
+        breaks the ring.
+        """
+        self._plans[plan] = reduce
+
+    def forget(self, plan: int) -> None:
+        """A plan that is no longer used; goes as soon as nothing of it is under way."""
+        self._unwanted.add(plan)
+        self._forget_unwanted()
+
+    def _forget_unwanted(self) -> None:
+        for plan in self._unwanted.copy():
+            if self.native is None or self.native.unregister(plan):
+                self._unwanted.discard(plan)
+                self._plans.pop(plan, None)
+
+    def drain(self) -> None:
+        """Return once all work is done; at once in the engine's own thread."""
+        if threading.current_thread() is self._thread:
+            return
+        while not self._queue.wait_idle(_SLICE_S):
+            pass
+
+    def fail(self, error: RingReduceError) -> None:
+        """Answer every bucket that is waited for, now or later, with `error`."""
+        self._queue.fail(str(error))
+        self._forget_unwanted()
+
+    def close(self, why: str) -> None:
+        """End the thread; what it has not begun fails with ClosedError, what runs is interrupted.
+
+        In a forked child it does nothing: the thread is its parent's, and so are those that
+        wait in the queue, whose leaving nobody would see here.
+        """
+        if self._process != os.getpid():
+            return
+        self._interrupt()
+        if threading.current_thread() is self._thread:
+            self._queue.finish()  # Whoever is told of the end gets his memory back.
+        self._queue.close(why)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        with self._lock:
+            self._closed = True
+            left, self._work = self._work, {}
+        for work in left.values():
+            work._fail(ClosedError("was closed before this collective had begun"))
+        self._plans.clear()
+
+    def _loop(self) -> None:
+        while (item := self._queue.take()) is not None:
+            failed: RoundFailed | None = None
+            try:
+                if isinstance(item, int):
+                    with self._lock:
+                        work = self._work.pop(item)
+                    work._do()
+                elif isinstance(item, BucketItem):
+                    failed = self._reduce(item)
+                elif item == COMPLAINT:
+                    self._give_up(_out_of_step())
+            finally:
+                self._queue.finish(failed)
+                if self._unwanted:
+                    self._forget_unwanted()
+
+    def _reduce(self, item: BucketItem) -> RoundFailed | None:
+        started = time.perf_counter()
+        try:
+            self._plans[item.plan](item)
+        except RoundFailed as failed:
+            return failed
+        except RingReduceError as error:
+            self._give_up(error)
+        except BaseException as error:  # a bug of ours: nobody may wait for ever
+            _log.exception("the engine failed")
+            self._give_up(MismatchError(f"failed in the engine: {type(error).__name__}: {error}"))
+        finally:
+            self.reducing_s += time.perf_counter() - started
+        return None
+
+    def _give_up(self, error: RingReduceError) -> None:
+        try:
+            self._break_ring(error)
+        except Exception:
+            _log.exception("the engine could not tell the other ranks")
+        finally:
+            # Whatever happens: else `finish` would give the bucket out as reduced.
+            self.fail(error)
+
+
+def _out_of_step() -> MismatchError:
+    return MismatchError(
+        "began another step while gradients of the one before were still under way: that step "
+        "failed midway, and this rank has gone on",
+        operation="gradient reduction",
+        remedy="After an error inside a training step, let it end the process.",
+    )

@@ -1,0 +1,1 @@
+"""Arithmetic and decisions: no I/O, threads, clock or environment."""

@@ -1,0 +1,237 @@
+"""Which gradients travel together: a static plan that every rank makes alike. Pure.
+
+Gradients are packed into buckets of one dtype, in reverse order of the variables, because
+backpropagation finishes the last layer first. The plan follows from shapes and dtypes
+alone, so ranks need no coordinator to agree on it; they compare its signature with every
+reduction all the same.
+
+    bucket   | gradient 9 | pad | gradient 8 | pad | ...     starts at multiples of 64 bytes
+
+Padding lets a gradient's place in the bucket be handed to the framework as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ringreduce.pure.wire import signature_of
+
+__all__ = [
+    "ALIGNMENT",
+    "INDEX_BYTES",
+    "Bucket",
+    "BucketPlan",
+    "GradientSpec",
+    "Slot",
+    "first_difference",
+    "gathers_rows",
+]
+
+# TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
+ALIGNMENT = 64
+
+# What the index of a sparse gradient's row takes on the way, int64.
+INDEX_BYTES = 8
+
+# Automatic names are numbered by what else a process has created: `dense_1/kernel` on one rank
+# may be `dense/kernel` on another. An optimizer's variables have such a path within their own
+# name: `adam/sequential_dense_1_kernel_momentum`.
+_NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """A gradient as all ranks must see it.
+
+    Attributes:
+        path: the variable's name; compared without the numbers of automatic names.
+        shape, dtype: of the gradient.
+        present: whether the variable has a gradient at all.
+        sparse: whether it comes as some rows of the whole, which are in no bucket.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    present: bool = True
+    sparse: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present, self.sparse
+
+    def agrees_with(self, other: GradientSpec) -> bool:
+        """Whether two ranks can reduce this gradient together."""
+        return self.essence == other.essence
+
+    def describe(self) -> str:
+        """``dense/kernel: float32 of shape (784, 10)``, or ``sparse ...``, or that it has none."""
+        kind = f"{self.dtype} of shape {self.shape}" if self.present else "no gradient (None)"
+        return f"{self.path}: {'sparse ' * self.sparse}{kind}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A gradient's place: elements ``[start, start + count)`` of its bucket."""
+
+    gradient: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included.
+
+    Attributes:
+        in_place: it is one gradient, and is reduced where that lies.
+    """
+
+    dtype: str
+    count: int
+    slots: tuple[Slot, ...]
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets of one step, in the order in which every rank reduces them."""
+
+    gradients: tuple[GradientSpec, ...]
+    buckets: tuple[Bucket, ...]
+    compiled: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        gradients: Sequence[GradientSpec],
+        itemsizes: dict[str, int],
+        bucket_bytes: int,
+        first_bytes: int | None = None,
+        compiled: bool = False,
+        in_place_bytes: int | None = None,
+    ) -> BucketPlan:
+        """Pack `gradients` into buckets of about `bucket_bytes`.
+
+        Args:
+            gradients: in the order of the variables. Those that are sparse or not present take
+                no room.
+            itemsizes: bytes of an element of each dtype that occurs.
+            bucket_bytes: a bucket is closed when the next gradient would exceed this; a
+                larger gradient has a bucket to itself.
+            first_bytes: the same for the first bucket, which can be reduced first: a small one
+                begins early. By default `bucket_bytes`.
+            compiled: it is for steps that XLA compiles. Whether a step is compiled must be equal on
+                all ranks, or they would round differently; so it is part of the signature.
+            in_place_bytes: gradients of so many bytes or more have a bucket to themselves, and
+                are reduced in place. None: none are.
+        """
+        done: list[Bucket] = []
+        open_slots: dict[str, list[Slot]] = {}
+        ends: dict[str, int] = {}
+
+        def close(dtype: str) -> None:
+            if slots := open_slots.pop(dtype, None):
+                done.append(Bucket(dtype, ends.pop(dtype), tuple(slots)))
+
+        for index in reversed(range(len(gradients))):
+            spec = gradients[index]
+            if not spec.present or spec.sparse:
+                continue
+            if in_place_bytes is not None and spec.count * itemsizes[spec.dtype] >= in_place_bytes:
+                alone = Slot(index, 0, spec.count)
+                done.append(Bucket(spec.dtype, spec.count, (alone,), in_place=True))
+                continue
+            per_line = ALIGNMENT // itemsizes[spec.dtype]
+            room = -(-spec.count // per_line) * per_line
+            start = ends.get(spec.dtype, 0)
+            limit = bucket_bytes if done or first_bytes is None else first_bytes
+            if start and (start + room) * itemsizes[spec.dtype] > limit:
+                close(spec.dtype)
+                start = 0
+            open_slots.setdefault(spec.dtype, []).append(Slot(index, start, spec.count))
+            ends[spec.dtype] = start + room
+        for dtype in list(open_slots):
+            close(dtype)
+        return cls(tuple(gradients), tuple(done), compiled)
+
+    @cached_property
+    def present(self) -> tuple[int, ...]:
+        """Places of the gradients that lie in buckets, in the order of the variables."""
+        return tuple(
+            index for index, spec in enumerate(self.gradients) if spec.present and not spec.sparse
+        )
+
+    @cached_property
+    def sparse(self) -> tuple[int, ...]:
+        """Places of the sparse gradients, in the order of the variables."""
+        return tuple(
+            index for index, spec in enumerate(self.gradients) if spec.present and spec.sparse
+        )
+
+    @cached_property
+    def signature(self) -> int:
+        """64 bits that differ when plans differ; the numbers of automatic names do not count."""
+        essence = tuple(gradient.essence for gradient in self.gradients)
+        return signature_of("plan", essence, self.buckets, self.compiled)
+
+    def describe_buckets(self) -> str:
+        """``3 buckets, the first of 4096 float32``, and whether XLA compiles the step."""
+        text = f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}"
+        if self.buckets:
+            text += f", the first of {self.buckets[0].count} {self.buckets[0].dtype}"
+        return text + ", with jit_compile=True" * self.compiled
+
+
+def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:
+    """Whether a sparse gradient is cheaper to gather than to reduce as a whole table.
+
+    Each rank receives, of rows of w bytes with an index each, or of the whole table of n rows:
+
+        gathered   (size - 1) / size  *  sum(rows) (w + 8)        on average
+        reduced    (size - 1) / size  *  2 n w
+
+    The first factor is common, so what is compared does not depend on the number of ranks but
+    through the rows; and it follows from what all ranks know, so all choose alike.
+
+    Args:
+        rows: how many rows each rank has, in rank order.
+        spec: the gradient, of at least one dimension.
+        itemsize: bytes of an element.
+    """
+    row_bytes = math.prod(spec.shape[1:]) * itemsize
+    return sum(rows) * (row_bytes + INDEX_BYTES) <= 2 * spec.shape[0] * row_bytes
+
+
+def first_difference(
+    ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec], what: str = "gradients"
+) -> tuple[str, str] | None:
+    """The first gradient on which two ranks disagree, as both describe it; None if they agree.
+
+    Args:
+        ours, theirs: in the order of the variables.
+        what: what errors call them, all together.
+    """
+    for own, other in zip(ours, theirs, strict=False):
+        if not own.agrees_with(other):
+            return own.describe(), other.describe()
+    if len(ours) == len(theirs):
+        return None
+    # All that the shorter list has is in the longer one too, which has this one after it.
+    common = min(len(ours), len(theirs))
+
+    def describe(specs: Sequence[GradientSpec]) -> str:
+        beyond = f", one of them {specs[common].describe()}" if len(specs) > common else ""
+        return f"{len(specs)} {what}{beyond}"
+
+    return describe(ours), describe(theirs)

@@ -1,0 +1,302 @@
+"""Element-wise kernels, compiled once for each operator and dtype, called by address.
+
+Each combines `count` elements at `target` with those at `source` and leaves the result in
+`target`. They know neither chunk nor socket, hold no state, and run without the GIL. The
+compiled ring loop (`ringreduce.transport.loop`) takes them as plain C function addresses, so
+that there is one loop for all dtypes and a kernel costs its compilation (0.1-0.3 s, then
+cached on disk) only when a program first uses it. The rejected alternative, a loop that is
+specialised for the dtype, compiled 36 copies of the transport code.
+
+No fastmath: a NaN or an infinity in a gradient must come out as one. 16-bit floats are
+widened to float32, reduced there, and rounded once (`widen`, `narrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.core.typing import Signature
+from numba.extending import intrinsic
+
+from ringreduce.vocabulary.types import ReduceOp
+
+__all__ = [
+    "add_rows",
+    "call_kernel",
+    "divide",
+    "first_nonfinite",
+    "narrow",
+    "reduce_rows",
+    "reduction",
+    "widen",
+]
+
+
+def reduction(op: ReduceOp, dtype: np.dtype) -> int:
+    """Address of ``void(target, source, count)`` that reduces `source` into `target`.
+
+    Args:
+        op: MEAN reduces like SUM; divide the result afterwards (`divide`).
+        dtype: float32, float64 or an integer type.
+    """
+    return _compiled(_REDUCTIONS[op], np.dtype(dtype).name)
+
+
+def divide(dtype: np.dtype) -> int:
+    """Address of ``void(target, divisor, count)`` that divides `target` by ``divisor[0]``.
+
+    Floats are divided, not multiplied by a reciprocal: exact for sums of equal values.
+    Integers round towards minus infinity.
+    """
+    name = np.dtype(dtype).name
+    return _compiled(_divide_float if name.startswith("float") else _divide_integer, name)
+
+
+def widen(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill `target`, float32 of shape (n,), with `source`, float16 or bfloat16 of shape (n,)."""
+    kernel = _widen_float16 if source.dtype.name == "float16" else _widen_bfloat16
+    kernel(source.view(np.uint16), target)
+
+
+def narrow(source: np.ndarray, target: np.ndarray) -> None:
+    """Fill `target`, float16 or bfloat16 of shape (n,), with `source`, float32, rounded to even."""
+    kernel = _narrow_float16 if target.dtype.name == "float16" else _narrow_bfloat16
+    kernel(source, target.view(np.uint16))
+
+
+def first_nonfinite(flat: np.ndarray) -> int:
+    """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none.
+
+    Reads memory once, at its speed. Integers are always finite.
+    """
+    if flat.dtype.name not in _EXPONENT_BITS:
+        return -1
+    exponent, lowest = _EXPONENT_BITS[flat.dtype.name]
+    per_word = 8 // flat.itemsize
+    words = flat.size // per_word
+    block = int(_first_nonfinite_block(flat[: words * per_word].view(np.uint64), exponent, lowest))
+    # Either the block that holds it, or the last few elements, which fill no word.
+    start = block * per_word
+    length = _BLOCK_WORDS * per_word if block < words else per_word
+    with np.errstate(invalid="ignore"):  # numpy widens bfloat16, which signalling NaNs resent
+        suspects = np.flatnonzero(~np.isfinite(flat[start : start + length]))
+    return start + int(suspects[0]) if suspects.size else -1
+
+
+def _sum(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        to[i] += of[i]
+
+
+def _product(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        to[i] *= of[i]
+
+
+def _min(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        # `x != x` holds for NaN alone; a NaN already in `to` survives since `<` is then false.
+        if of[i] < to[i] or of[i] != of[i]:
+            to[i] = of[i]
+
+
+def _max(target: Any, source: Any, count: Any) -> None:
+    to, of = carray(target, count), carray(source, count)
+    for i in range(count):
+        if of[i] > to[i] or of[i] != of[i]:
+            to[i] = of[i]
+
+
+def _divide_float(target: Any, divisor: Any, count: Any) -> None:
+    to = carray(target, count)
+    by = carray(divisor, 1)[0]
+    for i in range(count):
+        to[i] /= by
+
+
+def _divide_integer(target: Any, divisor: Any, count: Any) -> None:
+    to = carray(target, count)
+    by = carray(divisor, 1)[0]
+    for i in range(count):
+        to[i] //= by
+
+
+_REDUCTIONS: dict[ReduceOp, Callable[..., None]] = {
+    ReduceOp.SUM: _sum,
+    ReduceOp.MEAN: _sum,
+    ReduceOp.MIN: _min,
+    ReduceOp.MAX: _max,
+    ReduceOp.PRODUCT: _product,
+}
+
+# Compiled functions must outlive every address that was handed out: kept for good.
+_keep: list[object] = []
+
+
+@cache
+def _compiled(function: Callable[..., None], dtype_name: str) -> int:
+    element = types.CPointer(numba.from_dtype(np.dtype(dtype_name)))
+    kernel = cfunc(types.void(element, element, types.intp), cache=True)(function)
+    _keep.append(kernel)
+    return int(kernel.address)
+
+
+def _call_kernel(
+    typing: Any, kernel: Any, target: Any, source: Any, count: Any
+) -> tuple[Signature, Callable[..., Any]]:
+    """Call the kernel at address `kernel`: ``void(void *target, void *source, intp count)``."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(64)
+        pointer = ir.FunctionType(ir.VoidType(), [word, word, word]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], pointer), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), build
+
+
+call_kernel = intrinsic(_call_kernel)
+
+_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
+
+
+@numba.njit(nogil=True, cache=True)
+def reduce_rows(
+    rows: Any, start: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any
+) -> None:
+    """Fill `target` with the reduction of `rows` over the first axis, row `start` first.
+
+    The rows before it follow in falling order, then the last one and those down to `start`:
+    rank order, for a rank `start` that holds in row j the row of the rank j places before it.
+
+    Args:
+        rows: uint8 of shape (size, nbytes), contiguous.
+        start: index of the row to begin with.
+        target: uint8 of shape (nbytes,), contiguous; may be no row of `rows` but that.
+        elements: how many elements nbytes hold.
+        combine: from `reduction`.
+        finish: from `divide`; 0 for none.
+        by: uint8, the bytes of the one element that `finish` divides by.
+    """
+    memory = rows.ctypes.data
+    to = target.ctypes.data
+    size = rows.shape[0]
+    if to != memory + start * target.size:
+        _memcpy(to, memory + start * target.size, np.uint64(target.size))
+    for rank in range(1, size):
+        row = start - rank if start >= rank else start - rank + size
+        call_kernel(combine, to, memory + row * target.size, elements)
+    if finish != 0:
+        call_kernel(finish, to, by.ctypes.data, elements)
+
+
+@numba.njit(nogil=True, cache=True)
+def add_rows(target: Any, places: Any, rows: Any) -> None:
+    """Add each of `rows`, from the first to the last, to the row of `target` where it belongs.
+
+    Args:
+        target: shape (n, width), contiguous, float32 or float64.
+        places: int64 of shape (m,), from 0 to n - 1; may repeat. Not checked.
+        rows: shape (m, width), contiguous, of the same dtype.
+    """
+    for i in range(places.size):
+        to, of = target[places[i]], rows[i]
+        for j in range(of.size):
+            to[j] += of[j]
+
+
+def _in_all_lanes(bits: int, lane: int) -> Any:
+    """`bits` in each part of `lane` bits of a word."""
+    return np.uint64(sum(bits << shift for shift in range(0, 64, lane)))
+
+
+# For each float type, as many lanes as fit a word: the bits of the exponent, which are all set
+# in NaN and infinity alone, and the lowest of them. Adding that then carries into the sign's place.
+_EXPONENT_BITS = {
+    "float16": (_in_all_lanes(0x7C00, 16), _in_all_lanes(0x0400, 16)),
+    "bfloat16": (_in_all_lanes(0x7F80, 16), _in_all_lanes(0x0080, 16)),
+    "float32": (_in_all_lanes(0x7F800000, 32), _in_all_lanes(0x00800000, 32)),
+    "float64": (_in_all_lanes(0x7FF << 52, 64), _in_all_lanes(1 << 52, 64)),
+}
+# Long enough for wide vectors, short enough to look for the element in it.
+_BLOCK_WORDS = 1024
+
+
+@numba.njit(nogil=True, cache=True)
+def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
+    """Where the first block begins that holds one; the number of `words` if none does."""
+    signs = (exponent + lowest) & ~exponent
+    for start in range(0, words.size, _BLOCK_WORDS):
+        carried = np.uint64(0)
+        block = words[start : start + _BLOCK_WORDS]
+        # By index: numba's iteration over an array is not vectorized, and four times as slow.
+        for i in range(block.size):
+            carried |= (block[i] & exponent) + lowest
+        if carried & signs != 0:
+            return start
+    return words.size
+
+
+def _half_to_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
+    """float32 value of a float16 given as its 16 bits (LLVM's half; F16C where the CPU has it)."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = builder.bitcast(arguments[0], ir.HalfType())
+        return builder.fpext(half, ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+def _float_to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
+    """16 bits of the float16 nearest to a float32, ties to even."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.bitcast(half, ir.IntType(16))
+
+    return types.uint16(types.float32), build
+
+
+_from_half = intrinsic(_half_to_float)
+_to_half = intrinsic(_float_to_half)
+
+
+@numba.njit(nogil=True, cache=True)
+def _widen_float16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = _from_half(source[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _narrow_float16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = _to_half(source[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _widen_bfloat16(source: Any, target: Any) -> None:
+    bits = target.view(np.uint32)
+    for i in range(source.size):
+        bits[i] = np.uint32(source[i]) << np.uint32(16)
+
+
+@numba.njit(nogil=True, cache=True)
+def _narrow_bfloat16(source: Any, target: Any) -> None:
+    bits = source.view(np.uint32)
+    for i in range(source.size):
+        word = bits[i]
+        if (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            # NaN: keep the sign, set the quiet bit; rounding could turn it into infinity.
+            target[i] = np.uint16((word >> np.uint32(16)) | np.uint32(0x40))
+        else:
+            odd = (word >> np.uint32(16)) & np.uint32(1)
+            target[i] = np.uint16((word + np.uint32(0x7FFF) + odd) >> np.uint32(16))

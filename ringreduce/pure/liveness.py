@@ -1,0 +1,373 @@
+"""What ranks tell each other about themselves, and what follows from it. Pure: no clock, no I/O.
+
+Each rank says four times a second what it is doing: a `Beat`. Neighbours pass on what they
+have heard, with its age, so that every rank knows of every other how far it has come and how
+long ago that was, without a common clock (`Board`). From this a rank that waits can tell who
+holds it up, and how:
+
+- silent: no beat of it has come for a second. It was stopped, or it is cut off.
+- in user code: it is alive and has not begun the call that the others wait in.
+- behind: it is alive and still in an earlier call.
+- elsewhere: it is in another operation, where this rank's call should be.
+
+A connection that carries nothing although its sender has sent and its receiver waits is dead,
+whatever the operating system says of it (`is_dead`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+
+__all__ = [
+    "BEAT_S",
+    "SILENT_S",
+    "Beat",
+    "Beats",
+    "Board",
+    "Left",
+    "Message",
+    "News",
+    "Seen",
+    "Sent",
+    "Standing",
+    "Suspicion",
+    "Wait",
+    "decode",
+    "encode",
+    "is_dead",
+    "message_bytes_max",
+]
+
+# How often a rank speaks. Four times a second costs a rank about a thousandth of a core.
+BEAT_S = 0.25
+# A beat is late by this when even a loaded machine should have run the thread that sends it.
+SILENT_S = 1.0
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+# Streams and long distances of a ring; far more than any has.
+_CONNECTIONS_MAX = 96
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True):
+    """One data connection as its sender sees it.
+
+    Attributes:
+        receiver: the rank at the other end.
+        channel: which of the connections between the two.
+        frames: sent on it, ever.
+        quiet_s: for how long that number has not changed.
+    """
+
+    receiver: _Rank
+    channel: _Rank
+    frames: _Count
+    quiet_s: _Seconds
+
+
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """The data connection on which a rank waits for a frame.
+
+    Attributes:
+        sender: the rank at the other end.
+        channel: which of the connections between the two.
+        frames: received on it, ever.
+        dry_s: for how long not one byte has come.
+    """
+
+    sender: _Rank
+    channel: _Rank
+    frames: _Count
+    dry_s: _Seconds
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of itself.
+
+    Attributes:
+        rank: who.
+        number: counted up with each beat.
+        calls: collectives it has completed.
+        operation: the one it is in; empty in user code.
+        since_s: how long it has been there, when it said so.
+        done: the part of its present pass that is done, 0 to 1.
+        sent: its outgoing data connections.
+        wait: the connection it waits on, if it does.
+    """
+
+    rank: _Rank
+    number: _Count
+    calls: _Count
+    operation: _Name
+    since_s: _Seconds
+    done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
+    wait: Wait | None = None
+
+
+class Beats(msgspec.Struct, frozen=True, tag=True):
+    """All that a rank has heard of others, itself first: beats and how old they are."""
+
+    beats: tuple[tuple[Beat, _Seconds], ...]
+
+
+class News(msgspec.Struct, frozen=True, tag=True):
+    """A rank has given up; `cause` is for `transport.news.read_news`."""
+
+    cause: Annotated[bytes, msgspec.Meta(max_length=1 << 15)]
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A rank has closed its communicator after `calls` calls.
+
+    Attributes:
+        why: the exception that made it, where one did; else empty.
+    """
+
+    rank: _Rank
+    calls: _Count
+    why: _Text = ""
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """A neighbour's news or leave has arrived here, so that it may close."""
+
+
+Message = Beats | News | Left | Seen
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """`message` as MessagePack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: bytes, size: int) -> Message:
+    """What a rank of `size` ranks has sent.
+
+    Raises:
+        ValueError: it is no message, or speaks of ranks that do not exist.
+    """
+    message: Message = _decoder.decode(payload)
+    if isinstance(message, Beats):
+        if len(message.beats) > size:
+            raise ValueError("has beats of more ranks than there are")
+        ranks = [beat.rank for beat, _ in message.beats]
+        for beat, _ in message.beats:
+            ranks += [sent.receiver for sent in beat.sent]
+            ranks += [beat.wait.sender] if beat.wait is not None else []
+    else:
+        ranks = [message.rank] if isinstance(message, Left) else []
+    if any(rank >= size for rank in ranks):
+        raise ValueError("speaks of a rank that does not exist")
+    return message
+
+
+def message_bytes_max(size: int) -> int:
+    """No message of a job of `size` ranks is longer."""
+    return (1 << 16) + 2048 * size
+
+
+class Standing(Protocol):
+    """What a rank is doing, as `ringreduce.effects.recorder` has it."""
+
+    @property
+    def calls(self) -> int:
+        """Collectives completed."""
+
+    @property
+    def operation(self) -> str | None:
+        """The one it is in; None in user code."""
+
+    @property
+    def since_s(self) -> float:
+        """Since when, on this process's clock."""
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Who holds this rank up, and how.
+
+    Attributes:
+        rank: who.
+        kind: ``silent``, ``user code``, ``behind`` or ``elsewhere``.
+        text: a clause about that rank, such as ``rank 1 has shown no sign of life for 3.2 s``.
+    """
+
+    rank: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    beat: Beat
+    at_s: float  # when it was said, on this process's clock
+
+
+class Board:
+    """What one rank knows of the others.
+
+    Args:
+        rank, size: whose board, among how many.
+        now_s: this process's clock; ranks count as heard of then.
+    """
+
+    def __init__(self, rank: int, size: int, now_s: float) -> None:
+        self._rank, self._size = rank, size
+        self._began_s = now_s
+        self._seen: dict[int, _Sighting] = {}
+        self._left: dict[int, Left] = {}
+
+    def hear(self, beat: Beat, age_s: float, now_s: float) -> None:
+        """Note a beat that came, unless a later one is known or it is our own."""
+        known = self._seen.get(beat.rank)
+        if beat.rank != self._rank and (known is None or known.beat.number < beat.number):
+            self._seen[beat.rank] = _Sighting(beat, now_s - age_s)
+
+    def leave(self, left: Left) -> bool:
+        """Note that a rank has left; return whether that is new."""
+        is_new = left.rank not in self._left
+        self._left.setdefault(left.rank, left)
+        return is_new
+
+    def left(self, rank: int) -> Left | None:
+        """What a rank has said that closed its communicator; None for one that has not."""
+        return self._left.get(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether that rank has closed its communicator."""
+        return rank in self._left
+
+    def absent(self, number: int) -> Left | None:
+        """A rank that has left and so will never make call `number`, counted from 0."""
+        gone = [left for left in self._left.values() if left.calls <= number]
+        return min(gone, key=lambda left: (not left.why, left.calls, left.rank), default=None)
+
+    def beats(self, now_s: float) -> list[tuple[Beat, float]]:
+        """All that is known of others, with ages; to pass on."""
+        return [(seen.beat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
+
+    def latest(self, rank: int, now_s: float) -> tuple[Beat, float] | None:
+        """The last beat of a rank, and its age; None when none has come."""
+        seen = self._seen.get(rank)
+        return None if seen is None else (seen.beat, max(0.0, now_s - seen.at_s))
+
+    def silent_s(self, rank: int, now_s: float) -> float:
+        """For how long nothing has been heard of a rank."""
+        seen = self._seen.get(rank)
+        return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
+
+    def is_silent(self, rank: int, now_s: float) -> bool:
+        """Whether a rank has not been heard of for too long; far ones may take longer."""
+        hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
+        return self.silent_s(rank, now_s) >= SILENT_S + (hops - 1) * BEAT_S
+
+    def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
+        """Who keeps this rank, which is in a collective, waiting; None when nobody is seen to.
+
+        What was said before this rank's own call began says nothing about it and is left out.
+        """
+        found: list[tuple[tuple[float, ...], Suspicion]] = []
+        for rank in range(self._size):
+            if rank == self._rank or rank in self._left:
+                continue
+            seen = self._seen.get(rank)
+            if seen is not None and seen.beat.calls > standing.calls:
+                continue  # It has done this call, and whatever it does next is not waited for.
+            order: tuple[float, ...]
+            if self.is_silent(rank, now_s):
+                silent_s = self.silent_s(rank, now_s)
+                kind, order = "silent", (0.0, -silent_s)
+                text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
+                if seen is not None:
+                    text += f" (last heard: {_place(seen.beat)})"
+            elif seen is None or seen.at_s < standing.since_s:
+                continue
+            elif not seen.beat.operation:
+                kind, order = "user code", (1.0, seen.beat.calls)
+                for_s = seen.beat.since_s + now_s - seen.at_s
+                text = f"rank {rank} is alive and has been in user code for {for_s:.1f} s"
+            elif seen.beat.calls < standing.calls:
+                kind, order = "behind", (2.0, seen.beat.calls)
+                text = f"rank {rank} is alive and still {_place(seen.beat)}"
+            elif seen.beat.operation != standing.operation:
+                kind, order = "elsewhere", (3.0,)
+                text = f"rank {rank} is {_place(seen.beat)} instead"
+            else:
+                continue
+            found.append(((*order, rank), Suspicion(rank, kind, text)))
+        return min(found, key=lambda pair: pair[0])[1] if found else None
+
+    def hears_nobody(self, now_s: float) -> bool:
+        """Whether all other ranks are silent, which with three or more points at this one."""
+        others = [r for r in range(self._size) if r != self._rank and r not in self._left]
+        return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
+
+    def slowest(self, standing: Standing, done: float) -> Suspicion | None:
+        """Of the ranks in this rank's own call, the one that has got the least far, if another."""
+        others = [
+            (seen.beat.done, rank)
+            for rank, seen in self._seen.items()
+            if seen.at_s >= standing.since_s
+            and (seen.beat.calls, seen.beat.operation) == (standing.calls, standing.operation)
+        ]
+        least, rank = min(others, default=(1.0, self._rank))
+        if least >= done:
+            return None
+        text = f"rank {rank} is the slowest, {least:.0%} through where this one is {done:.0%}"
+        return Suspicion(rank, "slow", text)
+
+    def dead(self, own: Beat, limit_s: float, now_s: float) -> tuple[int, int] | None:
+        """Sender and receiver of a dead connection that ends at this rank, if there is one.
+
+        Args:
+            own: what this rank says of itself now.
+            limit_s: how long a connection may carry nothing of what is due.
+            now_s: this process's clock.
+        """
+        if own.wait is not None:
+            told = self._fresh(own.wait.sender, now_s)
+            for sent in told.sent if told is not None else ():
+                if sent.receiver == self._rank and is_dead(sent, own.wait, limit_s):
+                    return own.wait.sender, self._rank
+        for sent in own.sent:
+            told = self._fresh(sent.receiver, now_s)
+            wait = None if told is None else told.wait
+            if wait is None or wait.sender != self._rank:
+                continue
+            # What it said before the frame was overdue says nothing: it may have stopped since.
+            quiet_s = max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))
+            if is_dead(msgspec.structs.replace(sent, quiet_s=quiet_s), wait, limit_s):
+                return self._rank, sent.receiver
+        return None
+
+    def _fresh(self, rank: int, now_s: float) -> Beat | None:
+        seen = self._seen.get(rank)
+        return None if seen is None or self.is_silent(rank, now_s) else seen.beat
+
+
+def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
+    """Whether a connection carries nothing of what is due, as its two ends see it.
+
+    Nothing has come for `limit_s`, and of what the sender has sent for at least as long
+    something has not arrived. On a link that is merely slow bytes keep coming.
+    """
+    return (
+        sent.channel == wait.channel
+        and sent.frames > wait.frames
+        and sent.quiet_s >= limit_s
+        and wait.dry_s >= limit_s
+    )
+
+
+def _place(beat: Beat) -> str:
+    calls = f"{beat.calls} call{'' if beat.calls == 1 else 's'}"
+    return f"in {beat.operation} after {calls}" if beat.operation else f"in user code after {calls}"

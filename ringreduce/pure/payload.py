@@ -1,0 +1,99 @@
+"""What collectives accept: arrays as flat views, objects as bytes, roots, others' lengths."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ringreduce.vocabulary.errors import ArrayError, MismatchError
+from ringreduce.vocabulary.types import dtype_code
+
+__all__ = [
+    "OBJECT_BYTES_MAX",
+    "bounds_of",
+    "checked_lengths",
+    "checked_root",
+    "decode",
+    "encode",
+    "flat_view",
+]
+
+# An object is a setting, a file name, a metric: whoever sends more wants an array.
+OBJECT_BYTES_MAX = 64 << 20
+
+
+def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
+    """`array` as a one-dimensional view, or an ArrayError that says what is wrong with it."""
+    if not isinstance(array, np.ndarray):
+        raise ArrayError(
+            f"{operation} got {type(array).__name__}, not a numpy array",
+            remedy="Pass numpy.asarray(x); on tensors use ringreduce.keras.",
+        )
+    dtype_code(array.dtype)
+    shape = f"shape {array.shape}, strides {array.strides}"
+    if not array.flags.c_contiguous:
+        raise ArrayError(
+            f"{operation} got an array that is not C-contiguous ({shape})",
+            remedy="Pass numpy.ascontiguousarray(x), and mind that it is a copy.",
+        )
+    if writable and not array.flags.writeable:
+        raise ArrayError(
+            f"{operation} got a read-only array ({shape})",
+            remedy="The result is written in place: pass a copy.",
+        )
+    return array.reshape(-1)
+
+
+def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return tuple(bounds)
+
+
+def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
+    """Lengths of objects as other ranks gave them, within the limit."""
+    numbers = [int(length) for length in lengths]
+    if not all(0 <= number <= OBJECT_BYTES_MAX for number in numbers):
+        raise MismatchError(f"received objects of {numbers} bytes, over the limit")
+    return numbers
+
+
+def checked_root(root: Any, rank: int, size: int) -> int:
+    """`root` as a plain int, since it is hashed and compared by its text; `rank` for errors."""
+    try:
+        number = operator.index(root)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise ArrayError(
+            f"got root {root!r}", rank=rank, size=size, remedy=f"Roots are 0 to {size - 1}."
+        )
+    return number
+
+
+def encode(value: Any) -> np.ndarray:
+    """`value` as MessagePack, dtype uint8. Raises ArrayError: it cannot be, or is too large."""
+    try:
+        payload = msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ArrayError(
+            f"cannot send a {type(value).__name__} to other ranks: {error}",
+            remedy="Objects travel as MessagePack: numbers, text, bytes, lists, dicts.",
+        ) from error
+    if len(payload) > OBJECT_BYTES_MAX:
+        raise ArrayError(
+            f"cannot send an object of {len(payload)} bytes; the limit is {OBJECT_BYTES_MAX}",
+            remedy="Send large data as an array.",
+        )
+    return np.frombuffer(payload, np.uint8)
+
+
+def decode(payload: np.ndarray) -> Any:
+    """What `encode` was given, as plain types."""
+    return msgspec.msgpack.decode(payload.tobytes())

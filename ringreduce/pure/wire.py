@@ -1,0 +1,184 @@
+"""The header in front of every frame: eight 64-bit words, little-endian.
+
+    word 0   magic (32 bits) | version (8) | kind (8) | dtype (8) | op (8)
+    word 1   job: 64 bits drawn by rank 0 when this ring formed
+    word 2   epoch (32) | rank of the sender (32)
+    word 3   sequence: number of the collective on this communicator
+    word 4   count: elements of the whole buffer, over all chunks
+    word 5   step (32) | segment (32)
+    word 6   payload bytes in this frame (32) | their CRC-32C (32), 0 where none is made
+    word 7   signature: what else must agree, such as the gradient plan or the root
+
+A receiver knows each of these words before the frame arrives, since they follow from its
+own call, but for the checksum. It compares all eight before it looks at the payload, and the
+checksum with that of what came before it uses any of it; nothing is ever sized or chosen by
+what a peer says. The header has no sum of its own: a changed bit in it is a difference.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
+
+__all__ = [
+    "EXPLANATION_S",
+    "HEADER_BYTES",
+    "HEADER_WORDS",
+    "WIRE_VERSION",
+    "Header",
+    "Kind",
+    "decode",
+    "disagreement",
+    "encode",
+    "signature_of",
+    "will_be_explained",
+]
+
+MAGIC = 0x46_52_52_52  # "RRRF" in memory
+WIRE_VERSION = 2
+HEADER_WORDS = 8
+HEADER_BYTES = 8 * HEADER_WORDS
+# How long to wait for a disagreement to be explained by the rank that has caused it. It knows
+# as soon as it sees anybody's frame; this is for one whose predecessor is still computing.
+EXPLANATION_S = 1.0
+
+
+class Kind(enum.IntEnum):
+    """What a frame belongs to. From ABORT on, frames speak of the ring itself."""
+
+    ALL_REDUCE = 1
+    REDUCE_SCATTER = 2
+    ALL_GATHER = 3
+    BROADCAST = 4
+    BARRIER = 5
+    BROADCAST_OBJECT = 6
+    ALL_GATHER_OBJECT = 7
+    ABORT = 128
+    GOODBYE = 129
+
+    @property
+    def label(self) -> str:
+        """Name of the collective as the user calls it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fields of a header, for errors and tests; the compiled loop works on the words."""
+
+    kind: int
+    job: int
+    rank: int
+    sequence: int
+    dtype: int = 0
+    op: int = 0
+    epoch: int = 0
+    count: int = 0
+    step: int = 0
+    segment: int = 0
+    nbytes: int = 0
+    checksum: int = 0
+    signature: int = 0
+    magic: int = MAGIC
+    version: int = WIRE_VERSION
+
+    def describe(self) -> str:
+        """The call this frame belongs to: ``all_reduce #7 of 1000 float32, sum``."""
+        try:
+            name = Kind(self.kind).label
+        except ValueError:
+            name = f"unknown operation {self.kind}"
+        text = f"{name} #{self.sequence}"
+        if 1 <= self.dtype <= len(DTYPE_NAMES):
+            text += f" of {self.count} {DTYPE_NAMES[self.dtype - 1]}"
+        if self.op in ReduceOp.__members__.values():
+            text += f", {ReduceOp(self.op).name.lower()}"
+        return text
+
+
+def encode(header: Header) -> np.ndarray:
+    """The header as 8 words, dtype uint64, a new array."""
+    return np.array(
+        [
+            header.magic
+            | header.version << 32
+            | header.kind << 40
+            | header.dtype << 48
+            | header.op << 56,
+            header.job,
+            header.epoch | header.rank << 32,
+            header.sequence,
+            header.count,
+            header.step | header.segment << 32,
+            header.nbytes | header.checksum << 32,
+            header.signature,
+        ],
+        dtype="<u8",
+    )
+
+
+def decode(words: np.ndarray) -> Header:
+    """The fields of 8 words, dtype uint64; never fails, whatever they hold."""
+    first, job, who, sequence, count, where, payload, signature = (int(word) for word in words)
+    low = 0xFFFFFFFF
+    return Header(
+        kind=first >> 40 & 0xFF,
+        job=job,
+        rank=who >> 32,
+        sequence=sequence,
+        dtype=first >> 48 & 0xFF,
+        op=first >> 56,
+        epoch=who & low,
+        count=count,
+        step=where & low,
+        segment=where >> 32,
+        nbytes=payload & low,
+        checksum=payload >> 32,
+        signature=signature,
+        magic=first & low,
+        version=first >> 32 & 0xFF,
+    )
+
+
+def signature_of(*parts: object) -> int:
+    """64 bits that differ when `parts` differ: BLAKE2b of their text, the same in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def will_be_explained(received: Header, expected: Header) -> bool:
+    """Whether the sender is comparing what it is about to do while we have gone on as before.
+
+    So it is where its gradients have changed since the last step. It finds the same
+    disagreement, and knows which gradient it is.
+    """
+    return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
+
+
+def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
+    """What two ranks disagree on, both sides, as the one that expected `expected` says it.
+
+    Args:
+        received, expected: the headers.
+        name: what to call the rank that a header gives.
+    """
+    sender, due = name(received.rank), name(expected.rank)
+    ours, theirs = expected.describe(), received.describe()
+    text = f"is in {ours} while {sender} is in {theirs}"
+    if ours == theirs:
+        if received.signature != expected.signature:
+            text += " with other gradients, shapes or root"
+        elif received.rank != expected.rank:
+            text = f"expected frames of {due}, not of {sender}"
+        else:
+            text += (
+                f" at step {received.step}, segment {received.segment} "
+                f"instead of {expected.step}, {expected.segment}"
+            )
+    return text

@@ -1,0 +1,1 @@
+"""Words that everything else uses: errors, types, settings."""

@@ -1,0 +1,188 @@
+"""What can go wrong, by who is at fault, and the one place that words it.
+
+    RingReduceError
+    |-- ConfigError(ValueError)        you asked for something impossible
+    |-- ArrayError(ValueError)         you passed an array that cannot travel
+    |-- ClosedError                    you used a communicator after close()
+    |-- MismatchError                  the ranks disagree
+    |-- RendezvousError                the ring did not form
+    |-- PeerError                      another rank failed; the ring is broken
+    |   |-- PeerTimeoutError(TimeoutError)
+    |   `-- PeerLostError(ConnectionError)
+    |-- ProtocolError                  bytes arrived that are not ours
+    |   `-- CorruptionError            bytes arrived that are not those that were sent
+    |-- NumericsError                  a gradient is NaN or infinite
+    `-- NativeError(ImportError)       a native library is missing or of another kind
+
+The second base makes an ordinary ``except TimeoutError`` work too. Everything below
+MismatchError, PeerError, ProtocolError and NumericsError breaks the communicator for good:
+whatever is called on it afterwards raises the same error again at once. Close it and form a
+new one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "ArrayError",
+    "ClosedError",
+    "ConfigError",
+    "CorruptionError",
+    "MismatchError",
+    "NativeError",
+    "NumericsError",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "ProtocolError",
+    "RendezvousError",
+    "RingReduceError",
+]
+
+
+class RingReduceError(Exception):
+    """Base of every error that ringreduce raises; never raised itself.
+
+    Attributes:
+        rank: the rank that speaks, None before ranks are known.
+        size: number of ranks, None before it is known.
+        peer: the rank it is about, where one is known.
+        operation: name of the collective, such as ``all_reduce``.
+        sequence: number of that collective on this communicator, counted from 0.
+        step: where in the collective, such as ``reduce-scatter step 2 of 3``.
+        remedy: what to do about it.
+        origin: the rank that met the error first, when it was another one.
+    """
+
+    # TensorFlow's AutoGraph raises another error, of a class of its own, for one that has an
+    # `__init__`, unless it has this.
+    ag_pass_through = True
+
+    fields: ClassVar[tuple[str, ...]] = (
+        "rank",
+        "size",
+        "peer",
+        "operation",
+        "sequence",
+        "step",
+        "remedy",
+        "origin",
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        peer: int | None = None,
+        operation: str | None = None,
+        sequence: int | None = None,
+        step: str | None = None,
+        remedy: str | None = None,
+        origin: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.size = size
+        self.peer = peer
+        self.operation = operation
+        self.sequence = sequence
+        self.step = step
+        self.remedy = remedy
+        self.origin = origin
+
+    def __str__(self) -> str:
+        """Who, what, where, what to do: the same order for every error."""
+        where = ""
+        if self.operation is not None:
+            where = f", in {self.operation}"
+            if self.sequence is not None:
+                where += f" #{self.sequence}"
+            if self.step is not None:
+                where += f", {self.step}"
+        text = self.message
+        if self.rank is not None:
+            who = f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
+            if self.origin is not None and where:
+                # What another rank has told has a place of its own.
+                who, where = f"{who}{where},", ""
+            text = f"{who} {text}"
+        text += where
+        if not text.endswith((".", "!", "?")):
+            text += "."
+        if self.remedy is not None:
+            text += f" {self.remedy}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and crosses process borders with its fields, not only with its text."""
+        return _rebuild, (type(self), self.message, {f: getattr(self, f) for f in self.fields})
+
+
+def _rebuild(
+    kind: type[RingReduceError], message: str, fields: dict[str, object]
+) -> RingReduceError:
+    return kind(message, **fields)  # type: ignore[arg-type]
+
+
+class ConfigError(RingReduceError, ValueError):
+    """You configured something impossible; nothing was started."""
+
+
+class ArrayError(RingReduceError, ValueError):
+    """You passed an array that cannot travel: its dtype, layout or shape. The ring is unhurt."""
+
+
+class ClosedError(RingReduceError):
+    """You used a communicator after ``close()``, or in a forked child."""
+
+
+class MismatchError(RingReduceError):
+    """The ranks disagree: operation, dtype, length, order, gradients, version or settings.
+
+    Attributes:
+        signatures: this rank's and `peer`'s, where two calls were found to differ; they do
+            not travel with the error.
+    """
+
+    signatures: tuple[int, int] = (0, 0)
+
+
+class RendezvousError(RingReduceError):
+    """The ring did not form in time, or this rank was refused; the text lists who is missing."""
+
+
+class PeerError(RingReduceError):
+    """Another rank failed, so the ring is broken. `peer` names it."""
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """A neighbour made no progress within ``timeout_s``."""
+
+
+class PeerLostError(PeerError, ConnectionError):
+    """A neighbour's connection ended: it died, or it closed its communicator."""
+
+
+class ProtocolError(RingReduceError):
+    """Bytes arrived that no rank of this ring sends."""
+
+
+class CorruptionError(ProtocolError):
+    """Bytes changed between two ranks: a frame's checksum is not that of its payload."""
+
+
+class NumericsError(RingReduceError):
+    """A gradient holds NaN or infinity; `peer` names the rank whose it is."""
+
+
+class NativeError(RingReduceError, ImportError):
+    """A native library could not be found, loaded or used."""
+
+
+for _name in __all__:
+    # A traceback shows the name to catch it by.
+    globals()[_name].__module__ = "ringreduce"

@@ -1,0 +1,549 @@
+"""The collectives in a ring of threads, against their naive twins.
+
+Data are whole numbers small enough for every dtype, so that sums do not depend on their
+order and equality is exact. One ring serves many cases: forming it is the dear part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce import testing
+from ringreduce.collectives import ring
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
+from ringreduce.pure.schedule import chunk_bounds
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.types import ReduceOp
+from tests import naive
+
+pytestmark = pytest.mark.usefixtures("way")
+
+SIZES = (1, 2, 3, 4, 5)
+# Payloads up to this ride inline.
+INLINE_BYTES = 16384
+
+
+def lengths(size: int) -> list[int]:
+    return sorted({0, 1, size - 1, size, size + 1, 1009, 100_003})
+
+
+@pytest.fixture(params=["zmq", "zmq, checked", "shm", "shm+zmq"])
+def way(request, monkeypatch):
+    """Rings of this module use each way to reach each other, as `Communicator.transport` says."""
+    if "shm" in request.param and native.library() is None:
+        pytest.skip(native.why_missing())
+
+    def form(size, work, **settings):
+        # Ranks alternate between two hosts, so that those of one host do not lie together.
+        levels = request.param == "shm+zmq" and size > 2
+        hosts = [f"host {rank % 2}" for rank in range(size)] if levels else ()
+
+        def checked(comm):
+            usual = "shm" if "shm" in request.param else "zmq"
+            assert comm.transport == ("none" if size == 1 else "shm+zmq" if levels else usual)
+            return work(comm)
+
+        transport = "auto" if "shm" in request.param else "zmq"
+        integrity = "crc32" if "checked" in request.param else "off"
+        usual = {"transport": transport, "integrity": integrity}
+        return testing.ring_of_threads(size, checked, hosts=hosts, **(usual | settings))
+
+    monkeypatch.setattr(request.module, "ring_of_threads", form)
+    return request.param
+
+
+@pytest.fixture
+def always_ring(monkeypatch):
+    """Small all-reduces go around the ring in chunks too, like large ones."""
+    monkeypatch.setattr(ring, "SMALL_BYTES_MAX", -1)
+    monkeypatch.setattr(ring, "SMALL_BYTES_MAX_OF_TWO", -1)
+
+
+def assert_all_reduced(size: int, cases: list[tuple[Any, np.dtype, int]], **settings: Any) -> None:
+    """Run an all-reduce for each case (op, dtype, length) in one ring, and check all ranks."""
+
+    def work(comm: Communicator) -> list[np.ndarray]:
+        inputs = [naive.integer_valued(comm.rank, count, dtype) for _, dtype, count in cases]
+        return [comm.all_reduce(array, op) for array, (op, _, _) in zip(inputs, cases, strict=True)]
+
+    results = ring_of_threads(size, work, **settings)
+    for index, (op, dtype, count) in enumerate(cases):
+        inputs = [naive.integer_valued(rank, count, dtype) for rank in range(size)]
+        expected = naive.all_reduce(op, inputs)
+        for rank in range(size):
+            got = results[rank][index]
+            assert got.dtype == dtype
+            assert np.array_equal(got, expected), f"rank {rank}, {op!r}, {dtype.name}[{count}]"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_of_every_operator_dtype_and_length(size):
+    assert_all_reduced(
+        size,
+        [
+            (op, dtype, count)
+            for op in ReduceOp
+            for dtype in naive.DTYPES.values()
+            for count in lengths(size)
+        ],
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("always_ring")
+def test_short_all_reduce_around_the_ring_gives_the_same(size):
+    """Chunks of no or one element, which the short way otherwise hides."""
+    assert_all_reduced(
+        size,
+        [
+            (op, dtype, count)
+            for op in ReduceOp
+            for dtype in naive.DTYPES.values()
+            for count in lengths(size)[:-1]
+        ],
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("name", ["float16", "float32", "int8"])
+def test_all_reduce_on_both_sides_of_the_small_limit(name, size):
+    dtype = naive.DTYPES[name]
+    limit = ring.SMALL_BYTES_MAX_OF_TWO if size == 2 else ring.SMALL_BYTES_MAX
+    edge = limit // dtype.itemsize
+    assert_all_reduced(size, [(ReduceOp.MEAN, dtype, edge + more) for more in (-1, 0, 1)])
+
+
+def test_all_reduce_whose_rows_would_not_fit_a_frame_goes_around_the_ring(monkeypatch):
+    """Two rows travel in the second step of three ranks or more."""
+    monkeypatch.setattr(ring, "EXCHANGE_BYTES_MAX", 1000)
+    dtype = np.dtype(np.int8)
+    assert_all_reduced(4, [(ReduceOp.SUM, dtype, count) for count in (499, 500, 501, 1001)])
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 9])
+def test_small_all_reduce_of_a_larger_ring(size):
+    """Rings whose last step sends all rows, some of them, or one."""
+    assert_all_reduced(
+        size,
+        [
+            (op, dtype, count)
+            for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)
+            for dtype in naive.DTYPES.values()
+            for count in (0, 1, size, 1009)
+        ],
+    )
+
+
+@pytest.mark.parametrize("streams", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_collectives_over_several_streams(size, streams):
+    """Fewer segments than streams, as many, and more; lengths at a segment's end."""
+    dtype = np.dtype(np.float32)
+    segment = 4096 // dtype.itemsize
+    counts = [size * segment * number + more for number in (1, 2, 3, 7) for more in (-1, 0, 1)]
+    cases = [(ReduceOp.SUM, dtype, count) for count in [0, 1, 100_003, *counts]]
+    assert_all_reduced(size, cases, segment_bytes=4096, streams=streams)
+
+
+def test_borrowed_segments_on_several_streams_are_free_once_the_call_has_returned():
+    def work(comm: Communicator) -> None:
+        array = np.empty(300_007)
+        for turn in range(20):
+            array[:] = turn + comm.rank
+            comm.all_reduce(array)
+            assert (array == 3 * turn + 3).all()
+            comm.broadcast(array, root=turn % 3)
+            array[:] = -1e9
+
+    ring_of_threads(3, work, segment_bytes=1 << 16, streams=3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduce_with_chunks_on_both_sides_of_the_inline_limit(size):
+    dtype = np.dtype(np.float32)
+    edge = size * INLINE_BYTES // dtype.itemsize
+    more = (-size, -1, 0, 1, size)
+    assert_all_reduced(size, [(ReduceOp.SUM, dtype, edge + extra) for extra in more])
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, INLINE_BYTES, INLINE_BYTES + 64, 1 << 15])
+def test_all_reduce_in_many_segments(segment_bytes):
+    """Inline segments and borrowed ones, full ones and a shorter last."""
+    assert_all_reduced(
+        3,
+        [(ReduceOp.MEAN, dtype, 50_021) for dtype in naive.DTYPES.values()],
+        segment_bytes=segment_bytes,
+    )
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096])
+@pytest.mark.usefixtures("always_ring")
+def test_all_reduce_whose_chunks_end_at_or_near_a_segments_end(segment_bytes):
+    dtype = np.dtype(np.int16)
+    edge = 5 * 3 * segment_bytes // dtype.itemsize
+    cases = [(ReduceOp.SUM, dtype, edge + more) for more in (-5, -1, 0, 1, 5)]
+    assert_all_reduced(5, cases, segment_bytes=segment_bytes)
+
+
+def test_all_reduce_of_a_half_buffer_in_several_blocks(monkeypatch):
+    """Long half buffers are widened a block at a time."""
+    monkeypatch.setattr(ring, "_HALF_BLOCK", 10_000)
+    halves = [naive.DTYPES[name] for name in naive.HALVES]
+    cases = [(op, dtype, 30_011) for dtype in halves for op in (ReduceOp.SUM, ReduceOp.MEAN)]
+    assert_all_reduced(3, cases)
+
+
+def test_all_reduce_takes_operators_as_text():
+    dtype = np.dtype(np.float64)
+
+    def work(comm: Communicator) -> np.ndarray:
+        return comm.all_reduce(naive.integer_valued(comm.rank, 10, dtype), "Mean")
+
+    expected = naive.all_reduce(
+        ReduceOp.MEAN, [naive.integer_valued(rank, 10, dtype) for rank in range(2)]
+    )
+    assert all(np.array_equal(result, expected) for result in ring_of_threads(2, work))
+
+
+def test_all_reduce_works_in_place_on_any_shape():
+    def work(comm: Communicator) -> None:
+        for shape in ((), (3, 4, 5), (0, 7), (100, 101)):
+            array = np.full(shape, comm.rank + 1.0)
+            assert comm.all_reduce(array) is array
+            assert array.shape == shape
+            assert (array == 6).all()
+
+    ring_of_threads(3, work)
+
+
+def test_all_reduce_writes_nothing_beyond_a_view():
+    def work(comm: Communicator) -> None:
+        for count in (10, 100_003):
+            memory = np.full(count + 20, -1.0)
+            view = memory[10:-10]
+            view[:] = comm.rank
+            comm.all_reduce(view)
+            assert (view == 1).all()
+            assert (memory[:10] == -1).all()
+            assert (memory[-10:] == -1).all()
+
+    ring_of_threads(2, work)
+
+
+def test_callers_buffer_is_free_to_change_once_the_call_has_returned():
+    """What is still queued for the next rank must not be what the caller writes next."""
+
+    def work(comm: Communicator) -> None:
+        array = np.empty(200_003)
+        for turn in range(20):
+            array[:] = turn + comm.rank
+            comm.all_reduce(array)
+            assert (array == 3 * turn + 3).all()
+            array[:] = -1e9
+
+    ring_of_threads(3, work)
+
+
+def test_repeated_small_all_reduce_starts_afresh_each_time():
+    """Its memory is kept from call to call; nothing of the last result may remain."""
+
+    def work(comm: Communicator) -> list[float]:
+        return [comm.all_reduce(np.full(5, float(turn + comm.rank)))[0] for turn in range(10)]
+
+    assert ring_of_threads(3, work) == [[3.0 * turn + 3 for turn in range(10)]] * 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_results_are_bit_identical_on_all_ranks_and_from_run_to_run(size, name):
+    """With numbers whose sum depends on the order of additions."""
+
+    def work(comm: Communicator) -> list[bytes]:
+        generator = np.random.default_rng(comm.rank)
+        inputs = [generator.standard_normal(count) for count in (1009, 100_003)]
+        arrays = [numbers.astype(naive.DTYPES[name]) for numbers in inputs]
+        return [comm.all_reduce(array, "mean").tobytes() for array in arrays]
+
+    first, second = ring_of_threads(size, work), ring_of_threads(size, work)
+    assert first == [first[0]] * size
+    assert first == second
+
+
+@pytest.mark.parametrize("op", list(ReduceOp), ids=lambda op: op.name.lower())
+def test_nan_of_one_rank_is_nan_on_all(op):
+    def work(comm: Communicator) -> None:
+        for name in ("float16", "bfloat16", "float32", "float64"):
+            for count in (10, 100_003):
+                array = np.ones(count, naive.DTYPES[name])
+                array[[0, 5, -1]] = np.nan if comm.rank == 1 else 1
+                comm.all_reduce(array, op)
+                where = np.flatnonzero(np.isnan(array.astype(np.float32)))
+                assert where.tolist() == [0, 5, count - 1]
+
+    ring_of_threads(3, work)
+
+
+@pytest.mark.parametrize(
+    ("name", "large", "total"), [("float16", 2048, 2052), ("bfloat16", 256, 260)]
+)
+@pytest.mark.parametrize("count", [10, 20_011])
+@pytest.mark.parametrize("method", ["all_reduce", "reduce_scatter"])
+def test_halves_are_summed_in_float32(name, large, total, count, method):
+    """Ones added singly to a number whose neighbours are 2 away would be lost one by one."""
+    dtype = naive.DTYPES[name]
+    assert (dtype.type(large) + dtype.type(1)) == dtype.type(large)
+
+    def work(comm: Communicator) -> list[float]:
+        # The large number comes from another rank at each element, so from each place in the
+        # order of additions.
+        array = np.where(np.arange(count) % 5 == comm.rank, large, 1).astype(dtype)
+        return np.unique(getattr(comm, method)(array).astype(np.float64)).tolist()
+
+    assert ring_of_threads(5, work) == [[total]] * 5
+
+
+@pytest.mark.parametrize("count", [10, 20_011])
+def test_mean_of_float16_does_not_overflow_on_the_way(count):
+    def work(comm: Communicator) -> list[float]:
+        return np.unique(comm.all_reduce(np.full(count, 60_000, np.float16), "mean")).tolist()
+
+    assert ring_of_threads(2, work) == [[60_000]] * 2
+
+
+@pytest.mark.parametrize("count", [10, 100_003])
+def test_mean_of_integers_rounds_down(count):
+    def work(comm: Communicator) -> list[int]:
+        return np.unique(comm.all_reduce(np.full(count, -comm.rank), "mean")).tolist()
+
+    assert ring_of_threads(2, work) == [[-1]] * 2  # (0 - 1) / 2
+
+
+@pytest.mark.parametrize("count", [10, 100_003])
+def test_integer_sum_wraps_as_in_numpy(count):
+    def work(comm: Communicator) -> list[int]:
+        return np.unique(comm.all_reduce(np.full(count, 100, np.int8))).tolist()
+
+    assert ring_of_threads(3, work) == [[300 - 256]] * 3
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter_gives_each_rank_its_chunk(size, segment_bytes):
+    """The result is a view of the array, where the chunk lies in it."""
+    cases = [
+        (op, dtype, count)
+        for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)
+        for dtype in naive.DTYPES.values()
+        for count in lengths(size)[:-1]
+    ]
+    cases.append((ReduceOp.SUM, naive.DTYPES["float32"], 50_021))
+
+    def work(comm: Communicator) -> list[np.ndarray]:
+        results = []
+        for op, dtype, count in cases:
+            array = naive.integer_valued(comm.rank, count, dtype)
+            chunk = comm.reduce_scatter(array, op)
+            bounds = chunk_bounds(count, size)
+            own = array[bounds[comm.rank] : bounds[comm.rank + 1]]
+            assert chunk.shape == own.shape
+            assert chunk.size == 0 or np.shares_memory(chunk, own)
+            results.append(chunk)
+        return results
+
+    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
+    for index, (op, dtype, count) in enumerate(cases):
+        inputs = [naive.integer_valued(rank, count, dtype) for rank in range(size)]
+        joined = np.concatenate([results[rank][index] for rank in range(size)])
+        assert np.array_equal(joined, naive.all_reduce(op, inputs)), f"{op!r} {dtype.name}[{count}]"
+
+
+def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
+    """Shapes that differ between ranks in the first dimension, and one that does not."""
+    return [
+        (),
+        (rank,),  # none on rank 0
+        (size - 1 - rank, 3),
+        (0, 4),
+        (2, 0),
+        (rank + 1, 2, 3),
+        (1009 + rank,),
+        (1000 * rank + 1, 11),
+        (20_000 if rank == size - 1 else 0,),
+    ]
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("size", SIZES)
+def test_all_gather_joins_arrays_of_different_lengths(size, segment_bytes):
+    names = ("bfloat16", "float32", "int64", "uint8")
+
+    def inputs(rank: int) -> list[np.ndarray]:
+        return [
+            naive.integer_valued(rank, int(np.prod(shape)), naive.DTYPES[name]).reshape(shape)
+            for shape in gathered_shapes(rank, size)
+            for name in names
+        ]
+
+    def work(comm: Communicator) -> list[np.ndarray]:
+        return [comm.all_gather(array) for array in inputs(comm.rank)]
+
+    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
+    for index, arrays in enumerate(zip(*map(inputs, range(size)), strict=True)):
+        expected = naive.all_gather(arrays)
+        for rank in range(size):
+            got = results[rank][index]
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            assert np.array_equal(got, expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_gather_returns_memory_of_the_callers_own(size):
+    def work(comm: Communicator) -> None:
+        array = np.ones(5)
+        array.flags.writeable = False
+        gathered = comm.all_gather(array)
+        assert not np.shares_memory(gathered, array)
+        gathered[:] = 2
+
+    ring_of_threads(size, work)
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_from_each_root(size, segment_bytes):
+    cases = [
+        (root, dtype, count)
+        for root in range(size)
+        for dtype in naive.DTYPES.values()
+        for count in lengths(size)[:-1]
+    ]
+    cases += [(root, naive.DTYPES["float32"], 50_021) for root in range(size)]
+
+    def work(comm: Communicator) -> list[np.ndarray]:
+        return [
+            comm.broadcast(naive.integer_valued(comm.rank, count, dtype), root)
+            for root, dtype, count in cases
+        ]
+
+    results = ring_of_threads(size, work, segment_bytes=segment_bytes)
+    for index, (root, dtype, count) in enumerate(cases):
+        expected = naive.integer_valued(root, count, dtype)
+        assert all(np.array_equal(result[index], expected) for result in results)
+
+
+def test_broadcast_only_reads_the_roots_array():
+    def work(comm: Communicator) -> np.ndarray:
+        array = np.full(50_021, comm.rank)
+        array.flags.writeable = comm.rank != 1
+        return comm.broadcast(array, root=1)
+
+    assert all((result == 1).all() for result in ring_of_threads(3, work))
+
+
+def test_broadcast_root_may_be_numpys_integer_on_some_ranks():
+    """Equal numbers are equal roots, wherever a rank has taken its own from."""
+
+    def work(comm: Communicator) -> int:
+        root = np.int64(1) if comm.rank == 0 else 1
+        return int(comm.broadcast(np.array([comm.rank]), root)[0])
+
+    assert ring_of_threads(3, work) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_barrier_lets_nobody_pass_before_all_have_come(size):
+    arrived: list[set[int]] = [set() for _ in range(50)]
+
+    def work(comm: Communicator) -> None:
+        for here in arrived:
+            here.add(comm.rank)
+            comm.barrier()
+            assert len(here) == size
+
+    ring_of_threads(size, work)
+
+
+OBJECTS = [
+    None,
+    True,
+    0,
+    -1,
+    2**63,
+    1.5,
+    "",
+    "naïve ☃ 日本",
+    b"",
+    b"\x00\xff",
+    [],
+    {},
+    [1, [2, [3, None]], {"a": {"b": [b"c", "d"]}}],
+    {"epoch": 3, "best": 0.25, "names": ["x", "y"]},
+    "long " * 20_000,
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_object_from_each_root(size):
+    def work(comm: Communicator) -> list[list[Any]]:
+        return [
+            [comm.broadcast_object(v if comm.rank == root else "ignored", root) for v in OBJECTS]
+            for root in range(size)
+        ]
+
+    assert ring_of_threads(size, work) == [[OBJECTS] * size] * size
+
+
+def test_broadcast_object_gives_the_root_its_own_object():
+    def work(comm: Communicator) -> bool:
+        value = {"a": 1}
+        return comm.broadcast_object(value, root=1) is value
+
+    assert ring_of_threads(3, work) == [False, True, False]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_gather_object_keeps_the_order_of_ranks(size):
+    def work(comm: Communicator) -> list[list[Any]]:
+        return [comm.all_gather_object([comm.rank, value]) for value in OBJECTS]
+
+    expected = [[[rank, value] for rank in range(size)] for value in OBJECTS]
+    assert ring_of_threads(size, work) == [expected] * size
+
+
+def test_all_gather_object_of_different_kinds_and_lengths():
+    def work(comm: Communicator) -> list[Any]:
+        return comm.all_gather_object(OBJECTS[-1 - comm.rank])
+
+    assert ring_of_threads(5, work) == [OBJECTS[:-6:-1]] * 5
+
+
+def test_mixed_collectives_follow_each_other_without_a_pause():
+    """Frames of the next call may wait behind those of this one; none is taken for another."""
+
+    def work(comm: Communicator) -> None:
+        for turn in range(30):
+            assert comm.all_gather_object(turn) == [turn] * 3
+            assert (comm.all_reduce(np.full(20_011, comm.rank, np.int32)) == 3).all()
+            assert comm.broadcast_object(comm.rank, root=turn % 3) == turn % 3
+            comm.barrier()
+            assert comm.all_gather(np.array([comm.rank])).tolist() == [0, 1, 2]
+            assert (comm.reduce_scatter(np.ones(7)) == 3).all()
+            assert (comm.broadcast(np.full(9, comm.rank), root=2) == 2).all()
+
+    ring_of_threads(3, work)
+
+
+@pytest.mark.parametrize("call", [Communicator.all_reduce, Communicator.reduce_scatter])
+def test_reduction_keeps_a_signed_zero_and_an_infinity(call: Callable[..., np.ndarray]):
+    def work(comm: Communicator) -> None:
+        for value in (np.inf, -np.inf, -0.0):
+            result = call(comm, np.full(7, value))
+            assert (result == value).all()
+            assert (np.signbit(result) == np.signbit(value)).all()
+
+    ring_of_threads(3, work)

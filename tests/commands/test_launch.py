@@ -1,0 +1,545 @@
+"""``ringreduce run`` with real processes: what it passes on, shows, stops and returns.
+
+Most scripts here know nothing of ringreduce, since the launcher runs any program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ringreduce
+from ringreduce.commands.launch.supervisor import default_threads
+from ringreduce.testing import ring_of_processes
+from tests.processes import (
+    DEADLINE_S,
+    clean_environment,
+    launcher,
+    wait_gone,
+)
+
+THREAD_VARIABLES = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
+RANK = "import os\nrank = int(os.environ['RINGREDUCE_RANK'])\n"
+# Says its number, then waits for a signal: what the launcher ends.
+WAITS = (
+    "import os, signal\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    signal.pause()\n"
+)
+
+
+def script(directory: Path, text: str) -> str:
+    """Write a program; return its name, relative to where `launcher` starts."""
+    (directory / "script.py").write_text(textwrap.dedent(text))
+    return "script.py"
+
+
+def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``ringreduce run *arguments``, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "ringreduce", "run", *arguments],
+        cwd=directory,
+        env=clean_environment(**environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def numbers(text: str, word: str = "pid") -> list[int]:
+    """The numbers that follow `word` in an output."""
+    return [int(number) for number in re.findall(rf"{word} (\d+)", text)]
+
+
+def environments(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
+    """What workers that print their environment as JSON have, in rank order."""
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.partition(" ")[::2] for line in done.stdout.splitlines())
+    return [json.loads(text) for _, text in lines]
+
+
+PRINT_ENVIRONMENT = "import json, os\nprint(json.dumps(dict(os.environ)))\n"
+
+
+# --- What is shown --------------------------------------------------------------------------
+
+
+def test_every_line_begins_with_its_rank_and_is_whole(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        RANK
+        + """
+        for number in range(300):
+            for part in (f"line {number}", " of ", f"rank {rank}", "\\n"):
+                os.write(1, part.encode())
+        """.replace("\n        ", "\n"),
+    )
+    lines = run(tmp_path, "-n", "3", name).stdout.splitlines()
+    for rank in range(3):
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] line {number} of rank {rank}" for number in range(300)]
+    assert len(lines) == 900
+
+
+def test_ranks_are_padded_to_one_width(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "11", script(tmp_path, "print('here')"))
+    assert sorted(done.stdout.splitlines()) == [f"[{rank:2}] here" for rank in range(11)]
+
+
+def test_output_and_errors_stay_apart(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint('out')\nprint('err', file=sys.stderr)")
+    done = run(tmp_path, "-n", "1", name)
+    assert (done.stdout, done.stderr) == ("[0] out\n", "[0] err\n")
+
+
+def test_output_without_a_line_end_is_shown_at_the_end(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "1", script(tmp_path, "print('no end', end='')"))
+    assert done.stdout == "[0] no end\n"
+
+
+def test_nothing_is_colored_when_nobody_watches(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "2", script(tmp_path, "print('plain')"))
+    assert "\x1b" not in done.stdout
+
+
+def test_a_reader_that_leaves_does_not_end_the_job(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import pathlib
+        for _ in range(2000):
+            print("x" * 100)
+        pathlib.Path("done").touch()
+        """,
+    )
+    command = [sys.executable, "-m", "ringreduce", "run", "-n", "1", name]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None
+        job.stdout.close()
+        assert job.wait(DEADLINE_S) == 0
+    assert (tmp_path / "done").exists()
+
+
+# --- What workers are given -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-n", "5", "--help", "--workers", "3", "-m"],
+        ["--", "--version", "--", "-x"],
+        ["two words", "", "*", "$HOME", "\N{EURO SIGN}"],
+    ],
+    ids=["options", "dashes", "text"],
+)
+def test_the_scripts_own_arguments_pass_unchanged(tmp_path: Path, arguments: list[str]) -> None:
+    name = script(tmp_path, "import json, sys\nprint(json.dumps(sys.argv[1:]))")
+    done = run(tmp_path, "-n", "1", name, *arguments)
+    assert json.loads(done.stdout.removeprefix("[0] ")) == arguments
+
+
+def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").touch()
+    (tmp_path / "trainer" / "main.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    done = run(tmp_path, "-n", "1", "-m", "trainer.main", "-m", "x")
+    assert done.stdout == "[0] __main__ ['-m', 'x']\n"
+
+
+def test_each_worker_knows_its_place(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "3", script(tmp_path, PRINT_ENVIRONMENT))
+    variables = environments(done)
+    assert [v["RINGREDUCE_RANK"] for v in variables] == ["0", "1", "2"]
+    assert [v["RINGREDUCE_LOCAL_RANK"] for v in variables] == ["0", "1", "2"]
+    assert {v["RINGREDUCE_SIZE"] for v in variables} == {"3"}
+    assert {v["RINGREDUCE_LOCAL_SIZE"] for v in variables} == {"3"}
+    assert len({v["RINGREDUCE_JOB_ID"] for v in variables}) == 1
+    assert len({v["RINGREDUCE_RENDEZVOUS"] for v in variables}) == 1
+    assert ["RINGREDUCE_RENDEZVOUS_FD" in v for v in variables] == [True, False, False]
+
+
+def test_an_outer_jobs_places_are_not_inherited(tmp_path: Path) -> None:
+    outer = {
+        "RINGREDUCE_RANK": "7",
+        "RINGREDUCE_SIZE": "9",
+        "RINGREDUCE_LOCAL_RANK": "3",
+        "RINGREDUCE_LOCAL_SIZE": "4",
+        "RINGREDUCE_RENDEZVOUS": "192.0.2.1:4000",
+        "RINGREDUCE_RENDEZVOUS_FD": "77",
+        "RINGREDUCE_JOB_ID": "outer",
+    }
+    done = run(tmp_path, "-n", "2", script(tmp_path, PRINT_ENVIRONMENT), **outer)
+    for rank, variables in enumerate(environments(done)):
+        assert variables["RINGREDUCE_RANK"] == str(rank)
+        assert not {name for name, value in outer.items() if variables.get(name) == value}
+
+
+def test_the_users_limits_reach_the_workers(tmp_path: Path) -> None:
+    limits = {"RINGREDUCE_TIMEOUT_S": "7", "RINGREDUCE_SEGMENT_BYTES": "4096"}
+    done = run(tmp_path, "-n", "1", script(tmp_path, PRINT_ENVIRONMENT), **limits)
+    assert limits.items() <= environments(done)[0].items()
+
+
+def test_a_timeout_on_the_command_line_overrides_the_users_variable(tmp_path: Path) -> None:
+    name = script(tmp_path, PRINT_ENVIRONMENT)
+    done = run(tmp_path, "-n", "1", "--timeout", "3.5", name, RINGREDUCE_TIMEOUT_S="7")
+    assert environments(done)[0]["RINGREDUCE_TIMEOUT_S"] == "3.5"
+
+
+def test_cores_are_shared_out_as_threads(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "2", script(tmp_path, PRINT_ENVIRONMENT))
+    for variables in environments(done):
+        for variable in THREAD_VARIABLES:
+            assert variables[variable] == str(default_threads(2))
+
+
+def test_threads_per_worker_are_those_asked_for(tmp_path: Path) -> None:
+    name = script(tmp_path, PRINT_ENVIRONMENT)
+    done = run(tmp_path, "-n", "1", "--threads-per-worker", "3", name)
+    variables = environments(done)[0]
+    assert [variables[name] for name in THREAD_VARIABLES] == ["3", "3", "3"]
+
+
+def test_the_users_own_thread_variables_are_kept(tmp_path: Path) -> None:
+    name = script(tmp_path, PRINT_ENVIRONMENT)
+    done = run(tmp_path, "-n", "1", "--threads-per-worker", "3", name, OMP_NUM_THREADS="5")
+    variables = environments(done)[0]
+    assert [variables[name] for name in THREAD_VARIABLES] == ["5", "3", "3"]
+
+
+def test_more_workers_than_cores_get_one_thread_each() -> None:
+    assert default_threads(10_000) == 1
+
+
+def test_standard_input_is_at_its_end(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()), sys.stdin.isatty())")
+    done = run(tmp_path, "-n", "2", name)
+    assert sorted(done.stdout.splitlines()) == ["[0] '' False", "[1] '' False"]
+
+
+# --- The command line -----------------------------------------------------------------------
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ringreduce", *arguments],
+        env=clean_environment(NO_COLOR="1", TERM="dumb"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def test_version_prints_the_version() -> None:
+    done = command_line("--version")
+    assert (done.returncode, done.stdout) == (0, f"ringreduce {ringreduce.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["run"], ["--help"], ["run", "--help"]])
+def test_without_arguments_or_asked_it_prints_help(arguments: list[str]) -> None:
+    done = command_line(*arguments)
+    assert "Usage: ringreduce" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-n", "0", "script.py"], "-n"),
+        (["-n", "two", "script.py"], "-n"),
+        (["-n", "2"], "SCRIPT"),
+        (["--timeout", "0", "script.py"], "--timeout"),
+        (["--threads-per-worker", "0", "script.py"], "--threads-per-worker"),
+        (["--wokers", "2", "script.py"], "--wokers"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -> None:
+    done = command_line("run", *arguments)
+    assert done.returncode == 2
+    assert "Usage: ringreduce run" in done.stderr
+    assert complaint in done.stderr
+
+
+def test_a_missing_script_is_the_workers_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "1", "missing.py")
+    assert done.returncode == 2  # Python's own code for it
+    assert re.search(r"^\[0\] .*can't open file .*missing\.py", done.stderr, re.MULTILINE)
+
+
+# --- How a job ends -------------------------------------------------------------------------
+
+
+def test_a_job_whose_workers_end_well_returns_0(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "2", script(tmp_path, "pass"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_failing_workers_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "if rank == 1:\n    raise SystemExit(3)\n" + WAITS)
+    done = run(tmp_path, "-n", "3", name)
+    assert done.returncode == 3
+    assert "rank 1 failed first (exit code 3)" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    kill = f"if rank == 0:\n    os.kill(os.getpid(), {int(number)})\n"
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + kill + WAITS))
+    assert done.returncode == 128 + number
+    assert f"rank 0 failed first (killed by signal {int(number)} ({number.name}))" in done.stderr
+
+
+def test_workers_that_still_run_are_stopped_after_a_failure(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        RANK
+        + textwrap.dedent(
+            """
+            import pathlib, signal
+            if rank == 0:
+                signal.signal(signal.SIGTERM, lambda *_: exit("asked to end"))
+                pathlib.Path("ready").touch()
+                while True:
+                    signal.pause()
+            while not pathlib.Path("ready").exists():
+                pass
+            raise ValueError("bad data")
+            """
+        ),
+    )
+    done = run(tmp_path, "-n", "2", name)
+    assert "[0] asked to end" in done.stderr
+    assert "rank 0" not in done.stderr  # It only did as it was told.
+
+
+def test_the_first_failure_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "if rank == 1:\n    raise ValueError('bad data')\n" + WAITS)
+    report = run(tmp_path, "-n", "2", name).stderr.partition("rank 1 failed first (exit code 1)")
+    assert report[1]
+    assert "ringreduce:   Traceback (most recent call last):" in report[2]
+    assert "ringreduce:   ValueError: bad data" in report[2]
+
+
+def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -> None:
+    # Rank 1 leaves the ring at once and Python late, as one that tears down TensorFlow does.
+    name = script(
+        tmp_path,
+        """
+        import atexit, signal
+        import ringreduce
+        ring = ringreduce.init()
+        if ring.rank == 1:
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            atexit.register(signal.pause)
+            ring.close()
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            raise ValueError("bad data")
+        ring.barrier()
+        """,
+    )
+    done = run(tmp_path, "-n", "3", name)
+    assert done.returncode == 1
+    assert "rank 1 failed first (exit code 1)" in done.stderr
+    assert "ringreduce:   ValueError: bad data" in done.stderr
+    for rank in (0, 2):
+        assert re.search(rf"then rank {rank} \(exit code 1\): .*MismatchError: .*", done.stderr)
+
+
+def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
+    # Rank 0 ends the moment its last block fits into the pipe, so that its exit is seen
+    # while its traceback waits to be read. Rank 1, the cause, ends later.
+    name = script(
+        tmp_path,
+        RANK
+        + textwrap.dedent(
+            """
+            import pathlib, signal, sys
+            if rank == 0:
+                noise = "a line of a log that fills the pipe\\n" * 20_000
+                report = "Traceback (most recent call last):\\n  x\\nPeerLostError: lost rank 1\\n"
+                text = (noise + report).encode()
+                while text:
+                    text = text[os.write(2, text):]
+                pathlib.Path("left").touch()
+                os._exit(1)
+            while not pathlib.Path("left").exists():
+                pass
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.4)
+            signal.pause()
+            raise ValueError("bad data")
+            """
+        ),
+    )
+    done = run(tmp_path, "-n", "2", name)
+    assert "ringreduce: rank 1 failed first" in done.stderr
+
+
+def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    ignore = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    fail = "    open('ready', 'w').close()\nelse:\n"
+    fail += "    while not os.path.exists('ready'): pass\n    raise SystemExit(3)\n"
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + ignore + fail + WAITS))
+    assert done.returncode == 3
+    wait_gone(numbers(done.stdout))
+
+
+def test_a_failing_workers_own_children_end_with_it(tmp_path: Path) -> None:
+    child = "import subprocess, sys\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    name = script(tmp_path, child + "print('pid', child.pid)\nraise SystemExit(3)")
+    done = run(tmp_path, "-n", "1", name)
+    assert done.returncode == 3
+    wait_gone(numbers(done.stdout))
+
+
+def test_a_child_left_behind_by_a_good_worker_ends_with_it(tmp_path: Path) -> None:
+    # It holds the worker's output open, which must not keep the launcher waiting either.
+    child = "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    done = run(tmp_path, "-n", "1", script(tmp_path, child + "print('pid', child.pid)"))
+    assert done.returncode == 0
+    assert len(numbers(done.stdout)) == 1
+    wait_gone(numbers(done.stdout))
+
+
+# --- Signals to the launcher ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_launcher_reaches_every_worker(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    name = script(
+        tmp_path,
+        f"""
+        import signal
+        def leave(number, frame):
+            print("got", signal.Signals(number).name, flush=True)
+            raise SystemExit(0)
+        signal.signal({int(number)}, leave)
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """,
+    )
+    with launcher(tmp_path, "run", "-n", "2", name) as job:
+        job.wait_shown("ready", times=2)
+        job.signal(number)
+        assert job.wait() == 128 + number
+        assert sorted(line for line in job.stdout.splitlines() if "got" in line) == [
+            f"[0] got {number.name}",
+            f"[1] got {number.name}",
+        ]
+        assert f"ringreduce: stopped by {number.name}" in job.stderr
+
+
+def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import os, signal
+        signal.signal(signal.SIGINT, lambda *_: print("no", flush=True))
+        print("pid", os.getpid(), flush=True)
+        while True:
+            signal.pause()
+        """,
+    )
+    with launcher(tmp_path, "run", "-n", "2", name) as job:
+        job.wait_shown("pid", times=2)
+        job.signal(signal.SIGINT)
+        job.wait_shown("no", times=2)
+        job.signal(signal.SIGINT)
+        # Well below the grace that a first signal gives.
+        assert job.wait(2.5) == 130
+        wait_gone(numbers(job.stdout))
+
+
+def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: print("saved", flush=True))
+        print("ready", flush=True)
+        signal.pause()
+        """,
+    )
+    with launcher(tmp_path, "run", "-n", "2", name) as job:
+        job.wait_shown("ready", times=2)
+        job.signal(signal.SIGUSR1)
+        assert job.wait() == 0
+        assert job.stdout.count("saved") == 2
+
+
+def test_a_killed_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
+    child = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, child + WAITS)) as job:
+        job.wait_shown("pid", times=4)
+        family = [process.pid for process in psutil.Process(job.pid).children(recursive=True)]
+        assert set(numbers(job.stdout)) < set(family)  # The guard is in it too.
+        job.signal(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+        wait_gone(family)
+
+
+def test_a_killed_launcher_takes_workers_along_that_ignore_signals(tmp_path: Path) -> None:
+    deaf = "import signal\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
+    with launcher(tmp_path, "run", "-n", "2", script(tmp_path, deaf + WAITS)) as job:
+        job.wait_shown("pid", times=2)
+        job.signal(signal.SIGKILL)
+        wait_gone(numbers(job.stdout))
+
+
+# --- Several jobs ---------------------------------------------------------------------------
+
+RING = """
+import os, ringreduce, numpy
+ring = ringreduce.init()
+total = ring.all_reduce(numpy.full(3, ring.rank + 1.0))
+print("total", int(total[0]), os.environ["RINGREDUCE_JOB_ID"], flush=True)
+"""
+
+
+def test_two_launchers_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        script(folder, RING)
+    command = "run", "-n", "2", "script.py"
+    with launcher(folders[0], *command) as one, launcher(folders[1], *command) as two:
+        assert (one.wait(), two.wait()) == (0, 0)
+        assert numbers(one.stdout, "total") == numbers(two.stdout, "total") == [3, 3]
+        jobs = [{line.split()[-1] for line in job.stdout.splitlines()} for job in (one, two)]
+        assert len(jobs[0]) == len(jobs[1]) == 1
+        assert jobs[0] != jobs[1]
+
+
+def test_ring_of_processes_gives_output_and_exit_code(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint('out')\nprint('err', file=sys.stderr)")
+    result = ring_of_processes(2, [str(tmp_path / name)])
+    assert result.exit_code == 0
+    assert sorted(result.output.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(result.errors.splitlines()) == ["[0] err", "[1] err"]
+
+
+def test_ring_of_processes_restores_the_signal_handlers(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ring_of_processes(1, ["-c", "raise SystemExit(3)"])
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_an_all_reduce_works_in_launched_processes(tmp_path: Path) -> None:
+    result = ring_of_processes(3, [str(tmp_path / script(tmp_path, RING))], timeout_s=30)
+    assert result.exit_code == 0, result.errors
+    assert numbers(result.output, "total") == [6, 6, 6]

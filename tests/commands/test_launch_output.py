@@ -1,0 +1,101 @@
+"""LineBuffer: lines come out whole, whatever the chunks they arrived in."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.commands.launch.output import LineBuffer
+
+# Mostly what matters: line ends, redrawing, backspaces, parts of UTF-8, broken UTF-8.
+fragments = st.sampled_from(
+    [b"\n", b"\r", b"\r\n", b"\b", b"a", b"loss: 0.5", "\N{EURO SIGN}".encode(), b"\xe2", b"\xff"]
+)
+outputs = st.lists(fragments, max_size=30).map(b"".join) | st.binary(max_size=60)
+
+
+def lines_of(*chunks: bytes) -> list[str]:
+    buffer = LineBuffer()
+    lines = [line for chunk in chunks for line in buffer.feed(chunk)]
+    return lines + buffer.flush()
+
+
+@given(output=outputs, cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_chunking_changes_nothing(output: bytes, cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(cut, len(output)) for cut in cuts), len(output)]
+    chunks = [output[a:b] for a, b in pairwise(bounds)]
+    assert lines_of(*chunks) == lines_of(output)
+
+
+@given(output=outputs)
+def test_a_line_holds_no_line_end_and_no_redrawing(output: bytes) -> None:
+    for line in lines_of(output):
+        assert not set(line) & set("\n\r\b")
+
+
+@given(lines=st.lists(st.text(st.characters(exclude_characters="\n\r\b", codec="utf-8"))))
+def test_plain_text_passes_unchanged(lines: list[str]) -> None:
+    assert lines_of("".join(f"{line}\n" for line in lines).encode()) == lines
+
+
+def test_a_line_waits_until_it_is_whole() -> None:
+    buffer = LineBuffer()
+    assert buffer.feed(b"half ") == []
+    assert buffer.feed(b"a line\nand") == ["half a line"]
+
+
+def test_flush_gives_what_had_no_end() -> None:
+    assert lines_of(b"one\ntwo") == ["one", "two"]
+
+
+def test_flush_gives_nothing_after_a_line_end() -> None:
+    assert lines_of(b"one\n") == ["one"]
+
+
+def test_flush_gives_the_rest_only_once() -> None:
+    buffer = LineBuffer()
+    buffer.feed(b"rest")
+    assert (buffer.flush(), buffer.flush()) == (["rest"], [])
+
+
+def test_an_empty_line_is_a_line() -> None:
+    assert lines_of(b"one\n\ntwo\n") == ["one", "", "two"]
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        (b"1/3\r2/3\r3/3\n", "3/3"),
+        (b"\r3/3\n", "3/3"),
+        (b"2/3\r3/3\r\n", "3/3"),
+        (b"windows\r\n", "windows"),
+        (b"\b\b\b\b3/3\n", "3/3"),
+    ],
+)
+def test_of_a_redrawn_line_the_last_state_is_shown(output: bytes, shown: str) -> None:
+    assert lines_of(output) == [shown]
+
+
+def test_an_unfinished_progress_bar_is_shown_in_its_last_state() -> None:
+    assert lines_of(b"1/3\r2/3\r") == ["2/3"]
+
+
+def test_bytes_that_are_no_utf_8_are_replaced() -> None:
+    assert lines_of(b"a\xffb\n") == ["a\N{REPLACEMENT CHARACTER}b"]
+
+
+def test_an_overlong_line_is_cut_rather_than_kept() -> None:
+    buffer = LineBuffer()
+    shown = [line for _ in range(100) for line in buffer.feed(b"x" * 4096)]
+    assert len("".join(shown)) > 300_000
+    assert "".join(shown + buffer.flush()) == "x" * 409_600
+
+
+def test_cutting_an_overlong_line_breaks_no_character() -> None:
+    text = "x" + "\N{EURO SIGN}" * 60_000
+    data = text.encode()
+    chunks = [data[i : i + 1000] for i in range(0, len(data), 1000)]
+    assert "".join(lines_of(*chunks)) == text

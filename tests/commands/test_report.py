@@ -1,0 +1,508 @@
+"""Who is to blame: made-up records of every kind of failure, and records that are none."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ringreduce.commands.report.records import Records, read_records
+from ringreduce.commands.report.verdict import Verdict, judge
+from ringreduce.commands.report.view import show
+from ringreduce.commands.report.words import those
+from ringreduce.pure.flight import (
+    FILE_BYTES_MAX,
+    Call,
+    Dump,
+    Failure,
+    Frame,
+    Stack,
+    decode_dump,
+    encode_dump,
+    file_name,
+)
+from ringreduce.vocabulary.errors import ConfigError
+
+NOW = 1_800_000_000.0
+PLACE = Frame("/home/ada/train.py", 12, "main", "model.fit(data)")
+INSIDE = Frame("/x/ringreduce/ringreduce/communicator/communicator.py", 400, "_call", library=True)
+
+
+def dump(rank: int, size: int = 4, calls: int = 17, **fields: Any) -> Dump:
+    """A rank in user code for 20 s after `calls` calls, unless `fields` say otherwise."""
+    defaults: dict[str, Any] = {
+        "format": 1,
+        "why": "SIGUSR1",
+        "when": NOW,
+        "iso": "2027-01-15T08:00:00+00:00",
+        "host": "node",
+        "pid": 100 + rank,
+        "job": "job",
+        "versions": {"python": "3.11.7"},
+        "transport": "shm",
+        "operation": None,
+        "nbytes": 0,
+        "since": NOW - 20,
+        "stacks": [Stack("MainThread", True, [PLACE, INSIDE])],
+    }
+    return Dump(rank=rank, size=size, calls=calls, **(defaults | fields))
+
+
+def waiting(rank: int, operation: str = "all_reduce", nbytes: int = 4096, **fields: Any) -> Dump:
+    """A rank that has been in a call for 20 s."""
+    return dump(rank, operation=operation, nbytes=nbytes, **fields)
+
+
+def failed(
+    rank: int,
+    kind: str,
+    *,
+    after_s: float = 0.0,
+    calls: int = 17,
+    nbytes: int = 4096,
+    **failure: Any,
+) -> Dump:
+    """A rank that failed `after_s` after the first, in all_reduce unless `standing` is given."""
+    failure = {"standing": "all_reduce", "text": f"rank {rank} of 4 failed.", **failure}
+    standing = failure["standing"]
+    entries = []
+    if standing is not None:
+        entries = [Call(calls, standing, nbytes, NOW - 20, 3.0, "MainThread", kind)]
+    return dump(
+        rank,
+        calls=calls,
+        failure=Failure(kind=kind, when=NOW - 10 + after_s, **failure),
+        entries=entries,
+    )
+
+
+def lost(rank: int, peer: int, **fields: Any) -> Dump:
+    return failed(rank, "PeerLostError", peer=peer, **fields)
+
+
+def timed_out(rank: int, peer: int, **fields: Any) -> Dump:
+    return failed(rank, "PeerTimeoutError", peer=peer, **fields)
+
+
+def verdict(*dumps: Dump, size: int = 4, **fields: Any) -> Verdict:
+    return judge(Records(size, {d.rank: d for d in dumps}, **fields))
+
+
+# --- A rank's own error -----------------------------------------------------------------------
+
+
+def test_an_exception_of_the_program_goes_before_all_that_others_say() -> None:
+    raised = failed(
+        2, "ValueError", after_s=0.5, standing=None, text="no such shard", trace=[PLACE, INSIDE]
+    )
+    found = verdict(lost(0, 3), lost(1, 2), raised, lost(3, 2))
+    assert found.culprits == (2,)
+    assert found.text == (
+        "Rank 2 is the culprit: its own error came first, in user code, at train.py:12: "
+        "ValueError: no such shard. Ranks 0, 1 and 3 had failed in all_reduce #17."
+    )
+
+
+def test_of_several_own_errors_the_first_counts() -> None:
+    found = verdict(
+        failed(0, "KeyError", after_s=1), failed(1, "MemoryError", after_s=0.5), lost(2, 1)
+    )
+    assert found.culprits == (1,)
+    assert "MemoryError" in found.text
+
+
+def test_a_rank_interrupted_in_a_call_is_to_blame_itself() -> None:
+    found = verdict(lost(0, 1), lost(1, 1, text="was interrupted", after_s=1), lost(2, 1))
+    assert found.culprits == (1,)
+    assert "in all_reduce #17, at train.py:12" in found.text
+
+
+def test_an_error_of_the_ring_that_a_rank_found_itself_counts_as_its_own() -> None:
+    told = [failed(r, "ProtocolError", origin=3, after_s=0.1) for r in (0, 1, 2)]
+    assert verdict(*told, failed(3, "ProtocolError")).culprits == (3,)
+
+
+# --- Disagreement -----------------------------------------------------------------------------
+
+
+def test_one_rank_that_makes_another_call_is_the_culprit() -> None:
+    others = [failed(r, "MismatchError", peer=1, text="disagree") for r in (0, 2, 3)]
+    found = verdict(*others, failed(1, "MismatchError", peer=0, nbytes=80))
+    assert found.culprits == (1,)
+    assert "was in all_reduce #17 of 80 bytes, at train.py:12, unlike all others" in found.text
+
+
+def test_two_sides_of_a_disagreement_are_both_named() -> None:
+    dumps = [
+        failed(r, "MismatchError", peer=1 - r % 2, standing="barrier" if r % 2 else "broadcast")
+        for r in range(4)
+    ]
+    found = verdict(*dumps)
+    assert found.culprits == (0, 1)
+    assert found.text.startswith("Ranks 0 and 1 disagree with each other. MismatchError: ")
+
+
+def test_a_disagreement_that_was_told_names_who_found_it() -> None:
+    found = verdict(failed(2, "MismatchError", origin=0, peer=3), dump(3))
+    assert found.culprits == (0, 3)
+
+
+def test_a_rank_that_leaves_early_is_the_culprit_and_not_who_misses_it() -> None:
+    text = "rank 0 of 4 makes call 17, and rank 3 has left after 16"
+    found = verdict(*(failed(r, "MismatchError", peer=3, text=text) for r in (0, 1, 2)))
+    assert found.culprits == (3,)
+    assert found.text.startswith("Rank 3 is the culprit: ranks 0-2 name it, and it left no record")
+
+
+def test_a_rank_that_disagrees_with_nobody_in_particular() -> None:
+    assert verdict(failed(2, "MismatchError")).culprits == (2,)
+
+
+# --- Ranks that others name -------------------------------------------------------------------
+
+
+def test_a_killed_rank_leaves_no_record_and_is_named_by_others() -> None:
+    found = verdict(
+        lost(0, 3, text="rank 0 of 4 lost rank 3: it died."),
+        lost(1, 3, origin=0, after_s=0.1),
+        lost(2, 3, after_s=0.1),
+        log_tails={3: "Killed"},
+    )
+    assert found.culprits == (3,)
+    assert found.text == (
+        "Rank 3 is the culprit: ranks 0-2 lost it, and it left no record, so it was killed or "
+        'ended; its log ends with "Killed". Rank 0: PeerLostError: rank 0 of 4 lost rank 3: it '
+        "died. Ranks 0-2 had failed in all_reduce #17."
+    )
+
+
+def test_a_rank_whose_record_cannot_be_read_is_not_said_to_be_killed() -> None:
+    found = verdict(lost(0, 3), lost(1, 3), skipped={"flight-rank3.json": "truncated"})
+    assert found.culprits == (3,)
+    assert "its record cannot be read" in found.text
+    assert "killed" not in found.text
+
+
+def test_who_waits_for_whom_is_followed_round_the_ring_to_its_cause() -> None:
+    found = verdict(timed_out(0, 3), dump(1), timed_out(2, 1, after_s=0.2), timed_out(3, 2))
+    assert found.culprits == (1,)
+    assert found.text.startswith(
+        "Rank 1 is the culprit: rank 2 waited for it, and it was in user code for 20.0 s, at "
+        "train.py:12 (model.fit(data))."
+    )
+
+
+def test_a_rank_told_of_the_break_in_user_code_is_still_the_culprit() -> None:
+    told = timed_out(1, 1, origin=0, standing=None, after_s=0.3)
+    found = verdict(timed_out(0, 1), told, timed_out(2, 1, origin=0))
+    assert found.culprits == (1,)
+    assert "in user code for 10.3 s, at train.py:12, when the ring broke" in found.text
+
+
+def test_a_stopped_rank_that_complains_when_it_is_woken_has_one_voice() -> None:
+    found = verdict(
+        timed_out(0, 1), lost(1, 0, after_s=30), timed_out(2, 1), timed_out(3, 1, after_s=0.1)
+    )
+    assert found.culprits == (1,)
+
+
+def test_when_each_waits_for_the_next_the_one_behind_is_the_culprit() -> None:
+    found = verdict(
+        *(timed_out(rank, (rank - 1) % 4, calls=16 if rank == 2 else 17) for rank in range(4))
+    )
+    assert found.culprits == (2,)
+    assert "failed in all_reduce #16" in found.text
+
+
+def test_when_nothing_else_tells_the_first_error_does() -> None:
+    found = verdict(*(timed_out(rank, (rank - 1) % 4, after_s=rank) for rank in range(4)))
+    assert found.culprits == (3,)
+
+
+def test_a_peer_that_is_no_rank_is_not_believed() -> None:
+    assert verdict(lost(0, 99)).culprits != (99,)
+
+
+def test_ranks_that_never_joined_are_named() -> None:
+    alone = failed(0, "RendezvousError", standing=None, calls=0, text="rank 2 did not come")
+    found = verdict(alone, failed(1, "RendezvousError", standing=None, calls=0))
+    assert found.culprits == (2, 3)
+    assert "Ranks 2 and 3 are the culprits: without a record" in found.text
+    assert "rank 2 did not come." in found.text
+
+
+# --- Records that were asked for --------------------------------------------------------------
+
+
+def test_a_rank_in_user_code_while_the_others_wait_is_the_culprit() -> None:
+    found = verdict(waiting(0), waiting(1), dump(2, since=NOW - 21), waiting(3))
+    assert found.culprits == (2,)
+    assert found.text == (
+        "Rank 2 is the culprit: it was in user code for 21.0 s, at train.py:12 "
+        "(model.fit(data)), while ranks 0, 1 and 3 wait in all_reduce #17 for 20.0 s; it has "
+        "not called that."
+    )
+
+
+def test_the_one_with_the_fewest_calls_is_the_culprit() -> None:
+    found = verdict(waiting(0), dump(1), dump(2, calls=12), waiting(3, calls=16))
+    assert found.culprits == (2,)
+
+
+def test_a_rank_behind_in_a_call_is_the_culprit() -> None:
+    found = verdict(waiting(0), waiting(1, calls=16), waiting(2), waiting(3))
+    assert found.culprits == (1,)
+    assert "the others have completed that" in found.text
+
+
+def test_a_rank_that_could_not_be_asked_is_suspected() -> None:
+    found = verdict(waiting(0), waiting(2), waiting(3))
+    assert found.culprits == (1,)
+    assert "Rank 1 is the culprit, probably: without a record" in found.text
+    assert "SIGSTOP" in found.text
+
+
+def test_different_calls_of_the_same_number() -> None:
+    found = verdict(waiting(0), waiting(1, "barrier", 0), waiting(2, "barrier", 0), waiting(3))
+    assert found.culprits == (0, 1, 2, 3)
+    assert found.text == (
+        "The ranks are out of step in call #17: ranks 0 and 3 are in all_reduce of 4096 bytes; "
+        "ranks 1 and 2 are in barrier."
+    )
+
+
+def test_one_rank_in_a_different_call_of_the_same_number() -> None:
+    found = verdict(waiting(0), waiting(1), waiting(2, nbytes=8192), waiting(3))
+    assert found.culprits == (2,)
+    assert "rank 2 is in all_reduce of 8192 bytes" in found.text
+
+
+def test_lengths_of_a_gather_may_differ() -> None:
+    dumps = [waiting(rank, "all_gather", 80 * rank) for rank in range(4)]
+    found = verdict(*dumps)
+    assert found.culprits == ()
+    assert found.text.startswith("No culprit found. Longest of all, rank 0 was in all_gather #17")
+
+
+def test_a_job_at_work_has_no_culprit() -> None:
+    quick = {"since": NOW - 0.2}
+    found = verdict(waiting(0, **quick), dump(1, **quick), waiting(2, **quick), dump(3, **quick))
+    assert found.culprits == ()
+    assert "no rank had stood still for 1 s" in found.text
+    assert "Ranks 1 and 3 stood in user code after 17 calls." in found.text
+
+
+def test_a_job_in_user_code_everywhere_has_no_culprit() -> None:
+    found = verdict(*(dump(rank, since=NOW - 10 - rank) for rank in range(4)))
+    assert found.culprits == ()
+    assert "rank 3 was in user code for 13.0 s, at train.py:12 (model.fit(data))" in found.text
+
+
+ANY_FAILURE = st.builds(
+    Failure,
+    kind=st.sampled_from(["PeerLostError", "PeerTimeoutError", "MismatchError", "KeyError"]),
+    text=st.just("x"),
+    when=st.floats(0, 9),
+    peer=st.none() | st.integers(0, 9),
+    origin=st.none() | st.integers(0, 9),
+    standing=st.sampled_from([None, "barrier", "all_reduce"]),
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(0, 3),
+            st.sampled_from([None, "barrier", "all_reduce"]),
+            st.none() | ANY_FAILURE,
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_whatever_the_records_say_there_is_a_verdict(ranks: list[Any]) -> None:
+    dumps = {
+        rank: dump(rank, len(ranks), calls, operation=operation, failure=failure)
+        for rank, (present, calls, operation, failure) in enumerate(ranks)
+        if present or rank == 0
+    }
+    found = judge(Records(len(ranks), dumps))
+    assert set(found.culprits) <= set(range(10))
+    assert found.text.endswith((".", "!", "?"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3 waits"),
+        ([0, 1], "ranks 0 and 1 wait"),
+        ([5, 0, 2, 1], "ranks 0-2 and 5 wait"),
+        ([0, 2, 4, 5], "ranks 0, 2, 4 and 5 wait"),
+        ([0, 1, 2, 3], "ranks 0-3 wait"),
+    ],
+)
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert those(ranks, "wait", "waits") == text
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *dumps: Dump) -> None:
+    for one in dumps:
+        (folder / file_name(one.rank)).write_bytes(encode_dump(one))
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    dumps = [waiting(0), dump(1), lost(2, 3)]
+    write(tmp_path, *dumps)
+    records = read_records(tmp_path)
+    assert dict(records.dumps) == {d.rank: d for d in dumps}
+    assert (records.size, records.missing) == (4, [3])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "truncated or not JSON"),
+        (encode_dump(dump(1))[:-20], "truncated or not JSON"),
+        (b"\x00\xff" * 100, "truncated or not JSON"),
+        (b'{"format": 1, "peers": ' + b"[" * 100_000, "truncated or not JSON"),
+        (b"[]", "no flight record"),
+        (b"{}", "no flight record"),
+        (b'{"format": 2}', "format 2"),
+        (b'{"format": 1, "rank": 1}', "no flight record"),
+        (encode_dump(dump(1, calls=-1)), "no flight record"),
+        (encode_dump(dump(1, why="x" * 5000)), "no flight record"),
+        (encode_dump(dump(1, when=1e300)), "no flight record"),
+        (encode_dump(dump(1, since=float("nan"))), "no flight record"),
+        (encode_dump(dump(1, stacks=[Stack("t", True, [PLACE] * 1000)])), "no flight record"),
+        (encode_dump(dump(1, versions=["3"])), "no flight record"),
+        (encode_dump(dump(7)), "rank 7 of 4"),
+        (encode_dump(dump(2)), "it speaks of rank 2"),
+        (b" " * (FILE_BYTES_MAX + 1), "more than"),
+    ],
+)
+def test_what_is_no_record_is_skipped_with_a_reason(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
+    write(tmp_path, waiting(0))
+    (tmp_path / "flight-rank1.json").write_bytes(content)
+    records = read_records(tmp_path)
+    assert list(records.dumps) == [0]
+    assert why in records.skipped["flight-rank1.json"]
+
+
+@given(st.data())
+def test_a_record_with_a_byte_changed_is_read_or_refused(data: st.DataObject) -> None:
+    content = bytearray(encode_dump(lost(1, 2)))
+    where = data.draw(st.integers(0, len(content) - 1))
+    content[where] = data.draw(st.integers(0, 255))
+    try:
+        found = decode_dump(bytes(content))
+    except ValueError:
+        return
+    judge(Records(found.size, {found.rank: found}))
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, waiting(0))
+    for name in ("notes.txt", "flight-rankx.json", ".flight-rank1.json.abc", "flight-rank1.json~"):
+        (tmp_path / name).write_text("?")
+    (tmp_path / "flight-rank2.json").mkdir()
+    os.mkfifo(tmp_path / "flight-rank3.json")  # Opening it would wait for ever.
+    records = read_records(tmp_path)
+    assert records.skipped == dict.fromkeys(
+        ["flight-rank2.json", "flight-rank3.json"], "no ordinary file"
+    )
+
+
+def test_records_of_an_earlier_job_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path, lost(0, 1), dump(1, job="old", when=NOW - 99))
+    records = read_records(tmp_path)
+    assert records.missing == [1, 2, 3]
+    assert "of an earlier job, 2027-01-15" in records.skipped["flight-rank1.json"]
+
+
+def test_the_log_of_a_rank_without_a_record_is_looked_at(tmp_path: Path) -> None:
+    write(tmp_path, lost(0, 1))
+    (tmp_path / "rank-1.log").write_text("step 1\n" * 10_000 + "out of \x1b[31mmemory\n\n  \n")
+    records = read_records(tmp_path)
+    assert records.log_tails == {1: "out of [31mmemory"}
+
+
+def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no flight record .* in "):
+        read_records(tmp_path)
+    (tmp_path / "flight-rank0.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"flight-rank0.json: truncated"):
+        read_records(tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        read_records(tmp_path / "none")
+
+
+# --- What is shown ----------------------------------------------------------------------------
+
+
+def shown(records: Records) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    show(records, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_report_in_80_columns() -> None:
+    lines = shown(Records(3, {0: waiting(0), 1: dump(1)}, {"flight-rank2.json": "truncated"}))
+    assert [line.rstrip() for line in lines] == [
+        "Rank 1 is the culprit: it was in user code for 20.0 s, at train.py:12",
+        "(model.fit(data)), while rank 0 waits in all_reduce #17 for 20.0 s; it has not",
+        "called that. Rank 2 left no readable record.",
+        "",
+        "rank  calls  state",
+        "   0     17  in all_reduce #17 for 20.0 s",
+        "   1     17  in user code for 20.0 s, at train.py:12",
+        "   2      -  unreadable record",
+        "skipped flight-rank2.json: truncated",
+    ]
+
+
+def test_errors_get_a_column_of_their_own() -> None:
+    lines = shown(Records(2, {0: lost(0, 1, text="rank 0 of 2 lost rank 1: it died.")}))
+    assert any(line.split() == ["rank", "calls", "state", "error"] for line in lines)
+    column = next(line.index("error") for line in lines if line.startswith("rank"))
+    error = " ".join(" ".join(line[column:] for line in lines[-3:-1]).split())
+    assert error == "PeerLostError: rank 0 of 2 lost rank 1: it died."
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_a_record_says_is_shown_and_not_obeyed() -> None:
+    evil = "[red]x[/red] \x1b]0;title\x07 \x1b[2J \r\n [/nonsense]"
+    failure = failed(0, "ValueError", text=evil, standing=evil[:20])
+    text = "\n".join(shown(Records(1, {0: failure})))
+    assert "[red]x[/red]" in text
+    assert not {"\x1b", "\x07", "\r"} & set(text)
+
+
+def test_a_record_that_claims_a_huge_job_does_not_flood_the_terminal() -> None:
+    lines = shown(Records(1 << 20, {0: waiting(0, size=1 << 20)}))
+    assert len(lines) < 100
+    assert lines[-1] == f"and {(1 << 20) - 65} more ranks without a record"
+
+
+def test_times_are_in_the_report_even_when_they_are_absurd() -> None:
+    assert max(map(len, shown(Records(1, {0: dump(0, since=0.0, when=1e11)})))) <= 80
+
+
+def test_encoding_is_by_type_and_not_by_class() -> None:
+    """What no field foresees, such as a peer's array, is written as text rather than refused."""
+    one = dump(0, peers=[{"rank": 1, "what": Path("x")}])
+    assert decode_dump(encode_dump(one)).peers == [{"rank": 1, "what": "x"}]
+    assert msgspec.json.decode(encode_dump(one))["rank"] == 0

@@ -1,0 +1,137 @@
+"""How a rank leaves when things are not as usual: in a call, after a failure, without a word."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.engine.watch import Watcher
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import MismatchError, RingReduceError
+from tests.processes import wait_until
+from tests.rings import SOON_S, Ring
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("transport", ["zmq", "auto"])
+def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
+    tmp_path: Path, transport: str, count: int
+) -> None:
+    program = f"""
+        ring = join()
+        if RANK == 0:
+            signal.signal(signal.SIGALRM, lambda *_: ring.close())
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            attempt("call", lambda: ring.all_reduce(np.ones({count})))
+            attempt("next", ring.barrier)
+            say("closed", closed=ring.closed)
+        hold()
+        ring.close()
+    """
+    with Ring(tmp_path, 2, program, transport=transport) as ring:
+        [call] = ring.wait("call", [0])
+        assert (call["kind"], call["peer"]) == ("PeerLostError", 0)
+        assert call["seconds"] < SOON_S
+        assert ring.wait("next", [0])[0]["kind"] == "ClosedError"
+        assert ring.wait("closed", [0])[0]["closed"]
+        ring.release()
+
+
+def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
+    tmp_path: Path,
+) -> None:
+    program = """
+        ring = join()
+        def hand_over():
+            while ring._caller is None:
+                os.sched_yield()
+            work = ring.all_reduce(np.ones(10), async_op=True)
+            while not ring._engine._queue.wait_idle(0.01) and ring._engine._work:
+                pass  # It has not taken it yet.
+            os.kill(os.getpid(), signal.SIGALRM)
+            attempt("work", work.wait)
+        if RANK == 0:
+            signal.signal(signal.SIGALRM, lambda *_: ring.close())
+            threading.Thread(target=hand_over, daemon=True).start()
+            attempt("call", ring.barrier)
+            say("closed", closed=ring.closed)
+        hold()
+        ring.close()
+    """
+    with Ring(tmp_path, 2, program) as ring:
+        [call] = ring.wait("call", [0])
+        assert call["kind"] == "PeerLostError"
+        assert call["seconds"] < SOON_S
+        assert ring.wait("work", [0])[0]["kind"] in ("PeerLostError", "ClosedError")
+        assert ring.wait("closed", [0])[0]["closed"]
+        ring.release()
+
+
+def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Path) -> None:
+    program = """
+        import gc, logging
+        from ringreduce.engine.watch import Watcher
+
+        logging.disable(logging.CRITICAL)
+        ring = join()
+        if RANK == 0:
+            def fail(*_):
+                raise RuntimeError("a bug")
+            watchers = [t for t in threading.enumerate() if "ringreduce watch" in t.name]
+            beat, Watcher._beat = Watcher._beat, fail
+            for watcher in watchers:
+                watcher.join(10)
+            Watcher._beat = beat
+            say("ended", watchers=[w.is_alive() for w in watchers])
+        attempt("call", lambda: until_error(ring.barrier))
+        del ring
+        gc.collect()
+        say("collected")
+        ring = join(1)
+        ring.barrier()
+        say("again")
+    """
+    with Ring(tmp_path, 2, program, rings=2) as ring:
+        assert ring.wait("ended", [0])[0]["watchers"] == [False]
+        for call in ring.wait("call"):
+            assert call["kind"] == "MismatchError"
+            assert "failed in the watcher: RuntimeError: a bug" in call["text"]
+        ring.wait("again")
+
+
+def test_whoever_leaves_because_of_news_passes_them_on_to_one_who_hears_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = Watcher._take
+    deaf: list[Watcher] = []
+
+    def take_unless_deaf(self: Watcher, *arguments: Any) -> None:
+        if self not in deaf:
+            take(self, *arguments)
+
+    monkeypatch.setattr(Watcher, "_take", take_unless_deaf)
+    is_deaf = threading.Event()
+
+    def work(comm: Communicator) -> str:
+        if comm.rank == 2:
+            assert comm._watcher is not None
+            deaf.append(comm._watcher)
+            is_deaf.set()
+            with pytest.raises(RingReduceError) as caught:
+                comm.all_reduce(np.ones(100_000))
+            return str(caught.value)
+        if comm.rank == 0:
+            assert is_deaf.wait(10)
+            comm.fail(MismatchError("is the culprit", rank=0, size=3))
+            return ""
+        wait_until(lambda: comm.failure is not None, "the news")
+        return str(comm.failure)
+
+    _, heard, passed_on = ring_of_threads(3, work, transport="zmq")
+    assert "was told by rank 0: rank 0 of 3 is the culprit" in heard
+    assert "was told by rank 0: rank 0 of 3 is the culprit" in passed_on

@@ -1,0 +1,435 @@
+"""Flight records on disk: what they hold, when they are written, and that they never hurt."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from ringreduce import Communicator, Config, MismatchError, RendezvousError, RingReduceError
+from ringreduce.effects.dumping import FlightFile
+from ringreduce.effects.recorder import Recorder
+from ringreduce.pure.flight import Dump, decode_dump, file_name
+from ringreduce.testing import ring_of_threads
+from tests.processes import Process, clean_environment, wait_until
+
+
+@pytest.fixture(autouse=True)
+def _handler_is_put_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def read(directory: Path, rank: int = 0) -> Dump:
+    return decode_dump((directory / file_name(rank)).read_bytes())
+
+
+@contextlib.contextmanager
+def flight_file(directory: Path, recorder: Recorder | None = None) -> Iterator[FlightFile]:
+    file = FlightFile(Config(log_dir=str(directory)), recorder or Recorder(0, 1))
+    with contextlib.closing(file):
+        yield file
+
+
+# --- What a record holds ----------------------------------------------------------------------
+
+
+def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> None:
+    def work(communicator):
+        communicator.all_reduce(np.ones(4, np.float32))
+        with pytest.raises(MismatchError):
+            communicator.all_reduce(np.ones(4 + communicator.rank, np.float32))
+        return communicator.failure
+
+    errors = ring_of_threads(2, work, log_dir=str(tmp_path))
+    for rank, error in enumerate(errors):
+        dump = read(tmp_path, rank)
+        assert (dump.rank, dump.size, dump.pid, dump.calls) == (rank, 2, os.getpid(), 2)
+        assert dump.why == f"MismatchError: {error}"
+        assert dump.failure is not None
+        assert (dump.failure.kind, dump.failure.text) == ("MismatchError", str(error))
+        assert (dump.failure.peer, dump.failure.origin) == (error.peer, error.origin)
+        assert dump.failure.operation == error.operation
+        assert dump.failure.sequence == error.sequence
+        assert dump.failure.standing == "all_reduce"
+        assert [call.operation for call in dump.entries] == ["barrier", "all_reduce", "all_reduce"]
+        assert dump.entries[-1].error == dump.why
+        assert {"python", "ringreduce", "numpy"} <= set(dump.versions)
+        assert dump.transport != "none"
+
+
+def test_stacks_show_where_user_code_is(tmp_path: Path) -> None:
+    with flight_file(tmp_path) as file:
+        file.dump("asked")  # this line
+    stacks = read(tmp_path).stacks
+    assert stacks[0].main
+    innermost = stacks[0].frames[-1]
+    assert (innermost.file, innermost.library) == (__file__, False)
+    assert innermost.function == "test_stacks_show_where_user_code_is"
+    assert innermost.text == 'file.dump("asked")  # this line'
+
+
+def test_stacks_show_other_threads_by_name(tmp_path: Path) -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="loader")
+    thread.start()
+    with flight_file(tmp_path) as file:
+        file.dump("asked")
+    over.set()
+    thread.join()
+    stacks = {stack.thread: stack for stack in read(tmp_path).stacks}
+    assert stacks["loader"].frames[-1].function == "wait"
+    assert stacks["loader"].frames[-1].library
+    assert not stacks["loader"].main
+
+
+def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
+    def deep(levels: int) -> None:
+        if levels:
+            deep(levels - 1)
+        else:
+            file.dump("y" * 100_000)
+
+    recorder = Recorder(0, 1)
+    recorder.begin("barrier", 0)
+    recorder.fail(ValueError("x" * 100_000))
+    with flight_file(tmp_path, recorder) as file:
+        deep(300)
+    dump = read(tmp_path)
+    assert dump.failure is not None
+    assert dump.failure.text.endswith("xxx...")
+    assert dump.stacks[0].frames[-1].function == "deep"
+
+
+def test_what_is_known_of_peers_is_asked_for(tmp_path: Path) -> None:
+    recorder = Recorder(0, 1)
+    recorder.peers = lambda: [{"rank": 1, "calls": 3, "operation": None, "what": object}]
+    with flight_file(tmp_path, recorder) as file:
+        file.dump("asked")
+    assert read(tmp_path).peers[0]["calls"] == 3
+
+
+def test_peers_that_cannot_be_asked_do_not_prevent_the_record(tmp_path: Path) -> None:
+    recorder = Recorder(0, 1)
+    recorder.peers = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    with flight_file(tmp_path, recorder) as file:
+        assert file.dump("asked") == tmp_path / "flight-rank0.json"
+    assert read(tmp_path).peers == []
+
+
+def test_a_later_record_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    with flight_file(tmp_path) as file:
+        file.dump("first")
+        file.dump("second")
+    assert read(tmp_path).why == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["flight-rank0.json"]
+
+
+def test_records_written_at_once_are_whole(tmp_path: Path) -> None:
+    with flight_file(tmp_path) as file:
+        threads = [threading.Thread(target=file.dump, args=(str(n),)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert read(tmp_path).why in map(str, range(8))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_record_is_json_that_anybody_can_read(tmp_path: Path) -> None:
+    with flight_file(tmp_path) as file:
+        file.dump("asked")
+    found = json.loads((tmp_path / "flight-rank0.json").read_text())
+    assert set(found) == set(msgspec.structs.asdict(read(tmp_path)))
+
+
+# --- When it is not written -------------------------------------------------------------------
+
+
+def test_without_a_folder_nothing_is_written() -> None:
+    file = FlightFile(Config(), Recorder(0, 1))
+    assert file.dump("asked") is None
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog) -> None:
+    (tmp_path / "taken").touch()
+    with caplog.at_level(logging.WARNING), flight_file(tmp_path / "taken") as file:
+        assert file.dump("asked") is None
+    assert "[0/1] could not write the flight record to" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_does_not_hide_the_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+
+    def work(communicator):
+        communicator.all_reduce(np.ones(4 + communicator.rank, np.float32))
+
+    with pytest.raises(MismatchError):
+        ring_of_threads(2, work, log_dir=str(tmp_path / "taken"))
+
+
+def test_a_ring_that_does_not_form_leaves_a_record(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    config = Config(
+        rank=0,
+        size=2,
+        rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+        rendezvous_fd=listener.fileno(),
+        job_id="alone",
+        join_timeout_s=0.2,
+        log_dir=str(tmp_path),
+    )
+    with pytest.raises(RendezvousError):
+        Communicator(config)
+    listener.detach()  # libzmq has taken it over and closed it.
+    dump = read(tmp_path)
+    assert dump.failure is not None
+    assert (dump.failure.kind, dump.calls, dump.transport) == ("RendezvousError", 0, "none")
+
+
+def test_an_error_that_a_layer_above_has_found_is_recorded(tmp_path: Path) -> None:
+    with Communicator(Config(log_dir=str(tmp_path))) as communicator:
+        communicator.fail(MismatchError("found NaN", rank=0, size=1))
+    dump = read(tmp_path)
+    assert dump.failure is not None
+    assert (dump.failure.text, dump.failure.standing) == ("rank 0 of 1 found NaN.", None)
+
+
+# --- SIGUSR1 ----------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import ringreduce
+comm = ringreduce.Communicator(ringreduce.Config(log_dir="logs"))
+"""
+
+
+def program(directory: Path, text: str) -> Process:
+    """A process with one communicator of one rank, which then runs `text`."""
+    path = directory / "program.py"
+    path.write_text(PROGRAM + textwrap.dedent(text))
+    return Process([sys.executable, str(path)], directory)
+
+
+def wait_dumped(directory: Path) -> Dump:
+    path = directory / "logs" / "flight-rank0.json"
+    wait_until(path.exists, "the flight record")
+    return decode_dump(path.read_bytes())
+
+
+def test_a_main_thread_that_never_comes_back_from_c_is_dumped(tmp_path: Path) -> None:
+    text = """
+    import ctypes
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    mutex = ctypes.create_string_buffer(64)
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)  # for ever
+    """
+    with program(tmp_path, text) as process:
+        process.wait_shown("ready")
+        process.signal(signal.SIGUSR1)
+        dump = wait_dumped(tmp_path)
+        assert not process.has_ended()
+    assert dump.why == "SIGUSR1"
+    assert dump.stacks[0].main
+    assert dump.stacks[0].frames[-1].text == "lock(mutex)  # for ever"
+
+
+def test_a_program_goes_on_after_its_record(tmp_path: Path) -> None:
+    text = """
+    print("ready", flush=True)
+    while not os.path.exists("logs/flight-rank0.json"):
+        time.sleep(0.01)
+    comm.barrier()
+    print("done", flush=True)
+    """
+    with program(tmp_path, text) as process:
+        process.wait_shown("ready")
+        process.signal(signal.SIGUSR1)
+        assert process.wait() == 0
+        assert "done" in process.stdout
+        assert process.stderr == ""
+
+
+def test_a_wakeup_descriptor_of_others_is_left_alone_and_the_handler_dumps(
+    tmp_path: Path,
+) -> None:
+    text = """
+    comm.close()
+    import socket
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert os.path.exists("logs/flight-rank0.json")
+        assert ours.recv(1) == bytes([signal.SIGUSR1])
+    assert signal.set_wakeup_fd(-1) == theirs.fileno()
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+@pytest.mark.parametrize("left", ["-1", "theirs.fileno()"])
+def test_a_wakeup_descriptor_taken_meanwhile_is_made_up_for(tmp_path: Path, left: str) -> None:
+    text = f"""
+    import socket
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd({left})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert os.path.exists("logs/flight-rank0.json")
+    comm.close()
+    assert signal.set_wakeup_fd(-1) == {left}
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_a_handler_of_the_program_is_kept(tmp_path: Path) -> None:
+    text = """
+    comm.close()
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [1]
+    assert not os.path.exists("logs")
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_the_thread_ends_with_the_last_communicator_and_a_late_signal_is_harmless(
+    tmp_path: Path,
+) -> None:
+    text = """
+    def listeners():
+        return [t for t in threading.enumerate() if "flight recorder" in t.name]
+
+    other = ringreduce.Communicator(ringreduce.Config(log_dir="logs"))
+    descriptors = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc") else set()
+    comm.close()
+    assert len(listeners()) == 1
+    other.close()
+    assert not listeners()
+    assert signal.set_wakeup_fd(-1) == -1
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not os.path.exists("logs")
+    for _ in range(20):
+        ringreduce.Communicator(ringreduce.Config(log_dir="logs")).close()
+    assert not listeners()
+    if descriptors:
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors) - 2
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_closing_in_another_thread_ends_the_thread_too(tmp_path: Path) -> None:
+    text = """
+    def in_a_thread(run):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    in_a_thread(comm.close)
+    assert threading.active_count() == 1
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with ringreduce.Communicator(ringreduce.Config(log_dir="logs")):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not os.path.exists("logs/flight-rank0.json"):
+            time.sleep(0.01)
+    assert threading.active_count() == 1
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_a_process_that_never_closes_ends(tmp_path: Path) -> None:
+    with program(tmp_path, "print('end')") as process:
+        assert process.wait() == 0
+        assert process.stderr == ""
+
+
+def test_a_signal_while_python_ends_is_harmless(tmp_path: Path) -> None:
+    """Python puts default actions back for its own handlers before it clears the modules."""
+    text = """
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+            kill(pid, number)
+            print("late", flush=True)
+
+    late = Late()
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0
+        assert process.stdout == "late\n"
+
+
+def test_a_signal_to_a_forked_child_is_not_its_parents(tmp_path: Path) -> None:
+    text = """
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    comm.close()  # which would have ended the listener after its work
+    assert not os.path.exists("logs")
+    """
+    with program(tmp_path, text) as process:
+        assert process.wait() == 0, process.stderr
+
+
+def test_a_communicator_made_in_another_thread_hears_no_signal_but_dumps_errors(
+    tmp_path: Path,
+) -> None:
+    """Python sets handlers in the main thread alone."""
+
+    def work(communicator: Communicator) -> None:
+        communicator.fail(RingReduceError("stop"))
+
+    ring_of_threads(1, work, log_dir=str(tmp_path))
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert read(tmp_path).failure is not None
+
+
+def test_a_process_that_is_asked_while_python_ends_is_not_killed(tmp_path: Path) -> None:
+    # What Python does last: the signal comes when handlers are set back already, or nearly so.
+    program = f"""
+import atexit, os, signal
+import ringreduce
+ring = ringreduce.Communicator(ringreduce.Config(log_dir={str(tmp_path / "logs")!r}))
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1, write=os.write):
+        kill(pid, number)
+        write(1, b"lives")
+
+os.late = Late()  # goes when modules do
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean_environment(),
+    )
+    assert (done.returncode, done.stdout) == (0, "lives"), done.stderr

@@ -1,0 +1,597 @@
+"""The engine's queue: one contract for both kinds, and the native one's buckets."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.effects import handover, native
+from ringreduce.effects.handover import (
+    COMPLAINT,
+    BucketItem,
+    Layout,
+    NativeQueue,
+    PlainQueue,
+    Queue,
+    RoundFailed,
+)
+from ringreduce.pure.buckets import Slot
+from tests.processes import wait_until
+
+# Nothing here takes a hundredth of it; it only ends a test that would hang.
+DEADLINE_S = 20.0
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="needs the native library")
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Run `call` in a thread of its own; its result, to wait for with a deadline.
+
+    The kernel's number of the thread is `future.thread`.
+    """
+    future: Future[Any] = Future()
+    begun = threading.Event()
+
+    def run() -> None:
+        future.thread = threading.get_native_id()  # type: ignore[attr-defined]
+        begun.set()
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    begun.wait()
+    return future
+
+
+# --- What every queue does ------------------------------------------------------------------
+
+
+@pytest.fixture(params=[PlainQueue, pytest.param(NativeQueue, marks=needs_library)])
+def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
+    made = request.param()
+    yield made
+    made.close("the test is over")
+
+
+def test_jobs_come_out_in_the_order_in_which_they_were_put_in(queue):
+    jobs = [7, 0, 3, 2**40]
+    assert all(queue.post(job) for job in jobs)
+    taken = []
+    for _ in jobs:
+        taken.append(queue.take())
+        queue.finish()
+    assert taken == jobs
+
+
+def test_jobs_of_many_threads_each_come_out_once(queue):
+    threads = [
+        in_thread(lambda start=start: [queue.post(start + i) for i in range(100)])
+        for start in range(0, 400, 100)
+    ]
+    taken = []
+    for _ in range(400):
+        taken.append(queue.take())
+        queue.finish()
+    assert all(all(thread.result(DEADLINE_S)) for thread in threads)
+    assert sorted(taken) == list(range(400))
+    # Each thread's own are in its order.
+    assert all(
+        [job for job in taken if job // 100 == thread]
+        == list(range(100 * thread, 100 * thread + 100))
+        for thread in range(4)
+    )
+
+
+def test_take_waits_for_a_job(queue):
+    taken = in_thread(queue.take)
+    assert not taken.done()
+    queue.post(5)
+    assert taken.result(DEADLINE_S) == 5
+    queue.finish()
+
+
+def test_new_queue_is_idle(queue):
+    assert queue.wait_idle(0.0)
+
+
+def test_queue_with_a_job_is_not_idle(queue):
+    queue.post(1)
+    assert not queue.wait_idle(0.001)
+
+
+def test_queue_is_not_idle_while_a_job_is_taken(queue):
+    queue.post(1)
+    queue.take()
+    assert not queue.wait_idle(0.001)
+
+
+def test_queue_is_idle_after_the_last_job(queue):
+    queue.post(1)
+    queue.take()
+    queue.finish()
+    assert queue.wait_idle(0.0)
+
+
+def test_queue_is_not_idle_between_two_jobs(queue):
+    queue.post(1)
+    queue.post(2)
+    queue.take()
+    queue.finish()
+    assert not queue.wait_idle(0.001)
+
+
+def test_wait_for_idleness_is_ended_by_the_last_job(queue):
+    queue.post(1)
+    queue.take()
+    idle = in_thread(lambda: queue.wait_idle(DEADLINE_S))
+    queue.finish()
+    assert idle.result(DEADLINE_S / 2)
+
+
+def test_close_ends_a_take_that_waits(queue):
+    taken = in_thread(queue.take)
+    queue.close("enough")
+    assert taken.result(DEADLINE_S) is None
+
+
+def test_close_ends_a_wait_for_idleness(queue):
+    queue.post(1)
+    idle = in_thread(lambda: queue.wait_idle(DEADLINE_S))
+    queue.close("enough")
+    assert idle.result(DEADLINE_S / 2)
+
+
+def test_after_close_nothing_is_taken_though_jobs_are_left(queue):
+    queue.post(1)
+    queue.close("enough")
+    assert queue.take() is None
+
+
+def test_after_close_nothing_is_put_in(queue):
+    queue.close("enough")
+    assert queue.post(1) is False
+
+
+def test_what_was_taken_may_be_finished_after_close(queue):
+    queue.post(1)
+    queue.take()
+    queue.close("enough")
+    queue.finish()
+    assert queue.take() is None
+
+
+def test_closing_again_does_nothing(queue):
+    queue.close("enough")
+    queue.close("more than enough")
+    assert queue.take() is None
+
+
+def test_jobs_go_on_after_a_failure(queue):
+    """They are told by the communicator; a queue fails buckets alone."""
+    queue.post(1)
+    queue.fail("broken")
+    queue.post(2)
+    taken = []
+    for _ in range(2):
+        taken.append(queue.take())
+        queue.finish()
+    assert taken == [1, 2]
+
+
+def test_nobody_has_waited_for_buckets_of_a_new_queue(queue):
+    assert queue.waited_s() == 0.0
+
+
+@needs_library
+def test_queue_is_native_where_there_is_a_library():
+    assert isinstance(handover.open_queue(), NativeQueue)
+
+
+def test_queue_is_plain_where_the_library_is_hidden(monkeypatch):
+    monkeypatch.setattr(handover, "library", lambda: None)
+    assert isinstance(handover.open_queue(), PlainQueue)
+
+
+# --- Buckets --------------------------------------------------------------------------------
+
+# RR_HANDOVER_... of native/include/ringreduce.h.
+DONE, CLOSED, FAILED, MISUSED, REFUSED = 0, 100, 101, 102, 105
+WHY_BYTES = 2048
+# Two gradients of 5 and 3 floats in a bucket of 32, with padding between and after them.
+SLOTS = (Slot(0, 0, 5), Slot(1, 16, 3))
+COUNT = 32
+
+
+class Part(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("nbytes", ctypes.c_uint64))
+
+
+@dataclass
+class Answer:
+    """What start or wait has returned: its code, its text and, of a wait, the gradients."""
+
+    code: int
+    why: str
+    gradients: list[np.ndarray] = field(default_factory=list)
+
+
+def call(
+    name: str, plan: int, bucket: int, value: float = 0.0, counts: tuple[int, ...] = (5, 3)
+) -> Answer:
+    """``rr_handover_start`` or ``rr_handover_wait`` as a framework's thread calls it."""
+    library = native.library()
+    assert library is not None
+    function = native.declare(
+        library,
+        f"rr_handover_{name}",
+        ctypes.c_int,
+        [ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p],
+    )
+    gradients = [np.full(count, value, np.float32) for count in counts]
+    parts = (Part * len(counts))(*[Part(each.ctypes.data, each.nbytes) for each in gradients])
+    why = ctypes.create_string_buffer(WHY_BYTES)
+    code = function(plan, bucket, ctypes.addressof(parts), len(counts), why)
+    return Answer(code, why.value.decode(), gradients)
+
+
+def start(plan: int, bucket: int, value: float = 1.0, **more: Any) -> Answer:
+    return call("start", plan, bucket, value, **more)
+
+
+def wait(plan: int, bucket: int, **more: Any) -> Answer:
+    return call("wait", plan, bucket, **more)
+
+
+class Plan:
+    """A plan of `count` buckets in `queue`, and their memory, full of what must not be seen."""
+
+    def __init__(self, queue: NativeQueue, count: int = 1) -> None:
+        self.queue = queue
+        self.memory = [np.full(4 * COUNT, 0x7F, np.uint8) for _ in range(count)]
+        slots = [(4 * slot.start, 4 * slot.count) for slot in SLOTS]
+        self.number = queue.register(
+            [Layout(memory, memory.nbytes, slots) for memory in self.memory]
+        )
+
+    def bucket(self, index: int) -> np.ndarray:
+        return self.memory[index].view(np.float32)
+
+    def double(self) -> Any:
+        """What an engine does with the next item: twice the sum, say."""
+        item = self.queue.take()
+        if isinstance(item, BucketItem):
+            self.bucket(item.bucket)[:] *= 2
+        self.queue.finish()
+        return item
+
+
+@pytest.fixture
+def native_queue() -> Iterator[NativeQueue]:
+    made = NativeQueue()
+    yield made
+    made.close("the test is over")
+
+
+def until_it_waits(future: Future[Any]) -> None:
+    """Return once the thread sleeps in the library, or is done.
+
+    The kernel tells that it sleeps. What tells that it is not the GIL it sleeps for is that it
+    goes on sleeping while nobody here holds that: who waits for the GIL wakes every 5 ms.
+    """
+    seen, since = "", time.monotonic()
+
+    def sleeps_on() -> bool:
+        nonlocal seen, since
+        try:
+            status = Path(f"/proc/self/task/{future.thread}/status").read_text()
+        except OSError:  # It has ended.
+            return True
+        state = re.search(r"State:\s+(\w)", status)
+        switches = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)
+        assert state is not None
+        assert switches is not None
+        now = f"{state[1]} {switches[1]}"
+        if now != seen or state[1] != "S":
+            seen, since = now, time.monotonic()
+        return future.done() or time.monotonic() - since > 0.05
+
+    wait_until(sleeps_on, "a thread to wait in the library")
+
+
+@needs_library
+class TestBuckets:
+    def test_gradients_come_back_reduced(self, native_queue):
+        plan = Plan(native_queue)
+        assert start(plan.number, 0, 3.0).code == DONE
+        assert plan.double() == BucketItem(plan.number, 0)
+        answer = wait(plan.number, 0)
+        assert answer.code == DONE
+        assert [each.tolist() for each in answer.gradients] == [[6.0] * 5, [6.0] * 3]
+
+    def test_a_round_that_failed_is_given_out_so(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        native_queue.take()
+        native_queue.finish(RoundFailed("not this time"))
+        answer = wait(plan.number, 0)
+        assert (answer.code, answer.why) == (REFUSED, "not this time")
+        start(plan.number, 0, 3.0)
+        plan.double()
+        assert wait(plan.number, 0).code == DONE
+
+    def test_results_may_lie_elsewhere(self, native_queue):
+        memory = np.zeros(64, np.uint8)
+        number = native_queue.register([Layout(memory, 64, [(0, 20)], [(32, 8)])])
+        start(number, 0, counts=(5,))
+        native_queue.take()
+        memory.view(np.float32)[8:10] = 7.0, 8.0
+        native_queue.finish()
+        [result] = wait(number, 0, counts=(2,)).gradients
+        assert result.tolist() == [7.0, 8.0]
+
+    def test_padding_is_zero(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0, 3.0)
+        expected = np.zeros(COUNT)
+        expected[0:5] = expected[16:19] = 3.0
+        assert np.array_equal(plan.bucket(0), expected)
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+    def test_buckets_are_taken_in_plan_order(self, native_queue, order):
+        plan = Plan(native_queue, 3)
+        for bucket in order:
+            start(plan.number, bucket)
+        assert [plan.double().bucket for _ in order] == [0, 1, 2]
+
+    def test_bucket_waits_for_those_before_it(self, native_queue):
+        plan = Plan(native_queue, 2)
+        start(plan.number, 1)
+        assert native_queue.wait_idle(0.0)
+        start(plan.number, 0)
+        assert not native_queue.wait_idle(0.0)
+
+    def test_buckets_of_the_next_round_are_in_plan_order_too(self, native_queue):
+        plan = Plan(native_queue, 2)
+        taken = []
+        for value in (1.0, 2.0, 3.0):
+            for bucket in (1, 0):
+                start(plan.number, bucket, value)
+            taken += [plan.double().bucket for _ in range(2)]
+            assert [wait(plan.number, bucket).gradients[0][0] for bucket in (1, 0)] == [
+                2 * value
+            ] * 2
+        assert taken == [0, 1] * 3
+
+    def test_jobs_and_buckets_of_several_plans_share_one_order(self, native_queue):
+        first, second = Plan(native_queue, 2), Plan(native_queue)
+        start(first.number, 0)
+        native_queue.post(9)
+        start(second.number, 0)
+        start(first.number, 1)
+        assert [first.double() for _ in range(4)] == [
+            BucketItem(first.number, 0),
+            9,
+            BucketItem(second.number, 0),
+            BucketItem(first.number, 1),
+        ]
+
+    def test_wait_is_ended_by_the_engine(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0, 4.0)
+        waiting = in_thread(lambda: wait(plan.number, 0))
+        until_it_waits(waiting)
+        assert not waiting.done()
+        plan.double()
+        assert waiting.result(DEADLINE_S).gradients[0][0] == 8.0
+
+    def test_time_blocked_in_a_wait_is_counted(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        waiting = in_thread(lambda: wait(plan.number, 0))
+        until_it_waits(waiting)
+        plan.double()
+        waiting.result(DEADLINE_S)
+        assert native_queue.waited_s() > 0.0
+
+    def test_wait_for_what_is_there_is_not_counted(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        plan.double()
+        wait(plan.number, 0)
+        assert native_queue.waited_s() == 0.0
+
+    @pytest.mark.parametrize("state", ["packed", "taken", "reduced", "waited for"])
+    def test_second_start_of_a_bucket_is_a_complaint(self, native_queue, state):
+        plan = Plan(native_queue, 2)
+        start(plan.number, 0)
+        if state != "packed":
+            native_queue.take()
+        if state in ("reduced", "waited for"):
+            native_queue.finish()
+        if state == "waited for":
+            wait(plan.number, 0)
+        again = in_thread(lambda: start(plan.number, 0))
+        until_it_waits(again)
+        if state == "taken":
+            native_queue.finish()
+        # It goes before what is queued: that must not be reduced any more.
+        assert native_queue.take() == COMPLAINT
+        native_queue.fail("out of step")
+        native_queue.finish()
+        assert again.result(DEADLINE_S) == Answer(FAILED, "out of step", again.result().gradients)
+
+    def test_complaint_is_answered_by_close(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        again = in_thread(lambda: start(plan.number, 0))
+        until_it_waits(again)
+        native_queue.close("closed")
+        assert (again.result(DEADLINE_S).code, again.result().why) == (CLOSED, "closed")
+
+    def test_queue_with_a_complaint_is_not_idle(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        native_queue.take()
+        again = in_thread(lambda: start(plan.number, 0))
+        until_it_waits(again)
+        native_queue.finish()
+        assert not native_queue.wait_idle(0.001)
+        assert native_queue.take() == COMPLAINT
+        native_queue.close("closed")
+        again.result(DEADLINE_S)
+
+    @pytest.mark.parametrize("taken", [False, True])
+    @pytest.mark.parametrize(("end", "code"), [("fail", FAILED), ("close", CLOSED)])
+    def test_end_answers_a_thread_that_waits(self, native_queue, end, code, taken):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        if taken:
+            native_queue.take()
+        waiting = in_thread(lambda: wait(plan.number, 0))
+        until_it_waits(waiting)
+        getattr(native_queue, end)("rank 3 has died")
+        assert (waiting.result(DEADLINE_S).code, waiting.result().why) == (code, "rank 3 has died")
+
+    @pytest.mark.parametrize("function", [start, wait])
+    @pytest.mark.parametrize(("end", "code"), [("fail", FAILED), ("close", CLOSED)])
+    def test_end_answers_threads_that_come_later(self, native_queue, end, code, function):
+        plan = Plan(native_queue)
+        getattr(native_queue, end)("rank 3 has died")
+        answer = function(plan.number, 0)
+        assert (answer.code, answer.why) == (code, "rank 3 has died")
+
+    def test_reason_of_a_failure_outlives_close(self, native_queue):
+        plan = Plan(native_queue)
+        native_queue.fail("the cause")
+        native_queue.close("closed")
+        answer = start(plan.number, 0)
+        assert (answer.code, answer.why) == (CLOSED, "the cause")
+
+    def test_first_failure_is_the_one_that_counts(self, native_queue):
+        plan = Plan(native_queue)
+        native_queue.fail("the cause")
+        native_queue.fail("a consequence")
+        assert start(plan.number, 0).why == "the cause"
+
+    def test_buckets_are_not_taken_after_a_failure(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0)
+        native_queue.post(4)
+        native_queue.fail("broken")
+        assert native_queue.take() == 4
+        native_queue.finish()
+        assert native_queue.wait_idle(0.0)
+
+    def test_unregister_is_refused_while_a_round_is_under_way(self, native_queue):
+        plan = Plan(native_queue, 2)
+        refused = []
+        start(plan.number, 0)
+        refused.append(not native_queue.unregister(plan.number))
+        plan.double()
+        refused.append(not native_queue.unregister(plan.number))
+        wait(plan.number, 0)
+        refused.append(not native_queue.unregister(plan.number))
+        start(plan.number, 1)
+        plan.double()
+        wait(plan.number, 1)
+        refused.append(not native_queue.unregister(plan.number))
+        assert refused == [True, True, True, False]
+
+    def test_plan_that_was_unregistered_says_so(self, native_queue):
+        plan = Plan(native_queue)
+        native_queue.unregister(plan.number)
+        answer = start(plan.number, 0)
+        assert answer.code == MISUSED
+        assert "given up" in answer.why
+
+    def test_numbers_of_plans_are_not_used_again(self, native_queue):
+        plan = Plan(native_queue)
+        native_queue.unregister(plan.number)
+        assert Plan(native_queue).number != plan.number
+
+    def test_plan_of_a_closed_queue_has_no_number(self, native_queue):
+        native_queue.close("closed")
+        assert Plan(native_queue).number == -1
+
+    @pytest.mark.parametrize("function", [start, wait])
+    @pytest.mark.parametrize("number", [-1, 2**40])
+    def test_unknown_plan_is_refused(self, function, number):
+        answer = function(number, 0)
+        assert answer.code == MISUSED
+        assert answer.why == f"bucket 0 of plan {number}: there is no such plan in this process"
+
+    @pytest.mark.parametrize("function", [start, wait])
+    def test_unknown_bucket_is_refused(self, native_queue, function):
+        answer = function(Plan(native_queue, 2).number, 2)
+        assert answer.code == MISUSED
+        assert "has no such bucket" in answer.why
+
+    @pytest.mark.parametrize("function", [start, wait])
+    @pytest.mark.parametrize(
+        ("counts", "text"),
+        [
+            ((5,), "another number of gradients"),
+            ((5, 3, 1), "another number of gradients"),
+            ((), "another number of gradients"),
+            ((5, 4), "another size"),
+            ((3, 5), "another size"),
+            ((0, 3), "another size"),
+        ],
+    )
+    def test_other_sizes_are_refused(self, native_queue, function, counts, text):
+        answer = function(Plan(native_queue).number, 0, counts=counts)
+        assert answer.code == MISUSED
+        assert text in answer.why
+
+    def test_refused_start_leaves_the_plan_usable(self, native_queue):
+        plan = Plan(native_queue)
+        start(plan.number, 0, counts=(5, 4))
+        start(plan.number, 0, 2.0)
+        plan.double()
+        assert wait(plan.number, 0).gradients[0][0] == 4.0
+
+    def test_wait_for_what_was_not_started_is_refused(self, native_queue):
+        answer = wait(Plan(native_queue).number, 0)
+        assert answer.code == MISUSED
+        assert "not started" in answer.why
+
+    def test_second_wait_of_a_round_is_refused(self, native_queue):
+        plan = Plan(native_queue, 2)
+        start(plan.number, 0)
+        plan.double()
+        assert wait(plan.number, 0).code == DONE
+        assert wait(plan.number, 0).code == MISUSED
+
+    def test_rounds_of_many_threads_give_the_right_gradients(self, native_queue):
+        """An engine, and for each bucket a thread that starts it and one that waits."""
+        count, rounds = 4, 50
+        plan = Plan(native_queue, count)
+
+        def reduce() -> None:
+            while plan.double() is not None:
+                pass
+
+        engine = in_thread(reduce)
+        for number in range(rounds):
+            starts = [
+                in_thread(lambda b=bucket, n=number: start(plan.number, b, n + b))
+                for bucket in reversed(range(count))
+            ]
+            assert [each.result(DEADLINE_S).code for each in starts] == [DONE] * count
+            waits = [in_thread(lambda b=bucket: wait(plan.number, b)) for bucket in range(count)]
+            values = [each.result(DEADLINE_S).gradients[1][2] for each in waits]
+            assert values == [2 * (number + bucket) for bucket in range(count)]
+        native_queue.close("over")
+        engine.result(DEADLINE_S)

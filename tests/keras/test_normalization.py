@@ -1,0 +1,132 @@
+"""`SyncBatchNormalization`: N ranks of batch B are one process of batch N B, and it saves plain."""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import ringreduce.keras as rr
+from ringreduce.vocabulary.errors import ClosedError, ConfigError
+from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+IN_FIT = ("fit", "steps", "eager", pytest.param("jit", marks=needs_xla))
+every_size = pytest.mark.parametrize("size", SIZES)
+every_way = pytest.mark.parametrize("how", WAYS)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("way", IN_FIT)
+def test_ranks_end_bit_identical_moving_statistics_included(way, size):
+    assert len({fact["digest"] for fact in facts_of(size)[f"normalization {way}"]}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("way", IN_FIT)
+def test_workers_end_where_one_process_does(way, size):
+    alone = facts_of(1)[f"normalization {way}"][0]
+    shared = facts_of(size)[f"normalization {way}"][0]
+    # Otherwise equal weights would prove nothing.
+    assert alone["moved"] > 0.1
+    for expected, actual in zip(alone["weights"], shared["weights"], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("way", IN_FIT)
+def test_inference_sends_nothing(way, size):
+    for fact in facts_of(size)[f"normalization {way}"]:
+        assert fact["sent"] == 0
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("case", ["moments uneven", "moments of the first axis", "moments masked"])
+def test_outputs_gradients_and_statistics_are_those_of_all_rows_together(case, how, size):
+    for outcome in of_every_rank(case, size, how):
+        for got, wanted in zip(outcome["got"], outcome["want"], strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_variance_is_right_far_from_zero(size):
+    for fact in facts_of(size)["moments far from zero"]:
+        np.testing.assert_allclose(fact["got"], fact["want"], rtol=2e-3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_frozen_it_sends_nothing_and_a_copy_synchronizes(size):
+    for fact in facts_of(size)["frozen"]:
+        assert fact["sent"] == 1
+        assert fact["mean"] == pytest.approx([(size - 1) / 2] * 3)
+
+
+def model_with_it():
+    keras.utils.set_random_seed(4)
+    layers = [keras.Input((3,)), keras.layers.Dense(4), rr.SyncBatchNormalization(momentum=0.5)]
+    return keras.Sequential(layers)
+
+
+def test_it_is_saved_as_plain_batch_normalization(tmp_path):
+    file = tmp_path / "model.keras"
+    model = model_with_it()
+    inputs = np.arange(6, dtype="float32").reshape(2, 3)
+    expected = model.predict(inputs, verbose=0)
+    np.save(tmp_path / "expected.npy", expected)
+    model.save(file)
+    with zipfile.ZipFile(file) as archive:
+        config = archive.read("config.json").decode()
+    assert "ringreduce" not in config
+    assert "Sync" not in config
+    assert json.loads(config)["config"]["layers"][-1]["class_name"] == "BatchNormalization"
+    program = f"""
+import sys
+sys.modules["ringreduce"] = None  # as where it is not installed
+import keras, numpy
+model = keras.models.load_model({str(file)!r})
+assert type(model.layers[-1]) is keras.layers.BatchNormalization
+assert model.layers[-1].momentum == 0.5
+inputs = numpy.arange(6, dtype="float32").reshape(2, 3)
+assert (model.predict(inputs, verbose=0) == numpy.load({str(tmp_path / "expected.npy")!r})).all()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_it_can_be_loaded_to_go_on_synchronized(tmp_path):
+    model_with_it().save(tmp_path / "model.keras")
+    custom = {"BatchNormalization": rr.SyncBatchNormalization}
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects=custom)
+    assert isinstance(loaded.layers[-1], rr.SyncBatchNormalization)
+    assert loaded.layers[-1].momentum == 0.5
+
+
+@needs_xla
+def test_keras_may_compile_it_where_the_ring_can_be_called(monkeypatch):
+    layer = rr.SyncBatchNormalization()
+    assert layer.supports_jit
+    monkeypatch.setattr("ringreduce.tensorflow.xla.why_not", lambda: "for once")
+    assert not layer.supports_jit
+
+
+def test_training_without_a_ring_says_what_to_do():
+    with pytest.raises(ClosedError, match="ring"):
+        rr.SyncBatchNormalization()(np.ones((2, 3)), training=True)
+
+
+def test_synchronized_is_refused():
+    with pytest.raises(ConfigError, match=r"tf\.distribute"):
+        rr.SyncBatchNormalization(synchronized=True)
+
+
+def test_a_keras_that_computes_moments_elsewhere_is_refused(monkeypatch):
+    monkeypatch.delattr(keras.layers.BatchNormalization, "_moments")
+    with pytest.raises(ConfigError, match=keras.__version__):
+        rr.SyncBatchNormalization()

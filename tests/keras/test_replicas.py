@@ -1,0 +1,170 @@
+"""Weights that differ between ranks are found, named, and end training on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce.keras as rr
+from ringreduce import ConfigError, MismatchError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.testing import ring_of_threads
+from tests.tensorflow.test_bridge_failures import training_ring
+
+
+def verified(size: int, variables_of: Any) -> list[Any]:
+    """What each rank got: an error, or how many collectives the comparison took."""
+
+    def work(comm: Communicator) -> Any:
+        variables = variables_of(comm.rank)
+        before = comm.statistics().collectives
+        try:
+            rr.verify_replicas(variables, comm)
+        except MismatchError as error:
+            assert comm.failure is not None
+            return error
+        return comm.statistics().collectives - before
+
+    return ring_of_threads(size, work)
+
+
+def variables(**values: Any) -> list[tf.Variable]:
+    return [tf.Variable(value, name=name) for name, value in values.items()]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_equal_variables_of_any_dtype_pass_with_one_collective(size):
+    def make(rank: int) -> list[tf.Variable]:
+        return variables(
+            a=np.arange(6.0).reshape(2, 3),
+            b=np.float32(np.nan),
+            c=tf.constant([1.5, 2], tf.bfloat16),
+            d=[True, False],
+            e=np.zeros((0, 4), np.int8),
+        )
+
+    assert verified(size, make) == [1] * size
+
+
+def test_no_variables_are_equal_ones():
+    assert verified(2, lambda rank: []) == [1, 1]
+
+
+def test_a_world_of_one_has_nobody_to_differ_from():
+    assert verified(1, lambda rank: variables(a=1.0)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("size", "others", "named"),
+    [
+        (3, {1: 5.0}, "rank 1 has its own value"),
+        (3, {0: 5.0}, "rank 0 has its own value"),
+        (4, {0: 5.0, 3: 6.0}, "ranks 0, 3 have values of their own"),
+        (2, {0: 5.0}, "rank 1 has its own value"),  # a tie: rank 0 is right
+        (4, {2: 5.0, 3: 5.0}, "ranks 2, 3 have values of their own"),
+        (4, {1: 5.0, 2: 5.0, 3: 6.0}, "ranks 0, 3 have values of their own"),
+    ],
+)
+def test_the_first_variable_and_the_ranks_that_differ_are_named(size, others, named):
+    def make(rank: int) -> list[tf.Variable]:
+        value = others.get(rank, 1.0)
+        return variables(same=1.0, first=[1.0, value], between=2, second=value)
+
+    for error in verified(size, make):
+        assert isinstance(error, MismatchError)
+        text = f"found that {named} of first:0 (float32 of shape (2,) here), and that 2 of 4"
+        assert text in str(error)
+        assert "a callback that assigns" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(np.zeros(4, np.float32), np.zeros(2, np.float64)), (np.zeros((2, 3)), np.zeros((3, 2)))],
+)
+def test_dtype_and_shape_count_as_the_bytes_do(ours, theirs):
+    for error in verified(3, lambda rank: variables(a=theirs if rank == 2 else ours)):
+        assert isinstance(error, MismatchError)
+        assert "rank 2 has its own value of a:0" in str(error)
+
+
+def test_zero_and_minus_zero_differ():
+    # As arrays: TensorFlow keeps one constant for Python's 0.0 and -0.0, which are equal.
+    for error in verified(2, lambda rank: variables(a=np.array(-0.0 if rank else 0.0))):
+        assert isinstance(error, MismatchError)
+
+
+def test_another_number_of_variables_is_named():
+    for error in verified(3, lambda rank: variables(a=1.0, b=2.0)[: 1 + (rank != 1)]):
+        assert isinstance(error, MismatchError)
+        assert "found 1 variables on rank 1 and 2 on the others" in str(error)
+
+
+def test_the_callback_refuses_to_compare_never():
+    with pytest.raises(ConfigError, match="every is 0"):
+        rr.callbacks.VerifyReplicas(every=0)
+
+
+@pytest.mark.parametrize(("every", "batches", "times"), [(1, 4, 5), (2, 5, 3), (10, 5, 1)])
+def test_the_callback_compares_every_so_many_batches_and_at_the_end(every, batches, times):
+    def work(comm: Communicator) -> int:
+        callback = rr.callbacks.VerifyReplicas(every, comm)
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+        )
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        callback.set_model(model)
+        before = comm.statistics().collectives
+        for batch in range(batches):
+            callback.on_train_batch_end(batch)
+        callback.on_train_end()
+        return comm.statistics().collectives - before
+
+    assert ring_of_threads(2, work) == [times] * 2
+
+
+DIVERGING = """
+import ringreduce.keras as rr
+model = make_model()
+
+class Assign(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        say("batch", number=batch)
+        if RANK == 1 and batch == 4:
+            {change}
+
+attempt("result", lambda: model.fit(
+    endless, steps_per_epoch=20, verbose=0,
+    callbacks=[Assign(), rr.callbacks.VerifyReplicas(every=3, communicator=ring)],
+))
+attempt("again", ring.barrier)
+hold()
+"""
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("model.layers[2].kernel.assign_add(np.eye(8) * 1e-7)", "dense_2/kernel"),
+        ("model.optimizer.iterations.assign_add(1)", "iteration"),
+    ],
+)
+def test_weights_that_one_rank_has_changed_end_training_on_all(
+    tmp_path: Path, change: str, name: str
+) -> None:
+    with training_ring(tmp_path, 3, "python", DIVERGING.format(change=change)) as ring:
+        facts = ring.wait("result")
+        for fact in facts:
+            assert fact["kind"] == "MismatchError", fact
+            assert "found that rank 1 has its own value of" in fact["text"]
+            assert name in fact["text"]
+            assert fact["peer"] == 1
+        # Found at the next comparison, after the sixth batch.
+        assert [len(ring.said(rank, "batch")) for rank in range(3)] == [6] * 3
+        assert {fact["kind"] for fact in ring.wait("again")} == {"MismatchError"}
+        ring.release()

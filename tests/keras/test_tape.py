@@ -1,0 +1,117 @@
+"""`DistributedGradientTape`: averages what a tape gives, and keeps what the ranks agreed on."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+import ringreduce
+import ringreduce.keras as rr
+from ringreduce.testing import ring_of_processes
+from ringreduce.vocabulary.errors import ConfigError
+from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+every_size = pytest.mark.parametrize("size", SIZES)
+every_way = pytest.mark.parametrize("how", WAYS)
+
+
+@every_size
+@every_way
+def test_training_with_it_is_training_with_the_wrapper(how, size):
+    first = facts_of(size)["tape"][0]
+    for fact in facts_of(size)["tape"]:
+        assert fact[f"{how} tape"] == fact[f"{how} wrapper"] == first[f"{how} tape"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_tapes_share_a_bridge(size):
+    for fact in facts_of(size)["tape"]:
+        assert fact["bridges"] == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_new_tape_has_nothing_to_agree_on_again(size):
+    # The gradients are those that the training loops before have agreed on; one bucket holds all.
+    for fact in facts_of(size)["tape collectives"]:
+        assert fact["counts"] == [1, 1, 1]
+
+
+@every_size
+@every_way
+def test_gradients_have_the_structure_of_the_sources(how, size):
+    mean = (size + 1) / 2
+    # Of the table each rank has picked its own row twice and row 3 once.
+    rows = [[2 / size] * 2 if row < size else [0, 0] for row in range(3)]
+    expected = {"a": [[2 * mean, 4 * mean], None], "b": [mean, [*rows, [1, 1]]]}
+    for got in of_every_rank("tape structure", size, how):
+        assert got["a"] == expected["a"]
+        assert got["b"][0] == expected["b"][0]
+        for row, wanted in zip(got["b"][1], expected["b"][1], strict=True):
+            assert row == pytest.approx(wanted, rel=1e-6)
+
+
+@every_size
+@every_way
+def test_options_of_gradient_reach_the_tape(how, size):
+    mean = (size + 1) / 2
+    assert of_every_rank("tape options", size, how) == [[[0, mean], 10 * mean]] * size
+
+
+@every_size
+@every_way
+def test_what_the_tape_can_it_can(how, size):
+    mean = (size + 1) / 2
+    assert of_every_rank("tape of a tensor", size, how) == [[[2 * mean, 4 * mean], 0]] * size
+    for rank, fact in enumerate(facts_of(size)["tape jacobian"]):
+        assert fact["eager"] == [[rank + 1, 0], [0, rank + 1]]
+
+
+@every_size
+@every_way
+def test_without_gradients_nothing_is_sent(how, size):
+    assert of_every_rank("tape of nothing", size, how) == [[[], None]] * size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((5,), {}, "no tf.GradientTape"),
+        ((), {"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ((), {"check_numerics": "maybe"}, "check_numerics is 'maybe'"),
+        ((tf.GradientTape(),), {"persistent": True}, "options for making one"),
+    ],
+    ids=["no tape", "bucket_bytes", "check_numerics", "two ways"],
+)
+def test_what_it_cannot_use_is_refused(arguments, options, text):
+    with pytest.raises(ConfigError, match=text):
+        rr.DistributedGradientTape(*arguments, **options)
+
+
+def test_bridges_go_with_their_communicator():
+    from ringreduce.keras import tape as module
+
+    value = tf.Variable(1.0)
+    for _ in range(3):
+        with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
+            with rr.DistributedGradientTape(communicator=alone) as tape:
+                result = value * 2.0
+            assert float(tape.gradient(result, value)) == 2.0
+            assert [known for known in module._bridges if known is not alone] == []
+
+
+def test_a_name_that_neither_has_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = rr.DistributedGradientTape().no_such
+
+
+def test_the_custom_loop_learns_and_its_workers_end_alike():
+    """The example as a user runs it."""
+    result = ring_of_processes(2, ["examples/custom_loop.py", "--epochs", "4"])
+    assert result.exit_code == 0, result.errors
+    lines = [line.partition("] ")[2] for line in result.output.splitlines()]
+    shown = json.loads("".join(line for line in lines if not line.startswith("epoch")))
+    assert len(shown["weights_sha256"]) == 2
+    assert len(set(shown["weights_sha256"])) == 1
+    assert shown["accuracy"] > 0.9

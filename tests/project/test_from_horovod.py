@@ -1,0 +1,66 @@
+"""docs/from-horovod.md: its scripts run; Horovod's with another import and an option renamed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ringreduce.keras as rr
+from ringreduce.testing import ring_of_processes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text(encoding="utf-8")
+PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+
+# Nothing is downloaded, and a few steps do.
+SMALLER = {
+    "keras.datasets.mnist.load_data()": "((np.ones((640, 28, 28)), np.arange(640) % 10), None)",
+    "import keras\n": "import keras\nimport numpy as np\n",
+    "60_000 // 64": "16",
+}
+RENAMED = {
+    "import horovod.tensorflow.keras as hvd": "import ringreduce.keras as hvd",
+    "backward_passes_per_step=2": "accumulate_steps=2",
+    "    average_aggregated_gradients=True,\n": "",
+}
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["before.py", "after.py"])
+def test_the_scripts_train_on_two_workers(name, tmp_path):
+    text = PROGRAMS[name]
+    for old, new in {**SMALLER, **(RENAMED if name == "before.py" else {})}.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    text = text.replace("epochs=8", "epochs=2").replace('"mnist.keras"', f'"{tmp_path}/m.keras"')
+    file = tmp_path / name
+    file.write_text(text)
+    result = ring_of_processes(2, [str(file)])
+    assert result.exit_code == 0, result.errors
+    assert result.output.count("Epoch 2/2") == 1
+    assert (tmp_path / "m.keras").is_file()
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\brr\.([\w.]+)", PAGE))))
+def test_names_it_speaks_of_exist(name):
+    found = rr
+    for part in name.split("."):
+        found = getattr(found, part)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BroadcastGlobalVariablesCallback",
+        "MetricAverageCallback",
+        "LearningRateWarmupCallback",
+        "LearningRateScheduleCallback",
+    ],
+)
+def test_horovods_callbacks_have_their_names(name):
+    assert issubclass(getattr(rr.callbacks, name), rr.callbacks.VerifyReplicas.__base__)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_compressions_are_what_the_optimizer_takes(name):
+    assert getattr(rr.Compression, name) == name

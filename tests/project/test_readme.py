@@ -1,0 +1,80 @@
+"""README.md shows programs that run and commands that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ringreduce.testing import ring_of_processes
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README, re.DOTALL))
+
+
+@pytest.fixture
+def train(tmp_path):
+    """The first example, as a file."""
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAMS["train.py"])
+    return str(file)
+
+
+def test_every_python_block_has_a_name():
+    assert README.count("```python") == len(PROGRAMS) == 3
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
+    command = shlex.split(re.search(r"\$ (ringreduce run .*)", README).group(1))
+    assert command == ["ringreduce", "run", "-n", "4", "train.py"]
+    result = ring_of_processes(4, [train])
+    assert result.exit_code == 0, result.errors
+    last = dict(re.findall(r"rank (\d) of 4: first weight (-?\d\.\d{6})", result.output))
+    assert sorted(last) == ["0", "1", "2", "3"]
+    assert len(set(last.values())) == 1
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_path):
+    file = tmp_path / "full.py"
+    file.write_text(PROGRAMS["full.py"])
+    result = ring_of_processes(3, [str(file)])
+    assert result.exit_code == 0, result.errors
+    losses = re.findall(r"loss over all of it: (\S+)", result.output)
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_example_on_arrays_runs(size, tmp_path):
+    file = tmp_path / "arrays.py"
+    file.write_text(PROGRAMS["arrays.py"])
+    result = ring_of_processes(size, [str(file)])
+    assert result.exit_code == 0, result.errors
+    assert result.output.count("Statistics(") == size
+
+
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r"^    make (\w+) ", README, re.MULTILINE)))
+)
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", README))))
+def test_variables_are_settings(variable):
+    from ringreduce import Config
+    from ringreduce.vocabulary import config
+
+    # One that is no setting of a communicator is read by its full name.
+    by_name = f'"{variable}"' in Path(config.__file__).read_text(encoding="utf-8")
+    assert by_name or hasattr(Config(), variable.removeprefix("RINGREDUCE_").lower())
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|bench)/[\w.]+)`", README))))
+def test_files_it_points_to_exist(path):
+    assert (ROOT / path).is_file()

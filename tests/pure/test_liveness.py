@@ -1,0 +1,252 @@
+"""What a rank concludes from what it has heard: with a clock of our own, no sockets, no waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from ringreduce.pure.liveness import (
+    BEAT_S,
+    SILENT_S,
+    Beat,
+    Beats,
+    Board,
+    Left,
+    Message,
+    News,
+    Seen,
+    Sent,
+    Wait,
+    decode,
+    encode,
+    is_dead,
+    message_bytes_max,
+)
+
+
+@dataclass(frozen=True)
+class Here:
+    calls: int = 5
+    operation: str | None = "all_reduce"
+    since_s: float = 10.0
+
+
+def beat(rank: int, number: int = 1, calls: int = 5, operation: str = "all_reduce") -> Beat:
+    return Beat(rank, number, calls, operation, 0.5)
+
+
+def board(size: int = 3, now_s: float = 10.0) -> Board:
+    return Board(0, size, now_s)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Beats(((beat(0), 0.0), (beat(2), 1.5))),
+        Beats(((Beat(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1)), 0.0),)),
+        News(b"cause"),
+        Left(1, 7, "ValueError: x"),
+        Seen(),
+    ],
+)
+def test_a_message_arrives_as_it_was(message: Message) -> None:
+    assert decode(encode(message), 3) == message
+
+
+def test_the_longest_message_fits_the_limit() -> None:
+    sent = tuple(Sent(63, 95, 1 << 60, 1e8) for _ in range(96))
+    one = Beat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, sent[:16], Wait(1, 1, 1 << 60, 1e8))
+    for size in (2, 64, 512):
+        beats = Beats(tuple((one, 1e8) for _ in range(size)))
+        assert len(encode(beats)) <= message_bytes_max(size)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Beats(((beat(3), 0.0),)),
+        Beats(tuple((beat(0), 0.0) for _ in range(4))),
+        Beats(((Beat(0, 1, 1, "", 0.0, 0.0, (Sent(3, 0, 0, 0.0),)), 0.0),)),
+        Beats(((Beat(0, 1, 1, "", 0.0, 0.0, (), Wait(9, 0, 0, 0.0)), 0.0),)),
+        Left(3, 0),
+        Beats(((Beat(0, -1, 1, "", 0.0), 0.0),)),
+        Beats(((Beat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
+        Beats(((Beat(0, 1, 1, "", float("nan")), 0.0),)),
+        News(bytes(1 << 16)),
+        Left(0, 0, "x" * 5000),
+    ],
+)
+def test_what_cannot_be_is_refused(message: Message) -> None:
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
+        decode(encode(message), 3)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", bytes(1000), b"\x93\x01\x02\x03"])
+def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode(payload, 3)
+
+
+def test_the_latest_beat_counts_whichever_way_it_came() -> None:
+    known = board()
+    known.hear(beat(1, number=7, calls=9), 0.1, 10.5)
+    known.hear(beat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
+    latest = known.latest(1, 10.6)
+    assert latest is not None
+    assert latest[0].calls == 9
+    assert latest[1] == pytest.approx(0.2)
+    known.hear(beat(0, number=99), 0.0, 10.6)  # our own, back again
+    assert known.latest(0, 10.6) is None
+
+
+def test_ages_add_up_on_the_way() -> None:
+    far, near = Board(2, 4, 0.0), Board(1, 4, 100.0)
+    far.hear(beat(3), 0.0, 5.0)
+    [(passed_on, age_s)] = far.beats(5.25)
+    near.hear(passed_on, age_s, 101.0)
+    assert near.silent_s(3, 101.0) == pytest.approx(0.25)
+
+
+def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
+    known = board()
+    known.hear(beat(1), 0.0, 10.1)
+    known.hear(beat(2, operation=""), 0.0, 12.1)
+    suspicion = known.suspect(Here(), 12.2)
+    assert suspicion is not None
+    assert (suspicion.rank, suspicion.kind) == (1, "silent")
+    assert suspicion.text == (
+        "rank 1 has shown no sign of life for 2.1 s (last heard: in all_reduce after 5 calls)"
+    )
+
+
+def test_a_rank_that_never_spoke_is_suspected_in_time() -> None:
+    known = board(2)
+    assert known.suspect(Here(), 10.0 + SILENT_S - 0.1) is None
+    suspicion = known.suspect(Here(), 10.0 + SILENT_S)
+    assert suspicion is not None
+    assert suspicion.rank == 1
+
+
+def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
+    known = Board(0, 8, 0.0)
+    now = SILENT_S + 0.01
+    assert known.is_silent(1, now)
+    assert known.is_silent(7, now)
+    assert not known.is_silent(4, now)
+    assert known.is_silent(4, now + 3 * BEAT_S)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "words"),
+    [
+        (beat(1, operation=""), "user code", "is alive and has been in user code for 0.6 s"),
+        (beat(1, calls=4), "behind", "is alive and still in all_reduce after 4 calls"),
+        (beat(1, operation="barrier"), "elsewhere", "is in barrier after 5 calls instead"),
+    ],
+)
+def test_a_live_rank_is_suspected_for_where_it_is(other: Beat, kind: str, words: str) -> None:
+    known = board(2)
+    known.hear(other, 0.0, 11.0)
+    suspicion = known.suspect(Here(), 11.1)
+    assert suspicion is not None
+    assert suspicion.kind == kind
+    assert words in suspicion.text
+
+
+@pytest.mark.parametrize("other", [beat(1), beat(1, calls=6), beat(1, calls=6, operation="")])
+def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Beat) -> None:
+    known = board(2)
+    known.hear(other, 0.0, 11.0)
+    assert known.suspect(Here(), 11.1) is None
+
+
+def test_what_was_said_before_the_call_began_says_nothing_of_it() -> None:
+    known = board(2)
+    known.hear(beat(1, operation=""), 0.0, 9.9)
+    assert known.suspect(Here(), 10.3) is None
+
+
+def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named() -> None:
+    known = board(4)
+    for rank, calls in ((1, 5), (2, 3), (3, 4)):
+        known.hear(beat(rank, calls=calls, operation=""), 0.0, 11.0)
+    suspicion = known.suspect(Here(), 11.1)
+    assert suspicion is not None
+    assert suspicion.rank == 2
+
+
+def test_ranks_that_left_are_absent_from_later_calls_only() -> None:
+    known = board(4)
+    assert known.leave(Left(1, 5))
+    assert not known.leave(Left(1, 5))
+    assert known.absent(4) is None
+    left = known.absent(5)
+    assert left is not None
+    assert left.rank == 1
+    # Who was made to leave by an exception is the cause of the others' leaving.
+    known.leave(Left(3, 5, "ValueError"))
+    left = known.absent(6)
+    assert left is not None
+    assert left.rank == 3
+    assert known.suspect(Here(), 30.0).rank == 2  # type: ignore[union-attr]
+
+
+def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> None:
+    assert board(3).hears_nobody(10.0 + 2 * SILENT_S)
+    assert not board(2).hears_nobody(10.0 + 2 * SILENT_S)
+    known = board(3)
+    known.hear(beat(2), 0.0, 12.0)
+    assert not known.hears_nobody(12.1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "wait", "dead"),
+    [
+        (Sent(1, 0, 8, 2.0), Wait(0, 0, 7, 2.0), True),
+        (Sent(1, 0, 7, 9.0), Wait(0, 0, 7, 9.0), False),  # all has arrived: the sender is late
+        (Sent(1, 0, 8, 1.9), Wait(0, 0, 7, 9.0), False),  # just sent
+        (Sent(1, 0, 8, 9.0), Wait(0, 0, 7, 1.9), False),  # bytes are coming
+        (Sent(1, 1, 8, 9.0), Wait(0, 0, 7, 9.0), False),  # another connection
+    ],
+)
+def test_a_connection_is_dead_when_what_was_sent_does_not_come(
+    sent: Sent, wait: Wait, dead: bool
+) -> None:
+    assert is_dead(sent, wait, 2.0) is dead
+
+
+def test_both_ends_find_a_dead_connection() -> None:
+    sender = Beat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
+    receiver = Beat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
+    known = Board(1, 2, 10.0)
+    known.hear(sender, 0.1, 11.0)
+    assert known.dead(receiver, 2.0, 11.0) == (0, 1)
+    known = Board(0, 2, 10.0)
+    known.hear(receiver, 0.1, 11.0)
+    assert known.dead(sender, 2.0, 11.0) == (0, 1)
+    # A rank that is silent has not said that it waits still.
+    assert known.dead(sender, 2.0, 11.0 + 2 * SILENT_S) is None
+
+
+def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
+    known = board(4)
+    for rank, done in ((1, 0.5), (2, 0.25), (3, 0.0)):
+        calls = 4 if rank == 3 else 5
+        known.hear(Beat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
+    slowest = known.slowest(Here(), 0.6)
+    assert slowest is not None
+    assert slowest.rank == 2
+    assert known.slowest(Here(), 0.2) is None
+
+
+@pytest.mark.parametrize(("age_s", "dead"), [(0.4, None), (0.05, (0, 1))])
+def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
+    age_s: float, dead: tuple[int, int] | None
+) -> None:
+    # It waited for long, said so, and was stopped as soon as the frame was on its way.
+    known = board(2, 0.0)
+    known.hear(Beat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
+    own = Beat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
+    assert known.dead(own, 0.5, 10.0) == dead

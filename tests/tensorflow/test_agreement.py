@@ -1,0 +1,220 @@
+"""Models and training steps in which ranks disagree: all find out soon, and name the variable.
+
+Real processes. Each way that ranks reach each other, and each bridge, goes through all
+scenarios in one start of the workers, a ring for each.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import pytest
+
+from ringreduce.effects import native
+from tests.rings import MISMATCH_S, Ring
+
+pytestmark = pytest.mark.tensorflow
+
+VICTIM = 1
+
+PREAMBLE = """
+import keras
+import tensorflow as tf
+from ringreduce.keras import DistributedOptimizer
+from ringreduce.tensorflow import ops
+
+assert ops.are_available() is {native}
+ODD = RANK == {victim}
+ones = np.ones((2, 4), np.float32)
+
+class Gate(keras.layers.Layer):
+    '''Passes gradients on, or not.'''
+
+    closed = False
+
+    def call(self, inputs):
+        return tf.stop_gradient(inputs) if self.closed else inputs + 0.0
+
+    def compute_output_shape(self, shape):
+        return shape
+
+def make(names=("first", "second", "third"), bucket_bytes=100, units=4, dtype="float32", **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(units, name=name, dtype=dtype) for name in names]
+    gate = Gate()
+    model = keras.Sequential([keras.Input((4,)), layers[0], gate, *layers[1:]], name="model")
+    model.gate = gate
+    # A bucket for each layer.
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.0), communicator=ring, bucket_bytes=bucket_bytes
+    )
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+def fit(model):
+    model.fit(ones, np.ones((2, model.output_shape[-1]), np.float32), epochs=3, verbose=0)
+
+def fit_twice(**options):
+    '''The second time without the first layer's gradients, on one rank.'''
+    model = make(**options)
+    fit(model)
+    model.gate.closed = ODD
+    model.make_train_function(force=True)
+    fit(model)
+
+def fit_closed():
+    model = make()
+    model.gate.closed = ODD
+    fit(model)
+
+def stepper(model, wrap=tf.function):
+    model.optimizer.build(model.trainable_variables)
+
+    def step(closed, backwards=False):
+        model.gate.closed = closed
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(ones) ** 2)
+        variables = model.trainable_variables
+        pairs = list(zip(tape.gradient(loss, variables), variables))
+        model.optimizer.apply_gradients(pairs[::-1] if backwards else pairs)
+
+    return wrap(step)
+
+def steps(wrap):
+    step = stepper(make(), wrap)
+    for number in range(5):
+        step(ODD and number >= 3)
+
+def back_and_forth():
+    step = stepper(make())
+    for closed in (False, True, False, True):
+        step(closed)
+    step(ODD)
+
+def backwards():
+    step = stepper(make())
+    step(False)
+    step(False, ODD)
+
+def pretending(module):
+    true = module.__version__
+    if ODD:
+        module.__version__ = "99.0"
+    try:
+        fit(make())
+    finally:
+        module.__version__ = true
+
+def timed(name, call):
+    def run():
+        try:
+            call()
+        finally:
+            say(name + " at", at=time.monotonic())
+    attempt(name, run)
+
+rings = []
+for number, (name, call) in enumerate(SCENARIOS.items()):
+    ring = join(number)
+    rings.append(ring)
+    timed(name, call)
+    attempt(name + " again", ring.barrier)
+hold()
+"""
+
+# What is called, and what must be in every rank's error.
+CLOSED = ("model/first/kernel: float32 of shape (4, 4)", "model/first/kernel: no gradient (None)")
+SCENARIOS = {
+    "names": (
+        "fit(make(('first', 'third', 'second') if ODD else ('first', 'second', 'third')))",
+        ("model/second/kernel: float32", "model/third/kernel: float32", "has another model"),
+    ),
+    "more variables": (
+        "fit(make(('first', 'second', 'third', 'fourth')[: 4 if ODD else 3]))",
+        ("model/fourth/kernel: float32", "8 variables", "6 variables"),
+    ),
+    "shape": (
+        "fit(make(units=5 if ODD else 4))",
+        ("model/first/kernel: float32 of shape (4, 5)", "float32 of shape (4, 4)"),
+    ),
+    "dtype": (
+        "fit(make(dtype='float64' if ODD else 'float32'))",
+        ("model/first/kernel: float64", "model/first/kernel: float32"),
+    ),
+    "TensorFlow": ("pretending(tf)", ("runs TensorFlow 99.0", "runs TensorFlow 2.")),
+    "Keras": ("pretending(keras)", ("runs Keras 99.0", "runs Keras 3.")),
+    "buckets": (
+        "fit(make(bucket_bytes=10_000 if ODD else 100))",
+        ("1 bucket, the first of ", "(bucket_bytes=10000)", "(bucket_bytes=100)"),
+    ),
+    "None from the start": ("fit_closed()", CLOSED),
+    "None later in fit": ("fit_twice()", CLOSED),
+    "None later in fit, eagerly": ("fit_twice(run_eagerly=True)", CLOSED),
+    "None later in a function": ("steps(tf.function)", CLOSED),
+    "None later in an eager loop": ("steps(lambda step: step)", CLOSED),
+    "a plan of before": ("back_and_forth()", CLOSED),
+    "another order later": (
+        "backwards()",
+        ("model/first/kernel: float32", "model/third/bias: float32"),
+    ),
+}
+
+# How ranks reach each other, their hosts, and whether there is a native library.
+WAYS = {
+    "shm": ("shm", (), True),
+    "zmq": ("zmq", (), True),
+    "two hosts": ("auto", ("a", "a", "b"), True),
+    "zmq, in Python": ("zmq", (), False),
+}
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def disagreements(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said in each scenario."""
+    transport, hosts, is_native = WAYS[request.param]
+    if is_native and native.library() is None:
+        pytest.skip(native.why_missing())
+    calls = ", ".join(f"{name!r}: lambda: {call}" for name, (call, _) in SCENARIOS.items())
+    program = PREAMBLE.replace("{native}", str(is_native)).replace("{victim}", str(VICTIM))
+    program = program.replace("rings = []\n", f"SCENARIOS = {{{calls}}}\nrings = []\n")
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    if not is_native:
+        environment["RINGREDUCE_NATIVE"] = "0"
+    with Ring(
+        tmp_path_factory.mktemp("agreement"),
+        3,
+        textwrap.dedent(program),
+        rings=len(SCENARIOS),
+        transport=transport,
+        hosts=hosts,
+        environment=environment,
+    ) as ring:
+        found = {}
+        for name in SCENARIOS:
+            for event in (name, f"{name} at", f"{name} again"):
+                found[event] = ring.wait(event)
+        ring.release()
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_get_a_mismatch_with_both_sides(
+    name: str, disagreements: dict[str, list[dict[str, Any]]]
+) -> None:
+    for fact in disagreements[name]:
+        assert fact["kind"] == "MismatchError", fact
+        for words in SCENARIOS[name][1]:
+            assert words in fact["text"], fact
+    for fact in disagreements[f"{name} again"]:
+        assert fact["kind"] == "MismatchError", fact
+        assert fact["seconds"] < 0.5
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_find_out_soon(name: str, disagreements: dict[str, list[dict[str, Any]]]) -> None:
+    """The first cannot know before the last has come to the call in which they differ."""
+    times = [fact["at"] for fact in disagreements[f"{name} at"]]
+    assert max(times) - min(times) < MISMATCH_S, times

@@ -1,0 +1,270 @@
+"""What goes wrong inside a training step, in real processes: every rank ends, with our errors.
+
+Each test runs with the native ops, with the Python function that stands in for them, and with the
+custom calls of a step that XLA compiles.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringreduce.effects import native
+from tests.rings import Ring, assert_lost
+
+pytestmark = pytest.mark.tensorflow
+
+TRAINING = """
+import keras
+import tensorflow as tf
+from ringreduce.keras import DistributedOptimizer
+from ringreduce.tensorflow import ops
+
+ring = join()
+assert ops.are_available() is {native}
+JIT = {jit}
+
+def make_model(**options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8) for _ in range(4)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    # A bucket for each layer, so that some are under way while others are still computed.
+    optimizer = DistributedOptimizer(
+        keras.optimizers.SGD(0.0), communicator=ring, bucket_bytes=300
+    )
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=JIT, **options)
+    return model
+
+said = []
+
+class Say(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch >= 2 and not said:
+            said.append(batch)
+            say("trains")
+
+ones = np.ones((2, 8), np.float32)
+endless = tf.data.Dataset.from_tensors((ones, ones)).repeat()
+
+def train(model, **options):
+    model.fit(endless, steps_per_epoch=10**9, verbose=0, callbacks=[Say()], **options)
+"""
+
+
+@pytest.fixture(params=["native", "python", "jit"])
+def bridge(request: pytest.FixtureRequest) -> str:
+    """Which bridge the workers must use."""
+    if request.param != "python" and native.library() is None:
+        pytest.skip(native.why_missing())
+    return str(request.param)
+
+
+def training_ring(directory: Path, size: int, bridge: str, program: str, **options: object) -> Ring:
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    if bridge == "python":
+        environment["RINGREDUCE_NATIVE"] = "0"
+    preamble = TRAINING.replace("{native}", str(bridge != "python"))
+    preamble = preamble.replace("{jit}", str(bridge == "jit"))
+    return Ring(
+        directory,
+        size,
+        preamble + program,
+        transport="auto",
+        environment=environment,
+        **options,
+    )
+
+
+# What runs eagerly is not compiled.
+FITS = [("jit", ""), ("jit", "steps_per_execution=4")] + [
+    (bridge, options)
+    for bridge in ("native", "python")
+    for options in ("", "steps_per_execution=4", "run_eagerly=True")
+]
+
+
+@pytest.mark.parametrize(("bridge", "options"), FITS, indirect=["bridge"])
+def test_a_killed_rank_comes_out_of_fit_as_our_error(
+    tmp_path: Path, bridge: str, options: str
+) -> None:
+    program = f"""
+model = make_model({options})
+attempt("result", lambda: train(model))
+attempt("again", lambda: train(model))
+hold()
+"""
+    with training_ring(tmp_path, 3, bridge, program) as ring:
+        ring.wait("trains")
+        ring.workers[1].signal(signal.SIGKILL)
+        for event in ("result", "again"):
+            facts = ring.wait(event, [0, 2])
+            assert_lost([{**fact, "seconds": 0.0} for fact in facts], 1)
+        ring.workers[1].wait()
+        for rank in (0, 2):
+            ring.workers[rank].stdin.close()
+            assert ring.workers[rank].wait(20) == 0, ring.workers[rank].stderr
+
+
+def test_a_killed_rank_comes_out_of_a_function_as_our_error(tmp_path: Path, bridge: str) -> None:
+    program = """
+model = make_model()
+optimizer = model.optimizer
+optimizer.build(model.trainable_variables)
+
+@tf.function(jit_compile=JIT)
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+def rounds():
+    for number in range(10**9):
+        step(ones)
+        if number == 2:
+            say("trains")
+
+attempt("result", rounds)
+hold()
+"""
+    with training_ring(tmp_path, 2, bridge, program) as ring:
+        ring.wait("trains")
+        ring.workers[0].signal(signal.SIGKILL)
+        assert_lost([{**ring.wait("result", [1])[0], "seconds": 0.0}], 0)
+
+
+def test_a_stopped_rank_times_out_in_fit(tmp_path: Path, bridge: str) -> None:
+    program = """
+attempt("result", lambda: train(make_model()))
+hold()
+"""
+    with training_ring(tmp_path, 2, bridge, program, timeout_s=2.0) as ring:
+        ring.wait("trains")
+        ring.workers[0].signal(signal.SIGSTOP)
+        [fact] = ring.wait("result", [1])
+        assert fact["kind"] == "PeerTimeoutError"
+        assert fact["peer"] == 0
+
+
+# Fails in the backward pass of the second layer on rank 1, when buckets of the layers behind it
+# have been handed over and those before it have not.
+FAILING = """
+@tf.custom_gradient
+def fails_backward(x):
+    def gradient(upstream):
+        # Long enough for the buckets of the layers behind this one to leave.
+        long = tf.zeros((512, 512)) + tf.reduce_sum(upstream)
+        for _ in range(60):
+            long = tf.matmul(long, long) * 0.001
+        bad = tf.logical_and(failing, tf.reduce_sum(long * 0.0) == 0.0)
+        # Not an assertion: that is stateful, and starts would wait for it in program order.
+        return upstream + tf.gather([0.0], tf.where(bad, 99, 0))
+    return tf.identity(x), gradient
+
+failing = tf.Variable(False)
+model = make_model()
+optimizer = model.optimizer
+optimizer.build(model.trainable_variables)
+
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        h = model.layers[1](model.layers[0](x))
+        loss = tf.reduce_mean(model.layers[3](model.layers[2](fails_backward(h))) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+step(ones)
+say("trains")
+failing.assign(RANK == 1)
+"""
+
+
+# Nothing that XLA compiles fails like that: it clamps an index that is out of range.
+@pytest.mark.parametrize("bridge", ["native", "python"], indirect=True)
+def test_a_step_that_fails_midway_ends_every_rank(tmp_path: Path, bridge: str) -> None:
+    program = f"""{FAILING}
+atexit.register(ring.close)
+if RANK == 1:
+    step(ones)  # raises, and ends the process
+attempt("result", lambda: until_error(lambda: step(ones)))
+hold()
+"""
+    with training_ring(tmp_path, 2, bridge, program) as ring:
+        ring.wait("trains")
+        assert_lost([{**ring.wait("result", [0])[0], "seconds": 0.0}], 1)
+        assert ring.workers[1].wait(20) == 1
+        assert "InvalidArgumentError" in ring.workers[1].stderr
+
+
+def test_going_on_after_a_step_that_failed_midway_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Without the native ops nothing is under way yet when it fails, so ranks are just late."""
+    if native.library() is None:
+        pytest.skip(native.why_missing())
+    program = f"""{FAILING}
+if RANK == 1:
+    attempt("first", lambda: step(ones))
+    failing.assign(False)
+attempt("result", lambda: until_error(lambda: step(ones)))
+hold()
+"""
+    with training_ring(tmp_path, 2, "native", program) as ring:
+        [first] = ring.wait("first", [1])
+        assert first["kind"] == "InvalidArgumentError"
+        facts = ring.wait("result")
+        assert [fact["kind"] for fact in facts] == ["MismatchError"] * 2, facts
+        assert "that step failed midway" in facts[0]["text"]
+        assert "that step failed midway" in facts[1]["text"]
+
+
+@pytest.mark.parametrize("way", ["sys.exit(3)", "raise ValueError('of the user')"])
+def test_the_interpreter_ends_though_a_thread_sits_in_a_step(
+    tmp_path: Path, bridge: str, way: str
+) -> None:
+    program = f"""
+if RANK == 1:
+    train(make_model())
+    hold()
+model = make_model()
+trains = threading.Event()
+
+class Note(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        trains.set()
+
+def work():
+    model.fit(endless, steps_per_epoch=10**9, verbose=0, callbacks=[Note()])
+
+threading.Thread(target=work, daemon=True).start()
+trains.wait()
+say("trains")
+os.kill(int(sys.stdin.readline()), signal.SIGSTOP)
+# Until nothing is completed any more: the thread waits for the other rank, in a step.
+done, since = -1, time.monotonic()
+while time.monotonic() - since < 0.3:
+    if ring.statistics().collectives != done:
+        done, since = ring.statistics().collectives, time.monotonic()
+{way}
+"""
+    with training_ring(tmp_path, 2, bridge, program) as ring:
+        ring.wait("trains")
+        leaving = ring.workers[0]
+        leaving.stdin.write(f"{ring.workers[1].pid}\n".encode())
+        leaving.stdin.flush()
+        assert leaving.wait(20) == (3 if "exit" in way else 1), leaving.stderr
+
+
+def test_closing_while_a_step_waits_is_a_closed_error(tmp_path: Path) -> None:
+    """A graph of a communicator that was closed says so, whenever it is run."""
+    if native.library() is None:
+        pytest.skip(native.why_missing())
+    program = """
+model = make_model()
+model.fit(ones, ones, verbose=0)
+ring.close()
+attempt("result", lambda: model.fit(ones, ones, verbose=0))
+hold()
+"""
+    with training_ring(tmp_path, 2, "native", program) as ring:
+        for fact in ring.wait("result"):
+            assert fact["kind"] == "ClosedError", fact

@@ -1,0 +1,111 @@
+"""Collectives stay in the program's order wherever they stand, on real rings."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringreduce.effects import native
+from ringreduce.testing import ring_of_processes
+from tests.facts import facts_in, facts_of
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+needs_xla = pytest.mark.skipif(native.library() is None, reason="without the native library")
+WAYS = (
+    "graph",
+    *(pytest.param(way, marks=needs_xla) for way in ("jit", "jit inside", "jit both")),
+)
+
+
+def same(*values):
+    """Each as it comes out of a collective: a tensor of two."""
+    return [[value, value] for value in values]
+
+
+@pytest.fixture(scope="module")
+def facts():
+    """By case, what every rank of a ring that ran programs/order.py said."""
+    return {case: list(said.values()) for case, said in facts_of("order", 3).items()}
+
+
+@pytest.fixture(scope="module")
+def training():
+    """The same of programs/order_training.py."""
+    return {case: list(said.values()) for case, said in facts_of("order_training", 3).items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("twice", same(1, 2)),
+        ("among", same(1, 2, 3, 4, 5, 6)),
+        ("loops", same(4, 2, 6, 4, 8)),
+        ("both", same(1, 2, 3, 4)),
+        ("turns", [same(0, 1, 2, 3, 4, 5)]),
+    ],
+)
+def test_each_gets_what_is_its_own(facts, way, case, expected):
+    for said in facts[case]:
+        assert said[way] == [expected] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_gradients_of_functions_and_loops(facts, way):
+    """Of the mean loss, (size + 1) / 2 times the sum of 2 v + v + v**3."""
+    factor = (len(facts["gradients"]) + 1) / 2
+    gradient = [factor * (3 + 3 * v**2) for v in (1.0, 2.0)]
+    for said in facts["gradients"]:
+        assert said[way] == [[[1, 1], gradient, gradient]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["outside", "persistent"])
+def test_so_do_gradients_that_are_taken_from_outside(facts, case, way):
+    factor = (len(facts[case]) + 1) / 2
+    for said in facts[case]:
+        assert said[way] == [same(*(factor * 10**power for power in range(5)))] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_gradients_of_functions_in_loops(facts, way):
+    """Of four times v."""
+    factor = (len(facts["functions in loops"]) + 1) / 2
+    for said in facts["functions in loops"]:
+        assert said[way] == [[[4, 8], [4 * factor] * 2]] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_do_second_derivatives(facts, way):
+    """Of v**5 + v**4, since all ranks have the same v."""
+    first = [5 * v**4 + 4 * v**3 for v in (1, 2)]
+    second = [20 * v**3 + 12 * v**2 for v in (1, 2)]
+    for said in facts["second"]:
+        assert said[way] == [[first, second]] * 3
+
+
+def test_the_first_collective_may_be_in_a_later_trace(facts):
+    for said in facts["later"]:
+        assert said["results"] == same(1, len(facts["later"]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["optimizers", "several steps", "rows", "rows of a tape"])
+def test_training_in_functions_of_a_function_is_the_same(training, case, way):
+    said = training[case]
+    assert len({fact["digests"][way] for fact in said}) == 1
+    assert max(fact["differences"][way] for fact in said) < 2e-6
+    if "moved" in said[0]:
+        assert said[0]["moved"] > 1e-2
+
+
+@pytest.mark.parametrize("way", ["eager", "graph", pytest.param("jit", marks=needs_xla)])
+def test_an_order_that_is_tensorflows_is_never_silently_wrong(way):
+    """With several targets it depends on what else was recorded, which only rank 0 has more of."""
+    result = ring_of_processes(2, ["tests/programs/swapped.py", way], timeout_s=60)
+    *attempts, last = [fact for fact in facts_in(result.output) if fact["rank"] == 1]
+    for attempt in attempts:
+        assert attempt["found"] == same(*(10**power for power in range(6)))
+    assert last["error"] == "MismatchError"
+    assert "takes the gradient of its tensor collective number" in last["text"]
+    assert "Ask the tape for the gradients of one loss" in last["text"]

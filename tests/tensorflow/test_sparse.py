@@ -1,0 +1,348 @@
+"""Sparse gradients: eagerly on rings of threads, and by every way on rings of processes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ringreduce import ArrayError, MismatchError, NumericsError
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
+from ringreduce.tensorflow import GradientBridge
+from ringreduce.testing import ring_of_processes, ring_of_threads
+from tests.facts import facts_in
+
+SIZES = (1, 2, 3)
+# tests/programs/sparse.py runs each of these by every way.
+SHARED_BY_WAYS = (
+    "duplicates",
+    "whole table",
+    "whole table with duplicates",
+    "rows of one rank only",
+    "no rows",
+    "no rows of one of two",
+    "two sparse",
+    "sparse and dense",
+    *(
+        f"{d} {i}"
+        for d in ("float16", "bfloat16", "float32", "float64")
+        for i in ("int32", "int64")
+    ),
+    "width of zero",
+    "other rows in each step",
+)
+KERAS = (
+    "sgd",
+    "momentum",
+    "adam",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "decay",
+    "ema",
+    "loss scale",
+    "eager",
+    "steps_per_execution",
+)
+
+
+def slices(values: Any, indices: Any, shape: Any, dtype: Any = tf.float32) -> tf.IndexedSlices:
+    return tf.IndexedSlices(
+        tf.constant(values, dtype), tf.constant(indices, tf.int64), tf.constant(shape, tf.int64)
+    )
+
+
+def on_threads(size: int, steps: Any, paths: Any = ("table",), **options: Any) -> list[Any]:
+    """What each rank gets from the last of `steps(rank)`, or the error it met."""
+
+    def work(comm: Communicator) -> Any:
+        made = GradientBridge(lambda: comm, 1 << 20, **options)
+        try:
+            for gradients in steps(comm.rank):
+                means = made.mean(gradients, paths)
+        except (MismatchError, ArrayError, NumericsError) as error:
+            assert comm.failure is not None
+            return error
+        return means
+
+    return ring_of_threads(size, work)
+
+
+def test_a_row_that_one_rank_has_is_divided_by_all() -> None:
+    def steps(rank: int) -> Any:
+        return [[slices([[8.0, 4.0]] * 2, [7 - rank, 7], (30, 2))]]
+
+    for (mean,) in on_threads(4, steps):
+        assert mean.indices.numpy().tolist() == [4, 5, 6, 7]
+        assert mean.values.numpy().tolist() == [[2.0, 1.0]] * 3 + [[10.0, 5.0]]
+        assert mean.dense_shape.numpy().tolist() == [30, 2]
+
+
+def test_sparse_as_dense_gives_the_whole() -> None:
+    def steps(rank: int) -> Any:
+        return [[slices([[2.0]] * 2, [rank, rank], (9, 1))]]
+
+    for (mean,) in on_threads(2, steps, sparse_as_dense=True):
+        assert isinstance(mean, tf.Tensor)
+        assert mean.numpy().reshape(-1).tolist() == [2.0, 2.0] + [0.0] * 7
+
+
+def test_a_gradient_in_plain_python_numbers_is_taken() -> None:
+    def steps(rank: int) -> Any:
+        return [[tf.IndexedSlices([[2.0 * rank]], [3], (9, 1))]]
+
+    for (mean,) in on_threads(2, steps):
+        assert mean.indices.numpy().tolist() == [3]
+        assert mean.values.numpy().tolist() == [[1.0]]
+
+
+def test_integers_are_reduced_as_a_whole() -> None:
+    def steps(rank: int) -> Any:
+        return [[slices([[4]], [rank], (3, 1), tf.int64)]]
+
+    for (mean,) in on_threads(2, steps):
+        assert tf.convert_to_tensor(mean).numpy().tolist() == [[2], [2], [0]]
+
+
+def test_results_are_not_overwritten_by_the_next_step() -> None:
+    """Tables share memory over the steps, unless TensorFlow still holds a tensor made of it."""
+
+    def work(comm: Communicator) -> Any:
+        made = GradientBridge(lambda: comm, 1 << 20)
+        kept = [
+            made.mean([slices(np.full((500, 2), i), np.arange(500), (500, 2))], ["v"])[0]
+            for i in range(10)
+        ]
+        right = all((mean.values.numpy() == i).all() for i, mean in enumerate(kept))
+        del kept
+        for _ in range(5):
+            made.mean([slices(np.ones((500, 2)), np.arange(500), (500, 2))], ["v"])
+        return right, sum(len(b) for b in made._sparse._memory._buffers.values())
+
+    for right, buffers in ring_of_threads(2, work):
+        assert right
+        assert buffers <= 11
+
+
+def test_memory_of_tables_is_used_again_once_the_results_are_gone() -> None:
+    def work(comm: Communicator) -> Any:
+        made = GradientBridge(lambda: comm, 1 << 20)
+        for i in range(10):
+            made.mean([slices(np.full((500, 2), i), np.arange(500), (500, 2))], ["v"])
+        return sum(len(buffers) for buffers in made._sparse._memory._buffers.values())
+
+    assert max(ring_of_threads(2, work)) <= 3
+
+
+def test_gathering_sends_the_rows_and_not_the_table() -> None:
+    def work(comm: Communicator) -> Any:
+        made = GradientBridge(lambda: comm, 1 << 20)
+        gradient = slices(np.ones((10, 64)), np.arange(10) + comm.rank, (50_000, 64))
+        made.mean([gradient], ["table"])
+        before = comm.statistics().bytes_sent
+        made.mean([gradient], ["table"])
+        return comm.statistics().bytes_sent - before
+
+    for sent in ring_of_threads(2, work):
+        rows = 10 * (64 * 4 + 8)
+        assert rows <= sent < rows + 200
+
+
+@pytest.mark.parametrize("beside", [[], [np.ones(3, np.float32)]], ids=["alone", "beside a dense"])
+def test_dense_on_one_rank_is_an_error_on_all_that_names_the_variable(beside: Any) -> None:
+    def steps(rank: int) -> Any:
+        gradient = slices([[2.0]], [1], (9, 1))
+        mine = tf.convert_to_tensor(gradient) if rank == 2 else gradient
+        return [[mine, *map(tf.constant, beside)]]
+
+    errors = on_threads(3, steps, ["embedding/table", "bias"][: 1 + len(beside)])
+    for rank, error in enumerate(errors):
+        assert isinstance(error, MismatchError)
+        assert "embedding/table: sparse float32 of shape (9, 1)" in str(error), rank
+        assert "embedding/table: float32 of shape (9, 1)" in str(error), rank
+
+
+@pytest.mark.parametrize("beside", [[], [np.ones(3, np.float32)]], ids=["alone", "beside a dense"])
+def test_a_gradient_that_becomes_dense_on_one_rank_is_an_error_on_all(beside: Any) -> None:
+    def steps(rank: int) -> Any:
+        gradient = slices([[2.0]], [1], (9, 1))
+        dense = [tf.convert_to_tensor(gradient), *map(tf.constant, beside)]
+        sparse = [gradient, *map(tf.constant, beside)]
+        return [sparse, sparse, dense if rank == 1 else sparse]
+
+    errors = on_threads(2, steps, ["embedding/table", "bias"][: 1 + len(beside)])
+    assert [type(error) for error in errors] == [MismatchError] * 2
+    assert "gradients that changed since the last step" in str(errors[1])
+    assert "from embedding/table: sparse float32 of shape (9, 1)" in str(errors[1])
+    assert "embedding/table" in str(errors[0])
+
+
+def test_ranks_in_different_known_plans_are_told_apart_by_name() -> None:
+    """Both plans were used before, so only the signature of the exchange tells."""
+
+    def steps(rank: int) -> Any:
+        one = [slices([[2.0]], [1], (9, 1)), None]
+        other = [None, slices([[2.0]], [1], (9, 1))]
+        return [one, other, one if rank else other]
+
+    for error in on_threads(2, steps, ["first", "second"]):
+        assert isinstance(error, MismatchError)
+        assert "first: sparse float32 of shape (9, 1)" in str(error)
+        assert "first: no gradient (None)" in str(error)
+
+
+@pytest.mark.parametrize("index", [-1, 9])
+def test_a_row_outside_of_the_table_is_an_error_on_all(index: int) -> None:
+    def steps(rank: int) -> Any:
+        return [[slices([[2.0]], [index if rank == 1 else 0], (9, 1))]]
+
+    for error in on_threads(3, steps, ["embedding/table"]):
+        assert isinstance(error, ArrayError)
+        assert f"rank 1 of 3 has row {index} in its gradient of embedding/table" in str(error)
+        assert "Rows are 0 to 8" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16, tf.float64])
+def test_a_bad_value_is_named_by_its_place_in_the_table(dtype: Any) -> None:
+    def steps(rank: int) -> Any:
+        values = np.ones((3, 2, 2))
+        good = slices(values, [70, 5, 5], (90, 2, 2), dtype)
+        values[0, 1, 0] = np.nan if rank == 1 else 1.0
+        return [[good], [slices(values, [70, 5, 5], (90, 2, 2), dtype)]]
+
+    for error in on_threads(2, steps, check_numerics="raise"):
+        assert isinstance(error, NumericsError)
+        kind = f"sparse {dtype.name} of shape (90, 2, 2)"
+        assert f"rank 1 of 2 has nan at [70, 1, 0] of table: {kind}" in str(error)
+        assert "as its own gradient in step 1" in str(error)
+
+
+@pytest.mark.parametrize("rows", [30, 2], ids=["gathered", "table"])
+def test_a_sum_of_rows_that_overflows_is_told_from_a_bad_gradient(rows: int) -> None:
+    largest = float(np.finfo(np.float32).max)
+
+    def steps(rank: int) -> Any:
+        # In the first row, which is in rank 0's share.
+        return [[slices([[largest], [1.0]], [0, 1], (rows, 1))], [slices([[1.0]], [0], (rows, 1))]]
+
+    errors = on_threads(2, steps, check_numerics="raise")
+    assert [type(error) for error in errors] == [NumericsError] * 2
+    for error in errors:
+        assert "inf at [0, 0] of table" in str(error)
+        assert "though each rank's was finite" in str(error)
+
+
+def test_a_warning_comes_once_for_a_step_with_bad_rows_and_a_bad_bucket(caplog: Any) -> None:
+    def steps(rank: int) -> Any:
+        bad = np.nan if rank else 1.0
+        return [[tf.constant([bad]), slices([[bad]], [3], (9, 1))]] * 2
+
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        on_threads(2, steps, ["dense", "table"], check_numerics="warn")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "nan at [0] of dense" in said[0]
+    assert "in step 0," in said[0]
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[Any, Any]:
+    """What programs/sparse.py said: by size and case a list, and in it by rank."""
+    said: dict[Any, Any] = {}
+    for size in SIZES:
+        result = ring_of_processes(size, ["tests/programs/sparse.py"], timeout_s=60)
+        assert result.exit_code == 0, result.errors
+        for fact in facts_in(result.output):
+            of_case = said.setdefault((size, fact["case"]), {})
+            of_case.setdefault(fact["rank"], []).append(fact)
+    return said
+
+
+def on_processes(function: Any) -> Any:
+    """A test of what processes said, which import TensorFlow."""
+    return pytest.mark.tensorflow(pytest.mark.timeout(600)(function))
+
+
+def equal_on_all_ranks(facts: Any, size: int, case: str, key: str) -> list[Any]:
+    """What rank 0 said about a case, which all others must have said too."""
+    first = [fact[key] for fact in facts[size, case][0]]
+    for rank in range(1, size):
+        assert [fact[key] for fact in facts[size, case][rank]] == first
+    return first
+
+
+@on_processes
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", SHARED_BY_WAYS)
+def test_means_are_exact_and_bit_identical_by_every_way(facts: Any, case: str, size: int) -> None:
+    ways = ["eager", "python"] + ["native"] * (native.library() is not None)
+    assert equal_on_all_ranks(facts, size, "ways", "ways") == [ways]
+    assert equal_on_all_ranks(facts, size, case, "way") == ways
+    for right in equal_on_all_ranks(facts, size, case, "right"):
+        assert right
+        assert all(right)
+    if size > 1:  # Alone each rank keeps what it has.
+        assert len(set(equal_on_all_ranks(facts, size, case, "digest"))) == 1
+
+
+@on_processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_both_ways_of_reducing_are_taken(facts: Any, size: int) -> None:
+    """The number of rows tells, and the test above would not show it."""
+    [gathered, *_] = equal_on_all_ranks(facts, size, "duplicates", "rows")
+    assert gathered == [[len({9, 4, *range(size)})]]
+    [mixed, *_] = equal_on_all_ranks(facts, size, "other rows in each step", "rows")
+    numbers = [rows for rows, _ in mixed]
+    assert numbers[0] == numbers[-1] == 0
+    assert 0 < numbers[1] < 20
+    [tables, *_] = equal_on_all_ranks(facts, size, "float32 int32", "rows")
+    assert tables == [[len({9, 4, *range(size), *range(1, size + 1)}), 5, None]]
+
+
+@on_processes
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", ["retracing", "loop"])
+def test_graphs_of_any_shape_give_the_same(facts: Any, case: str, size: int) -> None:
+    assert all(equal_on_all_ranks(facts, size, case, "right"))
+    assert len(set(equal_on_all_ranks(facts, size, case, "digest"))) == 1
+
+
+@on_processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_may_trace_at_different_steps(facts: Any, size: int) -> None:
+    for rank in range(size):
+        assert {fact["traces"] for fact in facts[size, "retracing"][rank]} == {3}
+
+
+@on_processes
+@pytest.mark.parametrize("size", SIZES)
+def test_duplicates_of_halves_are_added_in_float32(facts: Any, size: int) -> None:
+    """Else 1 + 1 added to 2048 would be lost."""
+    for rank in range(size):
+        assert facts[size, "accumulation"][rank][0]["sum"] == 2050.0
+
+
+@on_processes
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", KERAS)
+def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, size: int) -> None:
+    # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
+    limit = 1e-7 if size == 2 else 1e-5
+    assert equal_on_all_ranks(facts, size, f"keras {case}", "apart")[0] <= limit
+    assert len(equal_on_all_ranks(facts, size, f"keras {case}", "digest")) == 1
+    [[sent, sent_dense]] = [fact["sent"] for fact in facts[size, f"keras {case}"][0]]
+    assert sent < sent_dense
+
+
+@on_processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_on_some_ranks_only_is_our_error_out_of_a_function(facts: Any, size: int) -> None:
+    for rank in range(size):
+        [fact] = facts[size, "mismatch"][rank]
+        assert fact["error"] == "MismatchError"
+        assert "table: sparse float32 of shape (9, 2)" in fact["text"]
+        assert "table: float32 of shape (9, 2)" in fact["text"]

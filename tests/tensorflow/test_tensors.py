@@ -1,0 +1,268 @@
+"""Collectives on tensors: values, gradients and refusals, against what numpy says they should be.
+
+All numbers are small integers, exact in every dtype, so that equality is ``==``.
+"""
+
+import numpy as np
+import pytest
+
+from ringreduce.pure.schedule import chunk_bounds
+from ringreduce.vocabulary.types import DTYPE_NAMES
+from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+OPS = {
+    "sum": lambda parts: np.sum(parts, 0),
+    "mean": lambda parts: np.sum(parts, 0) / len(parts),
+    "min": lambda parts: np.min(parts, 0),
+    "max": lambda parts: np.max(parts, 0),
+    "product": lambda parts: np.prod(parts, 0),
+}
+every_size = pytest.mark.parametrize("size", SIZES)
+both_ways = pytest.mark.parametrize("how", ["eager", "graph"])
+every_way = pytest.mark.parametrize("how", WAYS)
+
+
+def parts_of(size):
+    """What each rank passes in most cases."""
+    return [(np.arange(6) % 4).reshape(3, 2) + rank + 1.0 for rank in range(size)]
+
+
+def weights(rows):
+    return np.arange(1.0, 2 * rows + 1).reshape(rows, 2)
+
+
+def rows_of(array, size):
+    """The rows of each rank."""
+    bounds = chunk_bounds(len(array), size)
+    return [array[bounds[rank] : bounds[rank + 1]] for rank in range(size)]
+
+
+def assert_equal(case, size, how, expected):
+    """`expected` has an array for each rank."""
+    for got, wanted in zip(of_every_rank(case, size, how), expected, strict=True):
+        assert got == np.asarray(wanted).tolist()
+
+
+def rounded(array):
+    """As float32 has it."""
+    return np.asarray(array, np.float32).astype(float)
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("op", OPS)
+def test_all_reduce(op, how, size):
+    expected = OPS[op](parts_of(size))
+    if op == "mean":
+        for got in of_every_rank(f"all_reduce {op}", size, how):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+    else:
+        assert_equal(f"all_reduce {op}", size, how, [expected] * size)
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_every_dtype_travels(dtype, how, size):
+    parts = parts_of(size)
+    total = np.sum(parts, 0)
+    assert_equal(f"all_reduce {dtype}", size, how, [total] * size)
+    assert_equal(f"all_gather {dtype}", size, how, [np.concatenate(parts)] * size)
+    assert_equal(f"reduce_scatter {dtype}", size, how, rows_of(total, size))
+    assert_equal(f"broadcast {dtype}", size, how, [parts[-1]] * size)
+
+
+@every_size
+@every_way
+def test_a_structure_is_reduced_leaf_by_leaf(how, size):
+    ranks = sum(range(size))
+    for got in of_every_rank("structure", size, how):
+        assert got == {"a": [ranks, ranks], "b": [ranks, [size]]}
+
+
+@every_size
+@every_way
+def test_nothing_can_be_reduced(how, size):
+    assert_equal("empty", size, how, [np.zeros((0, 3))] * size)
+    assert_equal("scatter none", size, how, [np.zeros((0, 4))] * size)
+
+
+@every_size
+@both_ways
+def test_ranks_may_gather_unequal_rows_or_none(how, size):
+    rows = np.concatenate([np.full((rank, 2), float(rank)) for rank in range(size)])
+    assert_equal("gather rows", size, how, [rows] * size)
+
+
+@every_size
+@every_way
+def test_scalars_are_gathered_as_vectors(how, size):
+    assert_equal("gather scalars", size, how, [np.arange(size)] * size)
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", [1, 5, 6])
+def test_reduce_scatter_deals_out_rows(rows, op, how, size):
+    reduced = OPS[op]([weights(rows) + rank for rank in range(size)])
+    assert_equal(f"scatter {rows} {op}", size, how, rows_of(rounded(reduced), size))
+
+
+@every_size
+@every_way
+def test_reduce_scatter_of_a_vector(how, size):
+    assert_equal("scatter vector", size, how, rows_of(np.arange(5) * size, size))
+
+
+@every_size
+def test_shapes_are_known_while_tracing_where_they_can_be(size):
+    for rank, fact in enumerate(facts_of(size)["static shapes"]):
+        own = len(rows_of(np.zeros(5), size)[rank])
+        assert fact["reduced"] == fact["sent"] == [5, 2]
+        assert fact["gathered"] == ([5, 2] if size == 1 else [None, 2])
+        assert fact["scattered"] == [own, 2]
+        assert fact["unknown"] == [None, 2]
+        assert fact["rows"] == [len(rows_of(np.zeros(3), size)[rank]), 2]
+
+
+@every_size
+def test_neither_inputs_nor_earlier_results_change(size):
+    for rank, fact in enumerate(facts_of(size)["left alone"]):
+        assert fact["kept"] == [[rank] * 4] * 2
+        assert fact["results"] == [[step * size] * 4 for step in range(3)]
+
+
+def total_weight(size):
+    """The sum of what each rank weighs its loss with."""
+    return size * (size + 1) // 2
+
+
+@every_size
+@every_way
+def test_gradient_of_all_reduce(how, size):
+    total = total_weight(size) * weights(3)
+    assert_equal("gradient sum", size, how, [total] * size)
+    for got in of_every_rank("gradient mean", size, how):
+        np.testing.assert_allclose(got, total / size, rtol=1e-6)
+
+
+@every_size
+@both_ways
+@pytest.mark.parametrize(
+    ("case", "lengths"),
+    [
+        ("gradient gather", range),
+        ("gradient gather of one rank's", lambda size: [0] * (size - 1) + [5]),
+    ],
+)
+def test_gradient_of_all_gather_is_the_sum_of_all_ranks_for_own_rows(case, lengths, how, size):
+    counts = list(lengths(size))
+    total = total_weight(size) * weights(sum(counts))
+    assert_equal(case, size, how, np.split(total, np.cumsum(counts)[:-1]))
+
+
+@every_size
+@every_way
+def test_gradient_of_all_gather_of_equal_rows(how, size):
+    total = total_weight(size) * weights(2 * size)
+    assert_equal("gradient gather equal", size, how, np.split(total, size))
+
+
+@every_size
+@every_way
+def test_gradient_of_gathered_scalars_is_a_scalar(how, size):
+    expected = [total_weight(size) * (rank + 1) for rank in range(size)]
+    assert of_every_rank("gradient gather scalars", size, how) == expected
+
+
+@every_size
+@every_way
+def test_gradient_of_broadcast_goes_to_the_root(how, size):
+    zeros = [np.zeros((3, 2))] * (size - 1)
+    assert_equal("gradient broadcast", size, how, [*zeros, total_weight(size) * weights(3)])
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize(("case", "rows"), [("1", 1), ("5", 5), ("6", 6), ("mean", 6)])
+def test_gradient_of_reduce_scatter_is_gathered(case, rows, how, size):
+    parts = rows_of(np.zeros((rows, 2)), size)
+    upstream = [(rank + 1) * weights(len(part)) for rank, part in enumerate(parts)]
+    whole = np.concatenate(upstream) / (size if case == "mean" else 1)
+    assert_equal(f"gradient scatter {case}", size, how, [rounded(np.float32(whole))] * size)
+
+
+@every_size
+@every_way
+def test_second_derivatives(how, size):
+    # y = sum x_r; L = sum over ranks of y^2: dL/dx = 2 N y, and that summed, by x: 2 N^2.
+    first, second = [2 * size * size * x for x in (1.0, 2.0)], [2.0 * size * size] * 2
+    assert of_every_rank("second derivative", size, how) == [[first, second]] * size
+    # The same function by three collectives: what all have gathered, of the last rank.
+    first, second = [[2.0 * size**2] * 2] * size, [[2.0 * size**2] * 2] * size
+    assert of_every_rank("second derivative of all", size, how) == [[first, second]] * size
+
+
+@every_size
+@every_way
+def test_a_loop_reduces_in_each_turn_and_back(how, size):
+    value, gradient = [[x * size**3 for x in (1.0, 2.0)], [float(size**3)] * 2]
+    assert of_every_rank("loop", size, how) == [[value, gradient]] * size
+
+
+@every_size
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("bool", "dtype bool"),
+        ("complex", "dtype complex128"),
+        ("text", "dtype string"),
+        ("operator", "'xor'"),
+        ("root", "got root"),
+        ("root in a graph", "got root -1"),
+        ("no rows", "Use all_reduce"),
+    ],
+)
+def test_what_cannot_travel_is_refused_before_anything_does(case, text, size):
+    for fact in facts_of(size)[case]:
+        assert fact["error"] == "ArrayError"
+        assert text in fact["text"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("cond", "reduce a tensor inside a branch of tf.cond"),
+        ("old graph", "reduce a tensor in a graph that is not that of a tf.function"),
+        pytest.param("loop condition", "in the condition of a loop", marks=needs_xla),
+        pytest.param("jit", "of shape (None, 2) inside", marks=needs_xla),
+    ],
+)
+def test_places_where_it_cannot_be_done_are_refused(case, text, size):
+    for fact in facts_of(size)[case]:
+        assert fact["error"] == "ConfigError"
+        assert text in fact["text"]
+        assert "DistributedOptimizer" not in fact["text"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("where", ["", " in a graph"])
+@pytest.mark.parametrize("op", ["min", "max", "product"])
+def test_other_operators_have_no_gradient(op, where, size):
+    for fact in facts_of(size)[f"gradient {op}{where}"]:
+        assert fact["error"] == "ConfigError"
+        assert f"op='{op}'" in fact["text"]
+        assert "tf.stop_gradient" in fact["text"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shapes_that_differ_are_a_mismatch_on_all_ranks_for_good(size):
+    said = facts_of(size)
+    for first, again in zip(said["mismatch"], said["mismatch again"], strict=True):
+        assert first["error"] == "MismatchError"
+        assert first["ours"]
+        assert again["error"] == "MismatchError"

@@ -1,0 +1,146 @@
+"""Our declarations of the C APIs are those of the TensorFlow that is installed, and of its XLA."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).parents[2] / "native" / "src"
+
+SOURCE = """
+#include <type_traits>
+#include "tensorflow/c/kernels.h"
+#include "tensorflow/c/ops.h"
+#include "tensorflow/c/tf_status.h"
+#include "tensorflow/c/tf_tensor.h"
+namespace values {{
+#include "{values}"
+}}
+#define RR_TF_API_OF_TENSORFLOW
+#include "{declarations}"
+#define SAME(result, name, parameters) \\
+    static_assert(std::is_same<decltype(&::name), result (*) parameters>::value, #name);
+RR_TF_FUNCTIONS(SAME)
+static_assert(sizeof(TF_Code) == sizeof(int) && sizeof(TF_DataType) == sizeof(int), "enum");
+"""
+
+
+def compiles(source: str, folder: Path) -> str:
+    """What the compiler says to `source` with TensorFlow's headers at hand; empty: nothing."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    # Found without importing TensorFlow, which takes seconds.
+    package = importlib.util.find_spec("tensorflow")
+    assert package is not None
+    assert package.origin is not None
+    include = Path(package.origin).parent / "include"
+    file = folder / "check.cc"
+    file.write_text(source)
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{include}", str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stderr
+
+
+def source(declarations: str, folder: Path) -> str:
+    """The check, with our enumerations compared by value as well as our functions by type."""
+    header = folder / "tf_api.h"
+    header.write_text(declarations)
+    enumerations = re.findall(r"typedef enum \{[^}]*\} \w+;", declarations)
+    assert len(enumerations) == 2
+    names = folder / "values.h"
+    names.write_text("\n".join(enumerations))
+    checks = [
+        f'static_assert((int)values::{name} == (int)::{name}, "{name}");'
+        for enumeration in enumerations
+        for name in re.findall(r"(TF_\w+) =", enumeration)
+    ]
+    assert len(checks) == 8
+    return SOURCE.format(values=names, declarations=header) + "\n".join(checks)
+
+
+def test_our_declarations_are_tensorflows(tmp_path: Path) -> None:
+    declarations = (NATIVE / "tf_api.h").read_text()
+    assert compiles(source(declarations, tmp_path), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("(TF_Status *, TF_Code, const char *)", "(TF_Status *, TF_Code, char *)"),
+        ("X(int64_t, TF_Dim,", "X(int, TF_Dim,"),
+        ("TF_HALF = 19", "TF_HALF = 20"),
+    ],
+)
+def test_a_difference_would_be_found(tmp_path: Path, ours: str, other: str) -> None:
+    declarations = (NATIVE / "tf_api.h").read_text()
+    assert ours in declarations
+    assert "static assertion failed" in compiles(
+        source(declarations.replace(ours, other), tmp_path), tmp_path
+    )
+
+
+XLA_SOURCE = """
+#include <cstddef>
+#include <cstdint>
+#include "xla/ffi/api/c_api.h"
+namespace ours {{
+#include "{declarations}"
+}}
+static_assert(ours::RR_XLA_MAJOR == XLA_FFI_API_MAJOR, "major");
+static_assert(ours::RR_XLA_MINOR <= XLA_FFI_API_MINOR, "minor");
+"""
+
+
+def xla_source(declarations: str, folder: Path) -> str:
+    """The check of XLA's structures, field by field, and of its values."""
+    header = folder / "xla_api.h"
+    # In C++ "struct X" would mean XLA's, which has been declared outside of the namespace.
+    ahead = "typedef struct XLA_FFI_Api XLA_FFI_Api;"
+    assert ahead in declarations
+    header.write_text(declarations.replace(ahead, "struct XLA_FFI_Api;"))
+    checks = []
+    for name, body in re.findall(r"struct (\w+) \{(.*?)\n\}", declarations, re.DOTALL):
+        fields = re.findall(r"(?:\(\*)?(\w+)(?:\)\([^)]*\))?;", body)
+        # XLA may add functions at the end; registering looks how long the table is.
+        same = "<=" if name == "XLA_FFI_Api" else "=="
+        checks.append(f'static_assert(sizeof(ours::{name}) {same} sizeof(::{name}), "{name}");')
+        checks += [
+            f"static_assert(offsetof(ours::{name}, {field}) == offsetof(::{name}, {field}) && "
+            f"sizeof(ours::{name}::{field}) == sizeof(::{name}::{field}), "
+            f'"{name}.{field}");'
+            for field in fields
+        ]
+    assert len(checks) > 100
+    values = re.findall(
+        r"(XLA_FFI_(?:Error_Code|DataType|AttrType|Ext\w+|Exec\w+)_\w+) = ", declarations
+    )
+    assert len(values) == 17
+    checks += [f'static_assert((int)ours::{v} == (int)::{v}, "{v}");' for v in values]
+    return XLA_SOURCE.format(declarations=header) + "\n".join(checks)
+
+
+def test_our_declarations_are_xlas(tmp_path: Path) -> None:
+    declarations = (NATIVE / "xla_api.h").read_text()
+    assert compiles(xla_source(declarations, tmp_path), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("XLA_FFI_DataType_BF16 = 16", "XLA_FFI_DataType_BF16 = 17"),
+        ("    int64_t rank;\n", "    int32_t rank;\n"),
+        ("    rr_xla_not_used *XLA_FFI_Stream_Get;\n", "    int XLA_FFI_Stream_Get[5];\n"),
+    ],
+)
+def test_a_difference_from_xla_would_be_found(tmp_path: Path, ours: str, other: str) -> None:
+    declarations = (NATIVE / "xla_api.h").read_text()
+    source = xla_source(declarations, tmp_path)
+    header = tmp_path / "xla_api.h"
+    assert ours in declarations
+    header.write_text(header.read_text().replace(ours, other))
+    assert "static assertion failed" in compiles(source, tmp_path)

@@ -1,0 +1,166 @@
+"""Links over ZeroMQ by themselves, without a rendezvous: addresses, and rings of a few members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from ringreduce.collectives.ring import Ring
+from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.vocabulary.errors import (
+    ClosedError,
+    MismatchError,
+    PeerTimeoutError,
+    RendezvousError,
+    RingReduceError,
+)
+from ringreduce.vocabulary.types import ReduceOp
+
+# Three ranks of a job of twelve that form a ring of their own.
+MEMBERS = (1, 5, 10)
+WORLD_SIZE = 12
+
+
+def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
+    usual = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "timeout_s": 20.0}
+    return ZmqLink(rank=rank, size=size, **{**usual, **settings})  # type: ignore[arg-type]
+
+
+@contextmanager
+def rings_of(members: Sequence[int], world_size: int, **settings: object) -> Iterator[list[Ring]]:
+    """The rings' ends of the connected links of `members`, of a job of `world_size`."""
+    links = {rank: make_link(rank, world_size, **settings) for rank in members}
+    addresses = [links[rank].address if rank in links else "" for rank in range(world_size)]
+    size = len(members)
+    try:
+        for link in links.values():
+            link.connect(job=77, addresses=addresses, members=members)
+        yield [
+            Ring(link, rank=place, size=size, job=77) for place, link in enumerate(links.values())
+        ]
+    finally:
+        for link in links.values():
+            link.close()
+
+
+def on_each(rings: list[Ring], work: Callable[[Ring], object]) -> list[object]:
+    """What `work` returned or raised for each end, run at once; one that fails tells the next."""
+
+    def attempt(ring: Ring) -> object:
+        try:
+            return work(ring)
+        except RingReduceError as error:
+            ring.abort(error)
+            return error
+
+    with ThreadPoolExecutor(len(rings)) as pool:
+        return list(pool.map(attempt, rings))
+
+
+@pytest.mark.parametrize(
+    ("size", "streams", "ports"), [(2, 1, 1), (3, 1, 2), (4, 1, 2), (5, 1, 3), (2, 4, 4), (9, 2, 5)]
+)
+def test_address_has_a_port_for_each_stream_and_each_longer_distance(size, streams, ports):
+    link = make_link(0, size, streams=streams)
+    try:
+        host, _, numbers = link.address.rpartition(":")
+        assert host == "tcp://127.0.0.1"
+        assert len(set(numbers.split(","))) == ports
+    finally:
+        link.close()
+
+
+def test_address_with_another_number_of_ports_is_refused():
+    links = [make_link(0, 2, streams=1), make_link(1, 2, streams=2)]
+    try:
+        with pytest.raises(RendezvousError, match="of rank 1, which has not 1 ports"):
+            links[0].connect(job=1, addresses=[link.address for link in links])
+    finally:
+        for link in links:
+            link.close()
+
+
+def test_link_that_is_not_connected_says_so():
+    link = make_link(0)
+    try:
+        with pytest.raises(ClosedError, match="rank 0 of 3 has no connection"):
+            Ring(link, rank=0, size=3).barrier()
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("count", [10, 50_021])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_ring_of_members_reduces_as_any_other(count, streams):
+    def work(ring: Ring) -> list[float]:
+        array = np.ones(count)
+        ring.all_reduce(array, ReduceOp.SUM)
+        ring.barrier()
+        return np.unique(array).tolist()
+
+    with rings_of(MEMBERS, WORLD_SIZE, streams=streams) as rings:
+        assert on_each(rings, work) == [[3.0]] * 3
+
+
+def test_mismatch_between_members_names_ranks_of_the_job():
+    with rings_of(MEMBERS, WORLD_SIZE) as rings:
+        counts = {id(ring): 10 + (place == 1) for place, ring in enumerate(rings)}
+        errors = on_each(
+            rings, lambda ring: ring.all_reduce(np.ones(counts[id(ring)]), ReduceOp.SUM)
+        )
+    assert all(isinstance(error, MismatchError) for error in errors), errors
+    first = errors[1]
+    assert isinstance(first, MismatchError)
+    assert (first.rank, first.size) == (5, WORLD_SIZE)
+    told = first if first.origin is None else str(first)
+    assert "rank 5 of 12" in str(told)
+    assert all(
+        error.peer in MEMBERS and (error.origin is None or error.origin in MEMBERS)
+        for error in errors
+        if isinstance(error, MismatchError)
+    )
+
+
+@pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
+def test_member_that_has_left_is_named_by_its_rank_in_the_job(call):
+    with rings_of(MEMBERS, WORLD_SIZE) as rings:
+        on_each(rings, Ring.barrier)
+        rings[2].close()
+        errors = on_each(rings[:2], call)
+    for error, rank in zip(errors, MEMBERS, strict=False):
+        assert isinstance(error, MismatchError), errors
+        assert (error.rank, error.size, error.peer) == (rank, WORLD_SIZE, 10)
+        assert "rank 10" in str(error)
+
+
+@pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
+def test_silent_member_is_named_by_its_rank_in_the_job(call):
+    with rings_of(MEMBERS, WORLD_SIZE, timeout_s=0.3) as rings:
+        on_each(rings, Ring.barrier)
+        errors = on_each(rings[1:], call)
+    # The rank behind the silent one waited for it; the others did or were told.
+    assert all(isinstance(error, PeerTimeoutError) for error in errors), errors
+    assert "rank 5 of 12" in str(errors[0])
+    assert "from rank 1 (tcp://127.0.0.1:" in str(errors[0])
+
+
+def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
+    """Ranks wait for one another over one place and over two; the news goes both ways."""
+    cause = MismatchError("has seen enough", rank=3, size=5)
+
+    def work(ring: Ring) -> None:
+        if ring is rings[3]:
+            raise cause
+        ring.barrier()
+
+    with rings_of(range(5), 5) as rings:
+        on_each(rings, Ring.barrier)
+        errors = on_each(rings, work)
+    for error in errors:
+        assert isinstance(error, MismatchError), errors
+        assert "has seen enough" in str(error)
+        assert error is cause or error.origin == 3

@@ -1,0 +1,350 @@
+"""Settings: where they come from, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.vocabulary import config as config_module
+from ringreduce.vocabulary.config import Config, host_and_port, worker_environment
+from ringreduce.vocabulary.errors import ConfigError
+
+LAUNCH = {
+    "RINGREDUCE_RANK": "1",
+    "RINGREDUCE_SIZE": "4",
+    "RINGREDUCE_RENDEZVOUS": "127.0.0.1:4000",
+    "RINGREDUCE_JOB_ID": "nightly",
+}
+
+
+def test_process_without_variables_is_a_world_of_one():
+    assert Config.from_environment({}) == Config(rank=0, size=1)
+
+
+def test_unrelated_variables_do_not_matter():
+    assert Config.from_environment({"HOME": "/", "RINGREDUCE_OTHER": "x"}) == Config()
+
+
+def test_every_variable_is_read():
+    limits = {
+        "RINGREDUCE_LOCAL_RANK": "1",
+        "RINGREDUCE_LOCAL_SIZE": "2",
+        "RINGREDUCE_RENDEZVOUS_FD": "7",
+        "RINGREDUCE_TIMEOUT_S": "2.5",
+        "RINGREDUCE_JOIN_TIMEOUT_S": "9",
+        "RINGREDUCE_SEGMENT_BYTES": "4096",
+        "RINGREDUCE_STREAMS": "3",
+        "RINGREDUCE_TRANSPORT": "zmq",
+        "RINGREDUCE_INTEGRITY": "crc32",
+        "RINGREDUCE_HOST_ID": "rack-3",
+        "RINGREDUCE_LOG_DIR": "logs",
+        "RINGREDUCE_SECRET": "correct horse battery staple",
+        "RINGREDUCE_ENCRYPTION": "off",
+    }
+    assert Config.from_environment(LAUNCH | limits) == Config(
+        rank=1,
+        size=4,
+        local_rank=1,
+        local_size=2,
+        rendezvous="127.0.0.1:4000",
+        rendezvous_fd=7,
+        job_id="nightly",
+        timeout_s=2.5,
+        join_timeout_s=9.0,
+        segment_bytes=4096,
+        streams=3,
+        transport="zmq",
+        integrity="crc32",
+        host_id="rack-3",
+        log_dir="logs",
+        secret="correct horse battery staple",
+        encryption="off",
+    )
+
+
+def test_own_environment_is_read_when_none_is_given(monkeypatch):
+    for name, value in LAUNCH.items():
+        monkeypatch.setenv(name, value)
+    assert Config.from_environment().size == 4
+
+
+def test_argument_goes_before_the_variable():
+    assert Config.from_environment(LAUNCH, rank=2).rank == 2
+
+
+def test_argument_none_means_not_given():
+    assert Config.from_environment(LAUNCH, rank=None).rank == 1
+
+
+def test_time_limit_holds_for_the_meeting_too():
+    assert Config.from_environment({"RINGREDUCE_TIMEOUT_S": "3"}).join_timeout_s == 3
+
+
+def test_time_limit_of_the_meeting_is_its_own_when_it_is_set():
+    limits = {"RINGREDUCE_TIMEOUT_S": "3", "RINGREDUCE_JOIN_TIMEOUT_S": "8"}
+    assert Config.from_environment(limits).join_timeout_s == 8
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RINGREDUCE_RANK", "4"),
+        ("RINGREDUCE_RANK", "-1"),
+        ("RINGREDUCE_RANK", "first"),
+        ("RINGREDUCE_RANK", ""),
+        ("RINGREDUCE_RANK", "1.0"),
+        ("RINGREDUCE_SIZE", "0"),
+        ("RINGREDUCE_SIZE", "-4"),
+        ("RINGREDUCE_SIZE", "four"),
+        ("RINGREDUCE_LOCAL_RANK", "4"),
+        ("RINGREDUCE_LOCAL_RANK", "-1"),
+        ("RINGREDUCE_LOCAL_RANK", "x"),
+        ("RINGREDUCE_LOCAL_SIZE", "0"),
+        ("RINGREDUCE_LOCAL_SIZE", "5"),
+        ("RINGREDUCE_LOCAL_SIZE", "x"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost"),
+        ("RINGREDUCE_RENDEZVOUS", ":4000"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost:"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost:0"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost:65536"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost:http"),
+        ("RINGREDUCE_RENDEZVOUS", "localhost:-1"),
+        ("RINGREDUCE_RENDEZVOUS_FD", "x"),
+        ("RINGREDUCE_TIMEOUT_S", "0"),
+        ("RINGREDUCE_TIMEOUT_S", "-1"),
+        ("RINGREDUCE_TIMEOUT_S", "nan"),
+        ("RINGREDUCE_TIMEOUT_S", "soon"),
+        ("RINGREDUCE_JOIN_TIMEOUT_S", "0"),
+        ("RINGREDUCE_JOIN_TIMEOUT_S", "-0.5"),
+        ("RINGREDUCE_JOIN_TIMEOUT_S", "nan"),
+        ("RINGREDUCE_JOIN_TIMEOUT_S", "soon"),
+        ("RINGREDUCE_SEGMENT_BYTES", "0"),
+        ("RINGREDUCE_SEGMENT_BYTES", "63"),
+        ("RINGREDUCE_SEGMENT_BYTES", "100"),
+        ("RINGREDUCE_SEGMENT_BYTES", "-64"),
+        ("RINGREDUCE_SEGMENT_BYTES", "4194368"),
+        ("RINGREDUCE_SEGMENT_BYTES", "1e6"),
+    ],
+)
+def test_bad_value_is_refused_with_its_variable_and_the_accepted_ones(variable, value):
+    with pytest.raises(ConfigError, match="accepted: ") as caught:
+        Config.from_environment(LAUNCH | {variable: value})
+    assert variable in str(caught.value)
+    assert value in str(caught.value)
+
+
+def test_rendezvous_with_an_endless_port_is_refused_like_any_other():
+    """Python refuses to read numbers of so many digits, with an error of its own."""
+    with pytest.raises(ConfigError, match="RINGREDUCE_RENDEZVOUS"):
+        host_and_port("localhost:" + "4" * 5000)
+
+
+@pytest.mark.parametrize("missing", LAUNCH)
+def test_launch_with_a_variable_missing_is_refused_by_name(missing):
+    """A worker of a broken launch must not train alone as if it were a world of one."""
+    partial = {name: value for name, value in LAUNCH.items() if name != missing}
+    with pytest.raises(ConfigError, match=f"{missing} is not") as caught:
+        Config.from_environment(partial)
+    assert all(name in str(caught.value) for name in partial)
+
+
+@pytest.mark.parametrize("present", LAUNCH)
+def test_launch_with_only_one_variable_is_refused(present):
+    with pytest.raises(ConfigError, match=f"{present} is set"):
+        Config.from_environment({present: LAUNCH[present]})
+
+
+def test_arguments_complete_a_launch():
+    partial = {name: LAUNCH[name] for name in ("RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")}
+    assert Config.from_environment(partial, rank=3, size=4).rank == 3
+
+
+def test_size_without_a_rendezvous_is_refused():
+    with pytest.raises(ConfigError, match="RINGREDUCE_RENDEZVOUS"):
+        Config.from_environment({}, rank=0, size=2)
+
+
+def test_world_of_one_may_be_asked_for_by_argument():
+    assert Config.from_environment({}, rank=0, size=1) == Config()
+
+
+def test_unknown_argument_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown setting ranks") as caught:
+        Config.from_environment({}, ranks=2)
+    assert "segment_bytes" in str(caught.value)
+
+
+def test_bad_argument_is_named_like_the_variable():
+    with pytest.raises(ConfigError, match="size is 0, from the argument size or the variable"):
+        Config(size=0)
+
+
+members = st.integers(1, 1000).flatmap(
+    lambda size: st.builds(
+        Config,
+        size=st.just(size),
+        rank=st.integers(0, size - 1),
+        local_size=st.none() | st.just(size),
+        local_rank=st.none() | st.integers(0, size - 1),
+        rendezvous=st.sampled_from(["127.0.0.1:4000", "[::1]:65535", "node-7.example:1"]),
+        rendezvous_fd=st.none() | st.integers(0, 1000),
+        job_id=st.text("abc-_0", min_size=1, max_size=20),
+        timeout_s=st.floats(1e-3, 1e6),
+        join_timeout_s=st.floats(1e-3, 1e6),
+        segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
+        streams=st.integers(1, 16),
+        transport=st.sampled_from(config_module.TRANSPORTS),
+        integrity=st.sampled_from(config_module.INTEGRITIES),
+        host_id=st.text("abc-_0", max_size=20),
+        secret=st.just("") | st.text("abc-_0", min_size=16, max_size=64),
+        encryption=st.sampled_from(config_module.ENCRYPTIONS),
+    )
+)
+
+
+@given(members)
+def test_environment_makes_the_same_settings_again(config):
+    assert Config.from_environment(config.to_environment()) == config
+
+
+def test_environment_makes_the_same_world_of_one_again():
+    config = Config()
+    assert Config.from_environment(config.to_environment()) == config
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [
+        ("localhost:1", ("localhost", 1)),
+        ("10.0.0.4:65535", ("10.0.0.4", 65535)),
+        ("[::1]:4000", ("::1", 4000)),
+    ],
+)
+def test_host_and_port(address, parts):
+    assert host_and_port(address) == parts
+
+
+@pytest.fixture
+def member(monkeypatch):
+    """Rank 1 of 4, in an environment without any variable that would interfere."""
+    for name in ("RINGREDUCE_TIMEOUT_S", "OMP_NUM_THREADS", "TF_NUM_INTEROP_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    return Config.from_environment(LAUNCH, timeout_s=7.0)
+
+
+def test_worker_finds_its_own_settings(member):
+    environment = worker_environment(member, 1, decided=["timeout_s", "join_timeout_s"])
+    assert Config.from_environment(environment) == member
+
+
+def test_worker_does_not_inherit_the_launchers_own_place(member, monkeypatch):
+    monkeypatch.setenv("RINGREDUCE_LOCAL_RANK", "3")
+    assert "RINGREDUCE_LOCAL_RANK" not in worker_environment(member, 1)
+
+
+@pytest.mark.parametrize(("decided", "expected"), [((), "99"), (("timeout_s",), "7.0")])
+def test_worker_keeps_the_users_limits_unless_decided(member, monkeypatch, decided, expected):
+    monkeypatch.setenv("RINGREDUCE_TIMEOUT_S", "99")
+    environment = worker_environment(member, 1, decided=decided)
+    assert environment["RINGREDUCE_TIMEOUT_S"] == expected
+
+
+def test_worker_gets_its_share_of_the_threads(member):
+    environment = worker_environment(member, 3)
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_worker_keeps_the_users_number_of_threads(member, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert worker_environment(member, 1)["OMP_NUM_THREADS"] == "5"
+
+
+def test_worker_has_two_threads_between_operations_at_least(member):
+    environment = worker_environment(member, 1)
+    assert environment["TF_NUM_INTEROP_THREADS"] == "2"
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture
+def secret_file(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_secret_comes_from_a_file_without_its_line_end(secret_file):
+    variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
+    assert Config.from_environment(variables).secret == SECRET
+
+
+def test_variable_goes_before_the_file_and_an_empty_one_does_not(secret_file):
+    variables = LAUNCH | {"RINGREDUCE_SECRET_FILE": str(secret_file)}
+    other = "0123456789abcdef"
+    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": other}).secret == other
+    assert Config.from_environment(variables | {"RINGREDUCE_SECRET": ""}).secret == SECRET
+    assert Config.from_environment(variables, secret=other).secret == other
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601])
+def test_secret_file_that_others_reach_is_refused_with_the_remedy(secret_file, mode):
+    secret_file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"its mode is {mode:o}\)\. chmod 600 {secret_file}"):
+        config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(secret_file)})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "has 0 characters"),
+        (b"short", "has 5 characters"),
+        (b"x" * 100_000, "characters"),
+        (b"\xff" * 32, "is no text"),
+    ],
+)
+def test_file_that_holds_no_secret_is_refused(secret_file, content, why):
+    secret_file.write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(secret_file)})
+
+
+def test_secret_file_that_is_none_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path, why in (
+        (tmp_path / "pipe", "no regular file"),
+        (tmp_path, "no regular file|cannot"),
+        (tmp_path / "missing", "cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            config_module.configured_secret({"RINGREDUCE_SECRET_FILE": str(path)})
+
+
+def test_secret_is_shown_nowhere():
+    config = Config(secret=SECRET)
+    assert SECRET not in repr(config)
+    assert SECRET not in str(config)
+    with pytest.raises(ConfigError) as caught:
+        Config(secret="hush hush")
+    assert "has 9 characters" in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_secret_goes_to_the_worker_when_the_launcher_has_made_it(member, monkeypatch):
+    monkeypatch.delenv("RINGREDUCE_SECRET", raising=False)
+    made = dataclasses.replace(member, secret=SECRET)
+    assert worker_environment(made, 1, decided=["secret"])["RINGREDUCE_SECRET"] == SECRET
+    assert "RINGREDUCE_SECRET" not in worker_environment(member, 1)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", False)])
+def test_no_color_is_respected(monkeypatch, value, wanted):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+    assert config_module.color_wanted() is wanted

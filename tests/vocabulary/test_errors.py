@@ -1,0 +1,108 @@
+"""Errors: their family, their words, and that they travel whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from ringreduce.vocabulary import errors
+from ringreduce.vocabulary.errors import PeerTimeoutError, RingReduceError
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+FIELDS = {
+    "rank": 3,
+    "size": 8,
+    "peer": 2,
+    "operation": "all_reduce",
+    "sequence": 1841,
+    "step": "reduce-scatter step 4 of 7",
+    "remedy": "Read rank 2's log first.",
+    "origin": 1,
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_error_is_a_ring_reduce_error(kind):
+    assert issubclass(kind, RingReduceError)
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("ConfigError", ValueError),
+        ("ArrayError", ValueError),
+        ("PeerTimeoutError", TimeoutError),
+        ("PeerLostError", ConnectionError),
+        ("NativeError", ImportError),
+    ],
+)
+def test_error_can_be_caught_as_the_ordinary_one(name, builtin):
+    with pytest.raises(builtin, match="oops"):
+        raise getattr(errors, name)("oops")
+
+
+@pytest.mark.parametrize("name", ["PeerTimeoutError", "PeerLostError"])
+def test_failure_of_another_rank_is_a_peer_error(name):
+    assert issubclass(getattr(errors, name), errors.PeerError)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_text_says_who_what_where_and_what_to_do_in_this_order(kind):
+    assert str(kind("waited 30.0 s for rank 2", **{**FIELDS, "origin": None})) == (
+        "rank 3 of 8 waited 30.0 s for rank 2, in all_reduce #1841, "
+        "reduce-scatter step 4 of 7. Read rank 2's log first."
+    )
+
+
+def test_where_a_rank_was_told_comes_before_what_it_was_told():
+    assert str(errors.PeerLostError("was told by rank 1: rank 1 lost rank 2", **FIELDS)) == (
+        "rank 3 of 8, in all_reduce #1841, reduce-scatter step 4 of 7, was told by rank 1: "
+        "rank 1 lost rank 2. Read rank 2's log first."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "failed."),
+        ({"rank": 0}, "rank 0 failed."),
+        ({"rank": 0, "size": 1}, "rank 0 of 1 failed."),
+        ({"size": 4}, "failed."),
+        ({"operation": "barrier"}, "failed, in barrier."),
+        ({"operation": "barrier", "sequence": 0}, "failed, in barrier #0."),
+        ({"operation": "barrier", "step": "hop 1"}, "failed, in barrier, hop 1."),
+        ({"remedy": "Wait."}, "failed. Wait."),
+    ],
+)
+def test_text_leaves_out_what_is_not_known(fields, text):
+    assert str(RingReduceError("failed", **fields)) == text
+
+
+@pytest.mark.parametrize("end", [".", "!", "?"])
+def test_text_does_not_get_a_second_full_stop(end):
+    assert str(RingReduceError(f"failed{end}", remedy="Wait.")) == f"failed{end} Wait."
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_copy_keeps_type_text_and_fields(kind, duplicate):
+    error = kind("waited 30.0 s for rank 2", **FIELDS)
+    twin = duplicate(error)
+    assert type(twin) is kind
+    assert str(twin) == str(error)
+    assert {name: getattr(twin, name) for name in FIELDS} == FIELDS
+
+
+def test_every_field_is_among_those_that_travel():
+    assert set(RingReduceError.fields) == set(FIELDS)
+
+
+def test_copy_is_another_object_so_that_tracebacks_do_not_pile_up():
+    try:
+        raise PeerTimeoutError("late")
+    except PeerTimeoutError as error:
+        twin = copy.copy(error)
+    assert twin.__traceback__ is None
