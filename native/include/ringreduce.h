@@ -16,8 +16,9 @@ extern "C" {
 
 #define RR_EXPORT __attribute__((visibility("default")))
 
-/* Counted up with every change of this header; ringreduce/effects/native.py names the one it needs. */
-#define RR_ABI 4
+/* Counted up with every change of this header; ringreduce/effects/native.py names the one it needs.
+ */
+#define RR_ABI 5
 
 /* What functions return. Errors of the system come as -errno. */
 enum {
@@ -45,7 +46,7 @@ RR_EXPORT uint32_t rr_abi(void);
  *                        sleepers  ranks that sleep until `step` grows (written by them)
  *                        calls[2]  the call the rank is in, even and odd numbers in turn
  *                        news      why it gave up, for people; length 0: it has not
- *    65536  mail[2]    whole small messages, of even and odd calls
+ *    65536  inbox[2]    whole small messages, of even and odd calls
  *    98304  staging    two halves: segments of even and odd number on their way
  *           heap       registered arrays (`rr_segment_reserve`), reduced where they lie
  *
@@ -60,7 +61,7 @@ RR_EXPORT uint32_t rr_abi(void);
  *   adds up segment s - 1 of its own chunk, from all stagings, into its array and its staging,
  *   copies segment s - 2 of the others' chunks out of their stagings into its array.
  * When all ranks' arrays are registered, each adds up its own chunk and writes it into all
- * arrays: two steps whatever the size. A small message is put into the mail whole and every
+ * arrays: two steps whatever the size. A small message is put into the inbox whole and every
  * rank adds them all up: one step.
  *
  * Whatever is added is added in the order of the ranks, so results are the same bits
@@ -68,7 +69,7 @@ RR_EXPORT uint32_t rr_abi(void);
  * ------------------------------------------------------------------------------------------ */
 
 enum {
-    RR_MAIL_BYTES = 16384,  /* largest message that goes through the mail */
+    RR_INBOX_BYTES = 16384, /* largest message that goes through the inbox */
     RR_NEWS_BYTES = 16384,  /* longest news */
     RR_SHM_SIZE_MAX = 1024, /* ranks on one host */
 };
@@ -147,12 +148,12 @@ typedef struct {
     uint32_t spins;    /* look again at once */
     uint32_t yields;   /* let another thread run, look again */
     uint32_t sleep_ms; /* sleep at most this long, then return RR_WAITING */
-} rr_patience;
+} rr_wait_limits;
 
 /* Run `call` on `data`, the array's first byte. RR_WAITING: somebody is late; call again with
  * the same arguments to go on. After any other code but RR_DONE the group is of no more use. */
 RR_EXPORT int rr_shm_run(rr_shm *group, const rr_call *call, void *data,
-                         const rr_patience *patience);
+                         const rr_wait_limits *limits);
 
 /* Lay down why this rank gives up (at most RR_NEWS_BYTES) and wake whoever waits for it. */
 RR_EXPORT void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes);
@@ -181,12 +182,12 @@ RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t
                          void *const *target);
 
 /* ======================================================================================
- * Hand-over: buckets of gradients go from a framework's threads to the engine and back.
+ * Handoff: buckets of gradients go from a framework's threads to the engine and back.
  *
  * The engine is one thread of Python's that reduces. A framework's threads pack gradients into
  * buckets and later take the means out; they never run Python. A plan is a fixed list of
- * buckets in memory that the caller of rr_handover_register owns and leaves alone until the
- * plan has been unregistered or its hand-over closed. One round of a plan takes each of its
+ * buckets in memory that the caller of rr_handoff_register owns and leaves alone until the
+ * plan has been unregistered or its handoff closed. One round of a plan takes each of its
  * buckets once through these states:
  *
  *      any thread          any thread               engine               engine
@@ -200,30 +201,30 @@ RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t
  * The queue holds what can run at once, first in, first out: buckets (in plan order within a
  * round, whatever the order in which they were started) and the engine's other work, its jobs.
  *
- * All functions may be called from any thread. A hand-over is never freed, only closed, so
+ * All functions may be called from any thread. A handoff is never freed, only closed, so
  * that a thread that comes late meets a text and not freed memory; it is about 2 KiB.
  * ==================================================================================== */
 
 enum {
-    RR_HANDOVER_CLOSED = 100,  /* rr_handover_close was called */
-    RR_HANDOVER_FAILED = 101,  /* rr_handover_fail was called */
-    RR_HANDOVER_MISUSED = 102, /* no such plan or bucket, other sizes, or out of turn */
-    RR_HANDOVER_BUSY = 103,    /* a round is in flight */
-    RR_HANDOVER_LATER = 104,   /* who asked will be told */
-    RR_HANDOVER_REFUSED = 105, /* this round of the bucket failed, and nothing else with it */
+    RR_HANDOFF_CLOSED = 100,  /* rr_handoff_close was called */
+    RR_HANDOFF_FAILED = 101,  /* rr_handoff_fail was called */
+    RR_HANDOFF_MISUSED = 102, /* no such plan or bucket, other sizes, or out of turn */
+    RR_HANDOFF_BUSY = 103,    /* a round is in flight */
+    RR_HANDOFF_LATER = 104,   /* who asked will be told */
+    RR_HANDOFF_REFUSED = 105, /* this round of the bucket failed, and nothing else with it */
 };
 
-/* What rr_handover_take gives. */
+/* What rr_handoff_take gives. */
 enum {
     RR_ITEM_JOB = 1,
     RR_ITEM_BUCKET = 2,
-    RR_ITEM_COMPLAINT = 3, /* a bucket was started out of turn: call rr_handover_fail */
+    RR_ITEM_COMPLAINT = 3, /* a bucket was started out of turn: call rr_handoff_fail */
 };
 
 /* Room for the longest text that comes with an error, its terminating zero included. */
 #define RR_WHY_BYTES 2048
 
-typedef struct rr_handover rr_handover;
+typedef struct rr_handoff rr_handoff;
 
 /* A gradient's place in its bucket, in bytes. */
 typedef struct {
@@ -258,67 +259,66 @@ typedef struct {
     uint32_t bucket; /* of a bucket: its place in the plan */
 } rr_item;
 
-/* A new hand-over in `opened`; -ENOMEM. */
-RR_EXPORT int rr_handover_open(rr_handover **opened);
+/* A new handoff in `opened`; -ENOMEM. */
+RR_EXPORT int rr_handoff_open(rr_handoff **opened);
 
 /* A number for this plan, never used again in this process; -ENOMEM, -EINVAL (slots that do not
- * lie in their bucket one after the other), RR_HANDOVER_CLOSED. Copies the layout. */
-RR_EXPORT int rr_handover_register(rr_handover *handover, const rr_bucket *buckets,
-                                   uint32_t bucket_count, int64_t *plan);
+ * lie in their bucket one after the other), RR_HANDOFF_CLOSED. Copies the layout. */
+RR_EXPORT int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets,
+                                  uint32_t bucket_count, int64_t *plan);
 
-/* Forget a plan; RR_HANDOVER_BUSY while a round of it is in flight or a thread waits for one of
+/* Forget a plan; RR_HANDOFF_BUSY while a round of it is in flight or a thread waits for one of
  * its buckets, and it stays. After a failure rounds are in flight no more. */
-RR_EXPORT int rr_handover_unregister(int64_t plan);
+RR_EXPORT int rr_handoff_unregister(int64_t plan);
 
-/* Put a job at the end of the queue; -ENOMEM, RR_HANDOVER_CLOSED. */
-RR_EXPORT int rr_handover_post(rr_handover *handover, int64_t job);
+/* Put a job at the end of the queue; -ENOMEM, RR_HANDOFF_CLOSED. */
+RR_EXPORT int rr_handoff_post(rr_handoff *handoff, int64_t job);
 
-/* Wait for the next item, which is then the engine's until rr_handover_finish;
- * RR_HANDOVER_CLOSED. For the engine's thread alone. With `why` the bucket is given out as
- * RR_HANDOVER_REFUSED in this round; NULL: it is reduced. */
-RR_EXPORT int rr_handover_take(rr_handover *handover, rr_item *item);
-RR_EXPORT void rr_handover_finish(rr_handover *handover, const char *why);
+/* Wait for the next item, which is then the engine's until rr_handoff_finish;
+ * RR_HANDOFF_CLOSED. For the engine's thread alone. With `why` the bucket is given out as
+ * RR_HANDOFF_REFUSED in this round; NULL: it is reduced. */
+RR_EXPORT int rr_handoff_take(rr_handoff *handoff, rr_item *item);
+RR_EXPORT void rr_handoff_finish(rr_handoff *handoff, const char *why);
 
 /* Wait until the queue is empty and nothing is taken, for at most `timeout_ms`.
- * 1 when it is so, or the hand-over closed; 0 when the time is over. */
-RR_EXPORT int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms);
+ * 1 when it is so, or the handoff closed; 0 when the time is over. */
+RR_EXPORT int rr_handoff_wait_idle(rr_handoff *handoff, uint32_t timeout_ms);
 
-/* Every start and wait, also those that wait now, returns RR_HANDOVER_FAILED and `why`. */
-RR_EXPORT void rr_handover_fail(rr_handover *handover, const char *why);
+/* Every start and wait, also those that wait now, returns RR_HANDOFF_FAILED and `why`. */
+RR_EXPORT void rr_handoff_fail(rr_handoff *handoff, const char *why);
 
-/* As fail, with RR_HANDOVER_CLOSED, and for the engine too. Returns when no thread of the
+/* As fail, with RR_HANDOFF_CLOSED, and for the engine too. Returns when no thread of the
  * framework's is inside any more and all who waited have been told; then the memory of all plans
  * may go. */
-RR_EXPORT void rr_handover_close(rr_handover *handover, const char *why);
+RR_EXPORT void rr_handoff_close(rr_handoff *handoff, const char *why);
 
-/* How long threads have been blocked in rr_handover_wait, all added up, and the time in which
+/* How long threads have been blocked in rr_handoff_wait, all added up, and the time in which
  * anybody waited to be told. */
-RR_EXPORT uint64_t rr_handover_waited_ns(rr_handover *handover);
+RR_EXPORT uint64_t rr_handoff_waited_ns(rr_handoff *handoff);
 
 /* Pack a bucket and hand it over. One part for each of its slots, of that slot's size; none is
  * used after the return, unless it is the bucket. On an error `why`, of RR_WHY_BYTES, says more. A
  * bucket that is started a second time within a round means that this rank is out of step for good:
  * the engine gets a complaint, and the call waits for its verdict, which it returns. */
-RR_EXPORT int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts,
-                                uint32_t part_count, char *why);
-
-/* Wait until a started bucket is reduced, and unpack it. As for start, with a part for each of its
- * results; also what rr_handover_finish was given. */
-RR_EXPORT int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts,
+RR_EXPORT int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts,
                                uint32_t part_count, char *why);
 
-/* The same without waiting. RR_HANDOVER_LATER: `tell` will be called with `data`, once, by a thread
- * of the hand-over's own, with what rr_handover_wait would have returned; until then the parts'
+/* Wait until a started bucket is reduced, and unpack it. As for start, with a part for each of its
+ * results; also what rr_handoff_finish was given. */
+RR_EXPORT int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts,
+                              uint32_t part_count, char *why);
+
+/* The same without waiting. RR_HANDOFF_LATER: `tell` will be called with `data`, once, by a thread
+ * of the handoff's own, with what rr_handoff_wait would have returned; until then the parts'
  * memory must stay. It may go on with whatever follows, also call start and this function, but
- * must not wait for the hand-over. Any other code is the result; -ENOMEM, -EAGAIN: there is no
+ * must not wait for the handoff. Any other code is the result; -ENOMEM, -EAGAIN: there is no
  * memory, no thread. */
 typedef void rr_delivered(void *data, int code, const char *why);
-RR_EXPORT int rr_handover_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts,
-                                     uint32_t part_count, rr_delivered *tell, void *data,
-                                     char *why);
+RR_EXPORT int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts,
+                                    uint32_t part_count, rr_delivered *tell, void *data, char *why);
 
 /* ------------------------------------------------------------------------------------------
- * TensorFlow kernels on top of the hand-over (tf_ops.c)
+ * TensorFlow kernels on top of the handoff (tf_ops.c)
  * ------------------------------------------------------------------------------------------ */
 
 /* Register the ops RingreduceStart and RingreduceWait and their kernels with the TensorFlow whose
@@ -328,7 +328,7 @@ RR_EXPORT int rr_handover_wait_async(int64_t plan, uint32_t bucket, const rr_par
 RR_EXPORT int rr_tensorflow_register(const char *path, char *why);
 
 /* ------------------------------------------------------------------------------------------
- * XLA custom calls on top of the hand-over (xla_calls.c)
+ * XLA custom calls on top of the handoff (xla_calls.c)
  * ------------------------------------------------------------------------------------------ */
 
 /* Register the custom calls ringreduce_start and ringreduce_wait for XLA's platform Host, with the

@@ -1,6 +1,6 @@
 /* Waiting for a bucket without a thread of the framework's: the thread that tells it instead.
  *
- * One for each hand-over, started when somebody first waits so, and joined when the hand-over is
+ * One for each handoff, started when somebody first waits so, and joined when the handoff is
  * closed. It unpacks what the engine has reduced and tells whoever asked, who may go on with the
  * rest of his computation right there. So it is not the engine that does this: it has the next
  * bucket to reduce meanwhile.
@@ -10,7 +10,7 @@
 #define _GNU_SOURCE /* pthread_setname_np */
 #endif
 
-#include "handover.h"
+#include "handoff.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -25,11 +25,11 @@ struct waiter {
 };
 
 /* Take out the first whose bucket is awaited no more; NULL: there is none. Under the lock. */
-static struct waiter *first_due(rr_handover *handover)
+static struct waiter *first_due(rr_handoff *handoff)
 {
-    for (struct waiter **at = &handover->waiters; *at != NULL; at = &(*at)->next) {
+    for (struct waiter **at = &handoff->waiters; *at != NULL; at = &(*at)->next) {
         struct waiter *waiter = *at;
-        if (handover->over != 0 || !rr_bucket_is_awaited(waiter->visit.bucket)) {
+        if (handoff->over != 0 || !rr_bucket_is_awaited(waiter->visit.bucket)) {
             *at = waiter->next;
             return waiter;
         }
@@ -39,60 +39,60 @@ static struct waiter *first_due(rr_handover *handover)
 
 static void *deliver(void *argument)
 {
-    rr_handover *handover = argument;
+    rr_handoff *handoff = argument;
     char why[RR_WHY_BYTES];
-    pthread_mutex_lock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
     for (;;) {
-        struct waiter *waiter = first_due(handover);
+        struct waiter *waiter = first_due(handoff);
         if (waiter == NULL) {
-            if (handover->over == RR_HANDOVER_CLOSED)
+            if (handoff->over == RR_HANDOFF_CLOSED)
                 break;
-            pthread_cond_wait(&handover->changed, &rr_handover_lock);
+            pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
             continue;
         }
-        if (--handover->pending == 0)
-            handover->waited_ns += rr_now_ns() - handover->pending_since;
+        if (--handoff->pending == 0)
+            handoff->waited_ns += rr_now_ns() - handoff->pending_since;
         const int code = rr_bucket_settle(&waiter->visit, waiter->parts, why);
-        pthread_mutex_unlock(&rr_handover_lock);
+        pthread_mutex_unlock(&rr_handoff_lock);
         waiter->tell(waiter->data, code, why);
         free(waiter);
-        pthread_mutex_lock(&rr_handover_lock);
+        pthread_mutex_lock(&rr_handoff_lock);
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return NULL;
 }
 
 int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t part_count,
                     rr_delivered *tell, void *data)
 {
-    rr_handover *handover = visit->owner;
+    rr_handoff *handoff = visit->owner;
     struct waiter *waiter = malloc(sizeof *waiter + part_count * sizeof *parts);
     if (waiter == NULL)
         return -ENOMEM;
-    if (!handover->has_thread) {
-        const int code = pthread_create(&handover->delivery, NULL, deliver, handover);
+    if (!handoff->has_thread) {
+        const int code = pthread_create(&handoff->delivery, NULL, deliver, handoff);
         if (code != 0) {
             free(waiter);
             return -code;
         }
 #ifdef __linux__
-        pthread_setname_np(handover->delivery, "rr-delivery");
+        pthread_setname_np(handoff->delivery, "rr-delivery");
 #endif
-        handover->has_thread = true;
+        handoff->has_thread = true;
     }
     *waiter = (struct waiter){.visit = *visit, .tell = tell, .data = data};
     if (part_count > 0)
         memcpy(waiter->parts, parts, part_count * sizeof *parts);
-    struct waiter **last = &handover->waiters;
+    struct waiter **last = &handoff->waiters;
     while (*last != NULL)
         last = &(*last)->next;
     *last = waiter;
-    if (handover->pending++ == 0)
-        handover->pending_since = rr_now_ns();
+    if (handoff->pending++ == 0)
+        handoff->pending_since = rr_now_ns();
     return RR_DONE;
 }
 
-void rr_delivery_join(rr_handover *handover)
+void rr_delivery_join(rr_handoff *handoff)
 {
-    pthread_join(handover->delivery, NULL);
+    pthread_join(handoff->delivery, NULL);
 }

@@ -37,9 +37,9 @@ struct rr_board {
 
 enum {
     RR_BOARD_OFFSET = 4096,
-    RR_MAIL_OFFSET = 65536,
-    RR_STAGING_OFFSET = RR_MAIL_OFFSET + 2 * RR_MAIL_BYTES,
+    RR_INBOX_OFFSET = 65536,
+    RR_STAGING_OFFSET = RR_INBOX_OFFSET + 2 * RR_INBOX_BYTES,
 };
-_Static_assert(RR_BOARD_OFFSET + sizeof(struct rr_board) <= RR_MAIL_OFFSET, "board meets mail");
+_Static_assert(RR_BOARD_OFFSET + sizeof(struct rr_board) <= RR_INBOX_OFFSET, "board meets inbox");
 
 #endif

@@ -26,7 +26,7 @@ enum stage {
 struct peer {
     struct rr_board *board;
     uint8_t *base;
-    uint8_t *mail;
+    uint8_t *inbox;
     uint8_t *staging;
     uint8_t *heap;
 };
@@ -69,9 +69,9 @@ static struct rr_announcement *announced(const struct rr_shm *group, uint32_t ra
     return &group->peers[rank].board->calls[group->calls & 1];
 }
 
-static uint8_t *mail_of(const struct rr_shm *group, uint32_t rank)
+static uint8_t *inbox_of(const struct rr_shm *group, uint32_t rank)
 {
-    return group->peers[rank].mail + (group->calls & 1) * RR_MAIL_BYTES;
+    return group->peers[rank].inbox + (group->calls & 1) * RR_INBOX_BYTES;
 }
 
 int rr_shm_new(rr_shm **made, uint32_t index, uint32_t size, void *const *segments)
@@ -88,7 +88,7 @@ int rr_shm_new(rr_shm **made, uint32_t index, uint32_t size, void *const *segmen
         struct peer *peer = &group->peers[rank];
         peer->base = segments[rank];
         peer->board = (struct rr_board *)(peer->base + RR_BOARD_OFFSET);
-        peer->mail = peer->base + RR_MAIL_OFFSET;
+        peer->inbox = peer->base + RR_INBOX_OFFSET;
         peer->staging = peer->base + head->staging;
         peer->heap = peer->base + head->heap;
         if (rank == 0) {
@@ -203,12 +203,12 @@ static void reduce_in_place(struct rr_shm *group, const rr_call *call)
         group->bytes_sent += (group->size - 1) * bytes;
 }
 
-/* Every rank's whole message is in its mail. */
+/* Every rank's whole message is in its inbox. */
 static void reduce_mail(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     const void *sources[RR_SHM_SIZE_MAX];
     for (uint32_t rank = 0; rank < group->size; rank++)
-        sources[rank] = mail_of(group, rank);
+        sources[rank] = inbox_of(group, rank);
     void *target = data;
     rr_reduce(call->dtype, call->op, call->divisor, call->bounds[group->size], group->size, sources,
               1, &target);
@@ -218,7 +218,7 @@ static void reduce_mail(struct rr_shm *group, const rr_call *call, uint8_t *data
 
 static int is_mail(const struct rr_shm *group, const rr_call *call)
 {
-    return call->action == RR_ALL_REDUCE && total_bytes(group, call) <= RR_MAIL_BYTES;
+    return call->action == RR_ALL_REDUCE && total_bytes(group, call) <= RR_INBOX_BYTES;
 }
 
 /* ---- The sequence of steps ---- */
@@ -264,7 +264,7 @@ static void begin(struct rr_shm *group, const rr_call *call, uint8_t *data)
     own->registered = 0;
     if (is_mail(group, call)) {
         group->last_segment = group->segment = 0; /* not those of the call before */
-        memcpy(mail_of(group, group->index), data, total_bytes(group, call));
+        memcpy(inbox_of(group, group->index), data, total_bytes(group, call));
     } else {
         plan(group, call);
         own->registered = registered(group, call, data);
@@ -362,13 +362,13 @@ static int advance(struct rr_shm *group, const rr_call *call, uint8_t *data)
     }
 }
 
-static int wait_for_all(struct rr_shm *group, const rr_patience *patience)
+static int wait_for_all(struct rr_shm *group, const rr_wait_limits *limits)
 {
-    uint32_t spins = patience->spins, yields = patience->yields;
+    uint32_t spins = limits->spins, yields = limits->yields;
     for (uint32_t other = 1; other < group->size; other++) {
         const uint32_t rank = (group->index + other) % group->size;
         struct rr_board *board = group->peers[rank].board;
-        if (rr_step_wait(board, group->step, &spins, &yields, patience->sleep_ms) == RR_DONE)
+        if (rr_step_wait(board, group->step, &spins, &yields, limits->sleep_ms) == RR_DONE)
             continue;
         group->culprit = rank;
         for (uint32_t teller = 0; teller < group->size; teller++)
@@ -381,12 +381,12 @@ static int wait_for_all(struct rr_shm *group, const rr_patience *patience)
     return RR_DONE;
 }
 
-int rr_shm_run(rr_shm *group, const rr_call *call, void *data, const rr_patience *patience)
+int rr_shm_run(rr_shm *group, const rr_call *call, void *data, const rr_wait_limits *limits)
 {
     if (group->stage == IDLE)
         begin(group, call, data);
     for (;;) {
-        int status = wait_for_all(group, patience);
+        int status = wait_for_all(group, limits);
         if (status != RR_DONE)
             return status;
         status = advance(group, call, data);

@@ -2,8 +2,8 @@
  *
  * TensorFlow's own headers are C++ in places and are not there when this is built. The ABI is
  * stable within TensorFlow 2 (tensorflow/c/kernels.h, ops.h); the symbols are looked up when
- * they are needed. tests/tensorflow/test_tf_api.py compiles these declarations against the headers of
- * the TensorFlow that is installed.
+ * they are needed. tests/tensorflow/test_tf_api.py compiles these declarations against the headers
+ * of the TensorFlow that is installed.
  */
 #ifndef RR_TF_API_H
 #define RR_TF_API_H

@@ -137,8 +137,8 @@ static void start(const struct kernel *kernel, TF_OpKernelContext *context, TF_S
     }
     char why[RR_WHY_BYTES] = "";
     if (tf.TF_GetCode(status) == TF_OK &&
-        rr_handover_start(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
-                          (uint32_t)kernel->gradients, why) != RR_DONE)
+        rr_handoff_start(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
+                         (uint32_t)kernel->gradients, why) != RR_DONE)
         tf.TF_SetStatus(status, TF_UNKNOWN, why);
     parts_free(&parts);
     if (tf.TF_GetCode(status) != TF_OK)
@@ -165,8 +165,8 @@ static void wait(const struct kernel *kernel, TF_OpKernelContext *context, TF_St
     }
     char why[RR_WHY_BYTES] = "";
     if (tf.TF_GetCode(status) == TF_OK &&
-        rr_handover_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
-                         (uint32_t)kernel->gradients, why) != RR_DONE)
+        rr_handoff_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,
+                        (uint32_t)kernel->gradients, why) != RR_DONE)
         tf.TF_SetStatus(status, TF_UNKNOWN, why);
     parts_free(&parts);
 }

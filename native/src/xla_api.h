@@ -1,9 +1,9 @@
 /* The part of XLA's foreign function interface that xla_calls.c uses, declared here.
  *
  * It is a C ABI with versions (xla/ffi/api/c_api.h, 0.2), made for libraries that do not link
- * XLA; its headers are there only where TensorFlow is installed. tests/tensorflow/test_tf_api.py compares
- * every structure and value with those of the TensorFlow that is installed. Fields that are not
- * used are declared only for their room.
+ * XLA; its headers are there only where TensorFlow is installed. tests/tensorflow/test_tf_api.py
+ * compares every structure and value with those of the TensorFlow that is installed. Fields that
+ * are not used are declared only for their room.
  */
 #ifndef RR_XLA_API_H
 #define RR_XLA_API_H

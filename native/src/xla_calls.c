@@ -30,7 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handover.h"
+#include "handoff.h"
 
 /* An argument structure of XLA's begins with its size. */
 #define NEW(type) {.struct_size = sizeof(type)}
@@ -62,7 +62,7 @@ static uint64_t size_of(XLA_FFI_DataType type)
     case XLA_FFI_DataType_U64:
     case XLA_FFI_DataType_F64: return 8;
     }
-    return 0; /* of no gradient's size: the hand-over refuses it */
+    return 0; /* of no gradient's size: the handoff refuses it */
 }
 
 static rr_part part_of(const XLA_FFI_Buffer *buffer)
@@ -125,7 +125,7 @@ static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
     struct call call;
     XLA_FFI_Error *error = open_call(&call, frame, frame->args.args, frame->args.size - 1);
     if (error != NULL) {
-        rr_handover_let_go();
+        rr_handoff_let_go();
         return error;
     }
     if (call.in_place) {
@@ -136,10 +136,10 @@ static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame)
     }
     char why[RR_WHY_BYTES] = "";
     const int code =
-        rr_handover_start(call.plan, (uint32_t)call.bucket, call.parts, call.count, why);
+        rr_handoff_start(call.plan, (uint32_t)call.bucket, call.parts, call.count, why);
     free(call.parts);
     if (code != RR_DONE) {
-        rr_handover_let_go();
+        rr_handoff_let_go();
         return failure(why);
     }
     set_token(frame);
@@ -170,11 +170,11 @@ static XLA_FFI_Error *tell(XLA_FFI_Future *future, int code, const char *why)
     return error;
 }
 
-/* Also by the hand-over's thread, which goes on with what XLA has waiting for this. */
+/* Also by the handoff's thread, which goes on with what XLA has waiting for this. */
 static void complete(void *data, int code, const char *why)
 {
     if (code != RR_DONE)
-        rr_handover_let_go();
+        rr_handoff_let_go();
     /* Fails for a structure of another size only, which registering has tried. */
     (void)tell(data, code, why);
 }
@@ -194,18 +194,18 @@ static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
     if (error == NULL && (error = xla->XLA_FFI_Future_Create(&create)) != NULL)
         free(call.parts);
     if (error != NULL) {
-        rr_handover_let_go();
+        rr_handoff_let_go();
         return error;
     }
     set_token(frame);
     frame->future = create.future;
     char why[RR_WHY_BYTES] = "XLA has moved a gradient while it was reduced";
     const int code = call.in_place && !shares_memory(frame)
-                         ? RR_HANDOVER_MISUSED
-                         : rr_handover_wait_async(call.plan, (uint32_t)call.bucket, call.parts,
-                                                  call.count, complete, create.future, why);
+                         ? RR_HANDOFF_MISUSED
+                         : rr_handoff_wait_async(call.plan, (uint32_t)call.bucket, call.parts,
+                                                 call.count, complete, create.future, why);
     free(call.parts);
-    if (code != RR_HANDOVER_LATER)
+    if (code != RR_HANDOFF_LATER)
         complete(create.future, code, why);
     return NULL;
 }

@@ -18,7 +18,7 @@
 enum { SIZE_MAX_HERE = 5, STAGING = 8192, HEAP = 1 << 20, ROUNDS = 3 };
 
 static const uint64_t COUNTS[] = {0, 1, 2, 3, 4, 5, 6, 4096, 4097, 5003, 20011};
-static const rr_patience PATIENCE = {50, 20, 10};
+static const rr_wait_limits LIMITS = {50, 20, 10};
 
 static struct {
     uint32_t size;
@@ -58,7 +58,7 @@ static int run(rr_shm *group, const rr_call *call, void *data)
 {
     int status;
     do {
-        status = rr_shm_run(group, call, data, &PATIENCE);
+        status = rr_shm_run(group, call, data, &LIMITS);
     } while (status == RR_WAITING);
     return status;
 }

@@ -4,7 +4,7 @@
 
 #include "check.h"
 #include "fake_xla.h"
-#include "handover.h"
+#include "handoff.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -72,24 +72,24 @@ static void prepare(struct call *call, int64_t plan, bool is_start)
     call->frame.rets.rets = is_start ? call->given : call->buffers;
 }
 
-static int64_t registered(rr_handover *handover)
+static int64_t registered(rr_handoff *handoff)
 {
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
     const rr_bucket bucket = {memory, sizeof memory, &slot, NULL, 1, 0};
     int64_t plan = -1;
-    CHECK(rr_handover_register(handover, &bucket, 1, &plan) == RR_DONE);
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
     return plan;
 }
 
 static void *engine(void *argument)
 {
-    rr_handover *handover = argument;
+    rr_handoff *handoff = argument;
     rr_item item;
-    while (rr_handover_take(handover, &item) == RR_DONE) {
+    while (rr_handoff_take(handoff, &item) == RR_DONE) {
         const char *text = memory[0] < 0 ? "not this time" : NULL;
         for (int i = 0; i < FLOATS; i++)
             memory[i] *= 2;
-        rr_handover_finish(handover, text);
+        rr_handoff_finish(handoff, text);
     }
     return NULL;
 }
@@ -113,9 +113,9 @@ static XLA_FFI_Error *wait_for(struct call *call, int64_t plan)
 
 static void test_rounds(void)
 {
-    rr_handover *handover = NULL;
-    CHECK(rr_handover_open(&handover) == RR_DONE);
-    const int64_t plan = registered(handover);
+    rr_handoff *handoff = NULL;
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    const int64_t plan = registered(handoff);
     /* Before anybody reduces, a wait comes back with nothing decided. */
     struct call call;
     start(plan, 3);
@@ -123,7 +123,7 @@ static void test_rounds(void)
     CHECK(wait_handler(&call.frame) == NULL);
     CHECK(fake_future_state(call.frame.future) == 0);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, engine, handover) == 0);
+    CHECK(pthread_create(&thread, NULL, engine, handoff) == 0);
     CHECK(fake_future_result(call.frame.future) == NULL);
     CHECK(call.values[0] == 6 && call.values[5] == 16 && call.tokens[0] == 0);
     fake_future_free(call.frame.future);
@@ -138,7 +138,7 @@ static void test_rounds(void)
     CHECK(error->code == XLA_FFI_Error_Code_UNKNOWN);
     CHECK(strcmp(error->message, "not this time") == 0);
     fake_future_free(call.frame.future);
-    rr_handover_close(handover, "closed");
+    rr_handoff_close(handoff, "closed");
     pthread_join(thread, NULL);
     error = wait_for(&call, plan);
     CHECK(error->code == XLA_FFI_Error_Code_UNKNOWN && strcmp(error->message, "closed") == 0);
@@ -152,18 +152,18 @@ static void test_rounds(void)
 /* The ring breaks while XLA waits: its future gets the text. */
 static void test_failure_completes_what_waits(void)
 {
-    rr_handover *handover = NULL;
-    CHECK(rr_handover_open(&handover) == RR_DONE);
-    const int64_t plan = registered(handover);
+    rr_handoff *handoff = NULL;
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    const int64_t plan = registered(handoff);
     struct call call;
     start(plan, 1);
     prepare(&call, plan, false);
     CHECK(wait_handler(&call.frame) == NULL);
-    rr_handover_fail(handover, "rank 1 died");
+    rr_handoff_fail(handoff, "rank 1 died");
     XLA_FFI_Error *error = fake_future_result(call.frame.future);
     CHECK(error->code == XLA_FFI_Error_Code_UNKNOWN && strcmp(error->message, "rank 1 died") == 0);
     fake_future_free(call.frame.future);
-    rr_handover_close(handover, "closed");
+    rr_handoff_close(handoff, "closed");
 }
 
 static void *wait_in_thread(void *frame)
@@ -175,14 +175,14 @@ static void *wait_in_thread(void *frame)
 /* The gradient goes through both calls, and the engine works on it where XLA has it. */
 static void test_in_place(void)
 {
-    rr_handover *handover = NULL;
-    CHECK(rr_handover_open(&handover) == RR_DONE);
+    rr_handoff *handoff = NULL;
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
     const rr_bucket bucket = {NULL, FLOATS * sizeof(float), &slot, NULL, 1, 0};
     const rr_bucket longer = {NULL, FLOATS * sizeof(float) + 4, &slot, NULL, 1, 0};
     int64_t plan = -1;
-    CHECK(rr_handover_register(handover, &longer, 1, &plan) == -EINVAL);
-    CHECK(rr_handover_register(handover, &bucket, 1, &plan) == RR_DONE);
+    CHECK(rr_handoff_register(handoff, &longer, 1, &plan) == -EINVAL);
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
     for (int round = 0; round < 4; round++) {
         struct call begin, end;
         float kept[FLOATS];
@@ -204,12 +204,12 @@ static void test_in_place(void)
         end.frame.args.size = 2;
         end.frame.args.args = operands;
         rr_item item;
-        CHECK(rr_handover_take(handover, &item) == RR_DONE && item.memory == own.data);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.memory == own.data);
         if (round < 2) {
             CHECK(wait_handler(&end.frame) == NULL);
             for (int i = 0; i < FLOATS; i++)
                 ((float *)item.memory)[i] *= 2;
-            rr_handover_finish(handover, NULL);
+            rr_handoff_finish(handoff, NULL);
             CHECK(fake_future_result(end.frame.future) == NULL);
             CHECK(((float *)own.data)[5] == 10);
             fake_future_free(end.frame.future);
@@ -221,12 +221,12 @@ static void test_in_place(void)
         pthread_t thread;
         CHECK(pthread_create(&thread, NULL, wait_in_thread, &end.frame) == 0);
         if (round == 3)
-            rr_handover_fail(handover, "rank 1 died");
+            rr_handoff_fail(handoff, "rank 1 died");
         for (int turn = 0; turn < 50; turn++) {
             ((volatile float *)item.memory)[0] += 1;
             sched_yield();
         }
-        rr_handover_finish(handover, NULL);
+        rr_handoff_finish(handoff, NULL);
         pthread_join(thread, NULL);
         XLA_FFI_Error *error = fake_future_result(end.frame.future);
         CHECK(strstr(error->message, round == 2 ? "moved" : "rank 1 died") != NULL);
@@ -234,27 +234,27 @@ static void test_in_place(void)
         fake_future_free(end.frame.future);
         /* As if it had been waited for. */
         rr_part part = {own.data, sizeof begin.values};
-        CHECK(rr_handover_wait(plan, 0, &part, 1, why) ==
-              (round == 2 ? RR_DONE : RR_HANDOVER_FAILED));
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, why) ==
+              (round == 2 ? RR_DONE : RR_HANDOFF_FAILED));
     }
     /* What is started and not taken when the ring breaks is let go at once. */
-    rr_handover_close(handover, "closed");
-    rr_handover_let_go();
-    CHECK(rr_handover_open(&handover) == RR_DONE);
-    CHECK(rr_handover_register(handover, &bucket, 1, &plan) == RR_DONE);
+    rr_handoff_close(handoff, "closed");
+    rr_handoff_let_go();
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
     float own[FLOATS];
     rr_part part = {own, sizeof own};
-    CHECK(rr_handover_start(plan, 0, &part, 1, why) == RR_DONE);
-    rr_handover_fail(handover, "rank 1 died");
-    rr_handover_let_go();
-    rr_handover_close(handover, "closed");
+    CHECK(rr_handoff_start(plan, 0, &part, 1, why) == RR_DONE);
+    rr_handoff_fail(handoff, "rank 1 died");
+    rr_handoff_let_go();
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_what_does_not_fit_is_refused(void)
 {
-    rr_handover *handover = NULL;
-    CHECK(rr_handover_open(&handover) == RR_DONE);
-    const int64_t plan = registered(handover);
+    rr_handoff *handoff = NULL;
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    const int64_t plan = registered(handoff);
     struct call call;
     for (int i = 0; i < 5; i++) {
         prepare(&call, plan, true);
@@ -273,7 +273,7 @@ static void test_what_does_not_fit_is_refused(void)
         CHECK(strstr(error->message, i < 3 ? "attributes" : "another size") != NULL);
         free(error);
     }
-    rr_handover_close(handover, "closed");
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_metadata_is_answered(void)

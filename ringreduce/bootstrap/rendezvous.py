@@ -36,7 +36,7 @@ from ringreduce._version import __version__
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.monitor import unwatch, watch
-from ringreduce.transport.security import MECHANISMS, Doorkeeper, Security
+from ringreduce.transport.security import MECHANISMS, Authenticator, Security
 from ringreduce.vocabulary.config import ENCRYPTIONS, INTEGRITIES, TRANSPORTS, Config
 from ringreduce.vocabulary.errors import (
     ConfigError,
@@ -185,18 +185,18 @@ def meet(
     # Answers get this long to leave at closing time.
     socket.setsockopt(zmq.LINGER, 1000)
     failures = _Failures(socket)
-    doorkeeper: Doorkeeper | None = None
+    authenticator: Authenticator | None = None
 
     def close() -> None:
-        if doorkeeper is not None:
-            doorkeeper.close()
+        if authenticator is not None:
+            authenticator.close()
         failures.close()
         socket.close()
         context.term()
 
     try:
         if config.rank == 0:
-            doorkeeper = security.serve_meeting(socket, context)
+            authenticator = security.serve_meeting(socket, context)
             table = _receive_members(socket, config, hello, failures, meanwhile)
         else:
             security.join_meeting(socket)

@@ -112,7 +112,7 @@ class Communicator:
         self._recorder = Recorder(config.rank, config.size)
         self._flight = FlightFile(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
-        self._ring: Collectives = Ring(None, rank=0, size=1)
+        self._collectives: Collectives = Ring(None, rank=0, size=1)
         self._transport, self._shares_memory = "none", False
         # Made while this is held, never `_lock`: that is the engine's while it runs a collective,
         # and handing more over must not wait for it.
@@ -138,7 +138,7 @@ class Communicator:
 
     def _form(self, config: Config) -> None:
         formed = form(config)
-        self._ring, self._transport = formed.collectives, formed.transport
+        self._collectives, self._transport = formed.collectives, formed.transport
         self._shares_memory = formed.shares_memory
         self._flight.transport = formed.transport
         if config.local_rank is None:
@@ -154,8 +154,8 @@ class Communicator:
                     size=config.size,
                     link_timeout_s=config.link_timeout_s,
                     standing=self._recorder.standing,
-                    flow=self._ring.flow,
-                    progress=self._ring.traffic,
+                    flow=self._collectives.flow,
+                    progress=self._collectives.traffic,
                     tell=self._hear,
                 )
             except BaseException:  # No thread is to be had, say.
@@ -213,7 +213,7 @@ class Communicator:
                 raise self._closed_error()
             if self._engine is None:
                 name = f"ringreduce {self.rank}/{self.size}"
-                self._engine = Engine(name, self.fail, self._ring.interrupt)
+                self._engine = Engine(name, self.fail, self._collectives.interrupt)
             return self._engine
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
@@ -235,7 +235,7 @@ class Communicator:
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(dimensions) * kind.itemsize
         # Without the lock, which the engine holds while it runs a collective.
-        found = None if self._closed or nbytes == 0 else self._ring.empty(nbytes)
+        found = None if self._closed or nbytes == 0 else self._collectives.empty(nbytes)
         if found is None:
             if self._shares_memory and nbytes and not self._closed and not self._failure:
                 _log.warning(
@@ -296,7 +296,7 @@ class Communicator:
     def _all_reduce(
         self, array: np.ndarray, flat: np.ndarray, op: ReduceOp, signature: int
     ) -> np.ndarray:
-        self._call("all_reduce", array.nbytes, self._ring.all_reduce, flat, op, signature)
+        self._call("all_reduce", array.nbytes, self._collectives.all_reduce, flat, op, signature)
         return array
 
     def reduce_scatter(
@@ -332,7 +332,7 @@ class Communicator:
         arguments = (
             "reduce_scatter",
             array.nbytes,
-            self._ring.reduce_scatter,
+            self._collectives.reduce_scatter,
             flat,
             how,
             signature,
@@ -382,7 +382,7 @@ class Communicator:
                 size=self.size,
             ) from error
         gathered[bounds[self.rank] : bounds[self.rank + 1]] = flat
-        self._ring.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
+        self._collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
         return gathered.reshape(sum(rows), *rest)
 
     def broadcast(
@@ -409,7 +409,7 @@ class Communicator:
         arguments = (Kind.BROADCAST, flat, root, signature)
 
         def run() -> np.ndarray:
-            self._call("broadcast", array.nbytes, self._ring.broadcast, *arguments)
+            self._call("broadcast", array.nbytes, self._collectives.broadcast, *arguments)
             return array
 
         return self.engine.submit(run) if async_op else run()
@@ -420,7 +420,7 @@ class Communicator:
         Raises:
             As `all_reduce`, ArrayError excepted.
         """
-        self._call("barrier", 0, self._ring.barrier)
+        self._call("barrier", 0, self._collectives.barrier)
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
         """The object that rank `root` passed, on every rank.
@@ -442,11 +442,11 @@ class Communicator:
 
         def run() -> np.ndarray:
             length = np.array([payload.size], np.int64)
-            self._ring.broadcast(Kind.BROADCAST_OBJECT, length, root)
+            self._collectives.broadcast(Kind.BROADCAST_OBJECT, length, root)
             received = (
                 payload if self.rank == root else np.empty(checked_lengths(length)[0], np.uint8)
             )
-            self._ring.broadcast(Kind.BROADCAST_OBJECT, received, root)
+            self._collectives.broadcast(Kind.BROADCAST_OBJECT, received, root)
             return received
 
         received = self._call("broadcast_object", payload.size, run)
@@ -473,7 +473,7 @@ class Communicator:
             bounds = bounds_of(checked_lengths(lengths))
             gathered = np.empty(bounds[-1], np.uint8)
             gathered[bounds[self.rank] : bounds[self.rank + 1]] = payload
-            self._ring.all_gather(Kind.ALL_GATHER_OBJECT, gathered, bounds)
+            self._collectives.all_gather(Kind.ALL_GATHER_OBJECT, gathered, bounds)
             return gathered, bounds
 
         gathered, bounds = self._call("all_gather_object", payload.size, run)
@@ -495,7 +495,7 @@ class Communicator:
         if self._watcher is not None:
             self._watcher.abort(error)
         # A call of another thread ends, and with it its hold of the lock.
-        self._ring.interrupt(error)
+        self._collectives.interrupt(error)
         if self._caller != threading.get_ident():
             with self._lock:
                 self._break(error)
@@ -506,7 +506,7 @@ class Communicator:
         """The watcher has found that the ring is at its end; in its thread, so without the lock."""
         if self._failure is None:
             self._failure = error
-        self._ring.interrupt(error)
+        self._collectives.interrupt(error)
         engine = self._engine
         if engine is not None:
             # Not `error`, where a call has found another before: whoever waits is told that too.
@@ -535,7 +535,7 @@ class Communicator:
 
     def statistics(self) -> Statistics:
         """What this communicator has done so far; a snapshot."""
-        traffic = self._ring.traffic()
+        traffic = self._collectives.traffic()
         engine = self._engine
         return Statistics(
             reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
@@ -565,7 +565,7 @@ class Communicator:
         """Close; `why` is the exception that makes this rank leave, where one does."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
-        self._ring.interrupt()
+        self._collectives.interrupt()
         if self._caller == threading.get_ident():
             # A signal handler, in the midst of a call, which still uses what would be freed here.
             self._leaves_with = why
@@ -583,12 +583,12 @@ class Communicator:
             if self._failure is not None and not self._has_aborted:
                 # Heard of in user code. A goodbye would look as if this rank had left by itself.
                 self._has_aborted = True
-                self._ring.abort(self._failure)
+                self._collectives.abort(self._failure)
             # Asked before the others hear of it: what they make of it is no failure of this rank's.
             word = b"" if self._failure is not None else write_goodbye(calls, why)
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
-            self._ring.close(word)
+            self._collectives.close(word)
             if self._watcher is not None:
                 self._watcher.join()
             self._flight.close()
@@ -697,7 +697,7 @@ class Communicator:
         if self._watcher is not None:
             self._watcher.abort(error)
         try:
-            self._ring.abort(error)
+            self._collectives.abort(error)
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
@@ -722,7 +722,7 @@ class Communicator:
         """One number from each rank, in rank order; checked not to be negative."""
         counts = np.zeros(self.size, np.int64)
         counts[self.rank] = count
-        self._ring.all_gather(kind, counts, tuple(range(self.size + 1)), signature)
+        self._collectives.all_gather(kind, counts, tuple(range(self.size + 1)), signature)
         if counts.min() < 0:
             raise MismatchError(
                 f"received the lengths {counts.tolist()}", rank=self.rank, size=self.size

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ringreduce.bootstrap import rendezvous
 from ringreduce.collectives.base import Collectives
-from ringreduce.collectives.host import Host
-from ringreduce.collectives.levels import Levels
+from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
+from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.effects import native
 from ringreduce.pure import checksum
 from ringreduce.pure.liveness import message_bytes_max
@@ -187,12 +187,14 @@ def _connect(
     """The collectives of the chosen kind, connected; what is not needed is closed."""
     rank, size = config.rank, config.size
     members = placement.hosts[placement.host_of(rank)]
-    host = Host(None, rank=0, size=1)
+    host = SharedMemoryCollectives(None, rank=0, size=1)
     if len(members) > 1:
         assert shared is not None
         names = [table.memory[member] for member in members]
         shared.connect(names, members, rank=rank, size=size, job=table.job)
-        host = Host(shared, rank=members.index(rank), size=len(members), job=table.job)
+        host = SharedMemoryCollectives(
+            shared, rank=members.index(rank), size=len(members), job=table.job
+        )
     elif shared is not None:
         shared.close()
     if placement.transport == "shm":
@@ -207,7 +209,7 @@ def _connect(
     if placement.transport == "zmq":
         assert ring is not None
         return ring
-    return Levels(host, ring, placement, rank)
+    return HierarchicalCollectives(host, ring, placement, rank)
 
 
 def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:

@@ -26,7 +26,7 @@ __all__ = ["ABI", "declare", "library", "load", "why_missing"]
 _log = logging.getLogger(__name__)
 
 # RR_ABI of native/include/ringreduce.h.
-ABI = 4
+ABI = 5
 
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ringreduce.effects.handover import (
+from ringreduce.effects.handoff import (
     COMPLAINT,
     BucketItem,
     NativeQueue,

@@ -25,9 +25,9 @@ import msgspec
 
 from ringreduce.pure import liveness
 from ringreduce.pure.liveness import (
-    Beat,
-    Beats,
     Board,
+    Heartbeat,
+    Heartbeats,
     Left,
     News,
     Seen,
@@ -57,7 +57,7 @@ _SILENT_WARN_S, _SLOW_WARN_S = 1.0, 5.0
 _ENDED_S, _HALF_ENDED_S = 0.1, 1.0
 # How long a call that fails waits for the watcher to learn why.
 _EXPLAIN_S = 0.5
-# A neighbour that is silent for long gets a beat every few seconds: what it does not read must
+# A neighbour that is silent for long gets a heartbeat every few seconds: what it does not read must
 # not fill its system's memory, or a long stop would look like a dead line.
 _PATIENT_S, _PATIENT_BEATS = 5.0, 20
 # Somebody who is waited for in four of five looks over five seconds is slow for good.
@@ -107,7 +107,7 @@ class Watcher:
         self._cause: RingReduceError | None = None
         self._is_closing = False
         self._number = 0
-        self._beat_s = now
+        self._heartbeat_s = now
         self._ticked_s, self._paused = now, (now, 0.0)
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         self._lost: dict[int, float] = {}
@@ -178,12 +178,12 @@ class Watcher:
             latest, left = self._board.latest(rank, now), self._board.left(rank)
             facts: dict[str, Any] = {"rank": rank, "left": left is not None}
             if latest is not None:
-                beat, age_s = latest
+                heartbeat, age_s = latest
                 facts |= {
                     "heard_s": round(age_s, 3),
-                    "calls": beat.calls,
-                    "operation": beat.operation or None,
-                    "since_s": round(beat.since_s + age_s, 3),
+                    "calls": heartbeat.calls,
+                    "operation": heartbeat.operation or None,
+                    "since_s": round(heartbeat.since_s + age_s, 3),
                 }
             known.append(facts)
         return known
@@ -193,7 +193,7 @@ class Watcher:
     def _loop(self) -> None:
         try:
             while not self._is_closing:
-                wait_s = max(0.0, self._beat_s - time.monotonic())
+                wait_s = max(0.0, self._heartbeat_s - time.monotonic())
                 self._turn(self._control.receive(int(wait_s * 1000) + 1))
             self._send_words()
             deadline = time.monotonic() + _CONFIRM_S
@@ -210,7 +210,7 @@ class Watcher:
         now = time.monotonic()
         if now - self._ticked_s >= liveness.SILENT_S:
             self._paused = now, now - self._ticked_s
-        if now - self._ticked_s > 2 * liveness.BEAT_S:
+        if now - self._ticked_s > 2 * liveness.HEARTBEAT_S:
             # What was not sent while all stood still is no sign of a dead connection.
             self._sent = {key: (frames, now) for key, (frames, _) in self._sent.items()}
         self._ticked_s = now
@@ -219,11 +219,11 @@ class Watcher:
         self._send_words()
         self._look_for_losses(now)
         if not self._is_locked:
-            # From the first beat of both neighbours on nobody has any business at our ports.
+            # From the first heartbeat of both neighbours on nobody has any business at our ports.
             self._is_locked = self._control.lock()
-        if now >= self._beat_s:
-            self._beat_s = now + liveness.BEAT_S
-            self._beat(now)
+        if now >= self._heartbeat_s:
+            self._heartbeat_s = now + liveness.HEARTBEAT_S
+            self._send_heartbeat(now)
         self._send_words()
 
     def _say(self, message: liveness.Message) -> None:
@@ -251,9 +251,9 @@ class Watcher:
                     *(self._rank, self._size, neighbour, error),
                 )
             return
-        if isinstance(message, Beats):
-            for beat, age_s in message.beats:
-                self._board.hear(beat, age_s, now)
+        if isinstance(message, Heartbeats):
+            for heartbeat, age_s in message.heartbeats:
+                self._board.hear(heartbeat, age_s, now)
             return
         if isinstance(message, Seen):
             self._unconfirmed.discard(neighbour)
@@ -297,7 +297,7 @@ class Watcher:
             # Of one that was silent already no word is to be expected.
             is_over = self._control.has_ended(neighbour) or silent_s >= liveness.SILENT_S
             if now - since < (_ENDED_S if is_over else _HALF_ENDED_S):
-                self._beat_s = min(self._beat_s, now + 0.02)  # Look again soon.
+                self._heartbeat_s = min(self._heartbeat_s, now + 0.02)  # Look again soon.
                 continue
             how = (
                 f"nothing was heard of it for {silent_s:.1f} s: it is cut off, or its host is down"
@@ -317,17 +317,17 @@ class Watcher:
         operation = self._standing().operation
         return {"rank": self._rank, "size": self._size, "operation": operation}
 
-    def _beat(self, now: float) -> None:
+    def _send_heartbeat(self, now: float) -> None:
         standing, flow = self._standing(), self._flow()
         own = self._own(standing, flow, now)
-        beats = ((own, 0.0), *self._board.beats(now))
+        heartbeats = ((own, 0.0), *self._board.heartbeats(now))
         patient = {
             neighbour
             for neighbour in self._control.neighbours
             if self._board.silent_s(neighbour, now) > _PATIENT_S
             and self._number % _PATIENT_BEATS != 0
         }
-        self._control.send(liveness.encode(Beats(beats)), but=patient)
+        self._control.send(liveness.encode(Heartbeats(heartbeats)), but=patient)
         if self._cause is not None:
             return
         self._look_for_absence(standing, now)
@@ -337,7 +337,7 @@ class Watcher:
         else:
             self._look_for_stalls(standing, flow, now)
 
-    def _own(self, standing: Standing, flow: Flow, now: float) -> Beat:
+    def _own(self, standing: Standing, flow: Flow, now: float) -> Heartbeat:
         self._number += 1
         sent = []
         for receiver, channel, frames in flow.sent:
@@ -345,7 +345,7 @@ class Watcher:
             if known is None or known[0] != frames:
                 known = self._sent[receiver, channel] = (frames, now)
             sent.append(Sent(receiver, channel, frames, now - known[1]))
-        return Beat(
+        return Heartbeat(
             rank=self._rank,
             number=self._number,
             calls=standing.calls,
@@ -364,7 +364,7 @@ class Watcher:
         elif self._absence is None or self._absence[0] != standing:
             # Seen twice, so that a standing that was read in the midst of a change does not count.
             self._absence = standing, now
-            self._beat_s = min(self._beat_s, now + _ENDED_S)
+            self._heartbeat_s = min(self._heartbeat_s, now + _ENDED_S)
         elif now - self._absence[1] >= _ENDED_S / 2:
             self._end(self._left_error(left, None))
 
@@ -433,7 +433,7 @@ class Watcher:
         for rank, count in counts.most_common(1):
             if count >= _LOOKS_SLOW and self._speaks_of(rank):
                 self._slow_s = now
-                seconds = _LOOKS * liveness.BEAT_S
+                seconds = _LOOKS * liveness.HEARTBEAT_S
                 _log.warning(
                     "[%d/%d] has waited for rank %d most of the last %.0f s: it is slower",
                     *(self._rank, self._size, rank, seconds),

@@ -1,11 +1,11 @@
 """What ranks tell each other about themselves, and what follows from it. Pure: no clock, no I/O.
 
-Each rank says four times a second what it is doing: a `Beat`. Neighbours pass on what they
+Each rank says four times a second what it is doing: a `Heartbeat`. Neighbours pass on what they
 have heard, with its age, so that every rank knows of every other how far it has come and how
 long ago that was, without a common clock (`Board`). From this a rank that waits can tell who
 holds it up, and how:
 
-- silent: no beat of it has come for a second. It was stopped, or it is cut off.
+- silent: no heartbeat of it has come for a second. It was stopped, or it is cut off.
 - in user code: it is alive and has not begun the call that the others wait in.
 - behind: it is alive and still in an earlier call.
 - elsewhere: it is in another operation, where this rank's call should be.
@@ -22,11 +22,11 @@ from typing import Annotated, Protocol
 import msgspec
 
 __all__ = [
-    "BEAT_S",
+    "HEARTBEAT_S",
     "SILENT_S",
-    "Beat",
-    "Beats",
     "Board",
+    "Heartbeat",
+    "Heartbeats",
     "Left",
     "Message",
     "News",
@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 # How often a rank speaks. Four times a second costs a rank about a thousandth of a core.
-BEAT_S = 0.25
-# A beat is late by this when even a loaded machine should have run the thread that sends it.
+HEARTBEAT_S = 0.25
+# A heartbeat is late by this when even a loaded machine should have run the thread that sends it.
 SILENT_S = 1.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -87,12 +87,12 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     dry_s: _Seconds
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says of itself.
 
     Attributes:
         rank: who.
-        number: counted up with each beat.
+        number: counted up with each heartbeat.
         calls: collectives it has completed.
         operation: the one it is in; empty in user code.
         since_s: how long it has been there, when it said so.
@@ -111,10 +111,10 @@ class Beat(msgspec.Struct, frozen=True, array_like=True):
     wait: Wait | None = None
 
 
-class Beats(msgspec.Struct, frozen=True, tag=True):
-    """All that a rank has heard of others, itself first: beats and how old they are."""
+class Heartbeats(msgspec.Struct, frozen=True, tag=True):
+    """All that a rank has heard of others, itself first: heartbeats and how old they are."""
 
-    beats: tuple[tuple[Beat, _Seconds], ...]
+    heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
 
 
 class News(msgspec.Struct, frozen=True, tag=True):
@@ -139,7 +139,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     """A neighbour's news or leave has arrived here, so that it may close."""
 
 
-Message = Beats | News | Left | Seen
+Message = Heartbeats | News | Left | Seen
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -156,13 +156,13 @@ def decode(payload: bytes, size: int) -> Message:
         ValueError: it is no message, or speaks of ranks that do not exist.
     """
     message: Message = _decoder.decode(payload)
-    if isinstance(message, Beats):
-        if len(message.beats) > size:
-            raise ValueError("has beats of more ranks than there are")
-        ranks = [beat.rank for beat, _ in message.beats]
-        for beat, _ in message.beats:
-            ranks += [sent.receiver for sent in beat.sent]
-            ranks += [beat.wait.sender] if beat.wait is not None else []
+    if isinstance(message, Heartbeats):
+        if len(message.heartbeats) > size:
+            raise ValueError("has heartbeats of more ranks than there are")
+        ranks = [heartbeat.rank for heartbeat, _ in message.heartbeats]
+        for heartbeat, _ in message.heartbeats:
+            ranks += [sent.receiver for sent in heartbeat.sent]
+            ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
     else:
         ranks = [message.rank] if isinstance(message, Left) else []
     if any(rank >= size for rank in ranks):
@@ -208,7 +208,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class _Sighting:
-    beat: Beat
+    heartbeat: Heartbeat
     at_s: float  # when it was said, on this process's clock
 
 
@@ -226,11 +226,13 @@ class Board:
         self._seen: dict[int, _Sighting] = {}
         self._left: dict[int, Left] = {}
 
-    def hear(self, beat: Beat, age_s: float, now_s: float) -> None:
-        """Note a beat that came, unless a later one is known or it is our own."""
-        known = self._seen.get(beat.rank)
-        if beat.rank != self._rank and (known is None or known.beat.number < beat.number):
-            self._seen[beat.rank] = _Sighting(beat, now_s - age_s)
+    def hear(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
+        """Note a heartbeat that came, unless a later one is known or it is our own."""
+        known = self._seen.get(heartbeat.rank)
+        if heartbeat.rank != self._rank and (
+            known is None or known.heartbeat.number < heartbeat.number
+        ):
+            self._seen[heartbeat.rank] = _Sighting(heartbeat, now_s - age_s)
 
     def leave(self, left: Left) -> bool:
         """Note that a rank has left; return whether that is new."""
@@ -251,14 +253,14 @@ class Board:
         gone = [left for left in self._left.values() if left.calls <= number]
         return min(gone, key=lambda left: (not left.why, left.calls, left.rank), default=None)
 
-    def beats(self, now_s: float) -> list[tuple[Beat, float]]:
+    def heartbeats(self, now_s: float) -> list[tuple[Heartbeat, float]]:
         """All that is known of others, with ages; to pass on."""
-        return [(seen.beat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
+        return [(seen.heartbeat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
 
-    def latest(self, rank: int, now_s: float) -> tuple[Beat, float] | None:
-        """The last beat of a rank, and its age; None when none has come."""
+    def latest(self, rank: int, now_s: float) -> tuple[Heartbeat, float] | None:
+        """The last heartbeat of a rank, and its age; None when none has come."""
         seen = self._seen.get(rank)
-        return None if seen is None else (seen.beat, max(0.0, now_s - seen.at_s))
+        return None if seen is None else (seen.heartbeat, max(0.0, now_s - seen.at_s))
 
     def silent_s(self, rank: int, now_s: float) -> float:
         """For how long nothing has been heard of a rank."""
@@ -268,7 +270,7 @@ class Board:
     def is_silent(self, rank: int, now_s: float) -> bool:
         """Whether a rank has not been heard of for too long; far ones may take longer."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
-        return self.silent_s(rank, now_s) >= SILENT_S + (hops - 1) * BEAT_S
+        return self.silent_s(rank, now_s) >= SILENT_S + (hops - 1) * HEARTBEAT_S
 
     def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
         """Who keeps this rank, which is in a collective, waiting; None when nobody is seen to.
@@ -280,7 +282,7 @@ class Board:
             if rank == self._rank or rank in self._left:
                 continue
             seen = self._seen.get(rank)
-            if seen is not None and seen.beat.calls > standing.calls:
+            if seen is not None and seen.heartbeat.calls > standing.calls:
                 continue  # It has done this call, and whatever it does next is not waited for.
             order: tuple[float, ...]
             if self.is_silent(rank, now_s):
@@ -288,19 +290,19 @@ class Board:
                 kind, order = "silent", (0.0, -silent_s)
                 text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
                 if seen is not None:
-                    text += f" (last heard: {_place(seen.beat)})"
+                    text += f" (last heard: {_place(seen.heartbeat)})"
             elif seen is None or seen.at_s < standing.since_s:
                 continue
-            elif not seen.beat.operation:
-                kind, order = "user code", (1.0, seen.beat.calls)
-                for_s = seen.beat.since_s + now_s - seen.at_s
+            elif not seen.heartbeat.operation:
+                kind, order = "user code", (1.0, seen.heartbeat.calls)
+                for_s = seen.heartbeat.since_s + now_s - seen.at_s
                 text = f"rank {rank} is alive and has been in user code for {for_s:.1f} s"
-            elif seen.beat.calls < standing.calls:
-                kind, order = "behind", (2.0, seen.beat.calls)
-                text = f"rank {rank} is alive and still {_place(seen.beat)}"
-            elif seen.beat.operation != standing.operation:
+            elif seen.heartbeat.calls < standing.calls:
+                kind, order = "behind", (2.0, seen.heartbeat.calls)
+                text = f"rank {rank} is alive and still {_place(seen.heartbeat)}"
+            elif seen.heartbeat.operation != standing.operation:
                 kind, order = "elsewhere", (3.0,)
-                text = f"rank {rank} is {_place(seen.beat)} instead"
+                text = f"rank {rank} is {_place(seen.heartbeat)} instead"
             else:
                 continue
             found.append(((*order, rank), Suspicion(rank, kind, text)))
@@ -314,10 +316,11 @@ class Board:
     def slowest(self, standing: Standing, done: float) -> Suspicion | None:
         """Of the ranks in this rank's own call, the one that has got the least far, if another."""
         others = [
-            (seen.beat.done, rank)
+            (seen.heartbeat.done, rank)
             for rank, seen in self._seen.items()
             if seen.at_s >= standing.since_s
-            and (seen.beat.calls, seen.beat.operation) == (standing.calls, standing.operation)
+            and (seen.heartbeat.calls, seen.heartbeat.operation)
+            == (standing.calls, standing.operation)
         ]
         least, rank = min(others, default=(1.0, self._rank))
         if least >= done:
@@ -325,7 +328,7 @@ class Board:
         text = f"rank {rank} is the slowest, {least:.0%} through where this one is {done:.0%}"
         return Suspicion(rank, "slow", text)
 
-    def dead(self, own: Beat, limit_s: float, now_s: float) -> tuple[int, int] | None:
+    def dead(self, own: Heartbeat, limit_s: float, now_s: float) -> tuple[int, int] | None:
         """Sender and receiver of a dead connection that ends at this rank, if there is one.
 
         Args:
@@ -349,9 +352,9 @@ class Board:
                 return self._rank, sent.receiver
         return None
 
-    def _fresh(self, rank: int, now_s: float) -> Beat | None:
+    def _fresh(self, rank: int, now_s: float) -> Heartbeat | None:
         seen = self._seen.get(rank)
-        return None if seen is None or self.is_silent(rank, now_s) else seen.beat
+        return None if seen is None or self.is_silent(rank, now_s) else seen.heartbeat
 
 
 def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
@@ -368,6 +371,10 @@ def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
     )
 
 
-def _place(beat: Beat) -> str:
-    calls = f"{beat.calls} call{'' if beat.calls == 1 else 's'}"
-    return f"in {beat.operation} after {calls}" if beat.operation else f"in user code after {calls}"
+def _place(heartbeat: Heartbeat) -> str:
+    calls = f"{heartbeat.calls} call{'' if heartbeat.calls == 1 else 's'}"
+    return (
+        f"in {heartbeat.operation} after {calls}"
+        if heartbeat.operation
+        else f"in user code after {calls}"
+    )

@@ -18,7 +18,7 @@ from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.effects.handover import BucketItem, Layout, RoundFailed
+from ringreduce.effects.handoff import BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import order, xla
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceError

@@ -37,7 +37,7 @@ def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
     """Add the op that packs `gradients` into a bucket and hands it to the engine.
 
     Args:
-        plan: number of the plan in the hand-over.
+        plan: number of the plan in the handoff.
         bucket: place of the bucket in it.
         gradients: tensors of one dtype, in the order of the bucket's slots.
 

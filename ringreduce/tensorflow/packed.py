@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.effects.handover import BucketItem, Layout
+from ringreduce.effects.handoff import BucketItem, Layout
 from ringreduce.pure.buckets import BucketPlan
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.numerics import NumericsCheck

@@ -102,7 +102,7 @@ def start(
     """Add the call that packs `gradients` into a bucket and hands it to the engine.
 
     Args:
-        plan: number of the plan in the hand-over.
+        plan: number of the plan in the handoff.
         bucket: place of the bucket in it.
         gradients: tensors of known shape, in the order of the bucket's slots.
         after: token of the collective before it.

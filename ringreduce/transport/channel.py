@@ -32,7 +32,7 @@ _RECONNECT_MS = 24 * 3600 * 1000
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    Who may connect is for the doorkeeper of `context` to say, under the name `domain`. At most
+    Who may connect is for the authenticator of `context` to say, under the name `domain`. At most
     `queue` frames wait to be read; TCP holds the others back.
 
     Attributes:

@@ -32,7 +32,7 @@ CONTROL_CHANNELS = 2
 # A word that must arrive is confirmed before the channel closes; the confirmation itself gets
 # this long to leave.
 _FLUSH_MS = 50
-# Words that may wait for a neighbour which does not read, and for this rank: beats of minutes.
+# Words that may wait for a neighbour which does not read, and for this rank: heartbeats of minutes.
 _QUEUE = 1000
 
 
@@ -74,7 +74,7 @@ class Control:
         # The descriptor of each neighbour's connection to us, known from its first word.
         self._sources: dict[int, int] = {}
         self._security = security
-        self._doorkeeper = security.doorkeeper(self._context)
+        self._authenticator = security.authenticator(self._context)
         try:
             for neighbour in self.neighbours:
                 self._incoming[neighbour] = Incoming(
@@ -133,7 +133,7 @@ class Control:
                 unconfirmed_ms_max=self._link_timeout_ms,
             )
             self._outgoing[neighbour] = pushing
-            self._doorkeeper.allow(_domain(neighbour), [neighbour])
+            self._authenticator.allow(_domain(neighbour), [neighbour])
         self._poller.register(self._awake, zmq.POLLIN)
         ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for end in ends:
@@ -194,7 +194,7 @@ class Control:
         for neighbour, pulling in self._incoming.items():
             done = pulling.lock(self._sources.get(neighbour, -1), now) and done
         if done:
-            self._doorkeeper.close()
+            self._authenticator.close()
         return done
 
     def close_inherited(self) -> None:
@@ -209,7 +209,7 @@ class Control:
 
     def close(self) -> None:
         """Free everything, at once or nearly so."""
-        self._doorkeeper.close()
+        self._authenticator.close()
         for pushing in self._outgoing.values():
             pushing.close(_FLUSH_MS)
         for pulling in self._incoming.values():
@@ -221,5 +221,5 @@ class Control:
 
 
 def _domain(neighbour: int) -> str:
-    """What the doorkeeper knows the port for a neighbour by."""
+    """What the authenticator knows the port for a neighbour by."""
     return f"control.{neighbour}"

@@ -21,7 +21,7 @@ __all__ = ["needed", "reserve", "shortage_explained"]
 _PER_CHANNEL = 9
 # A connection at the rendezvous; one, a segment and a spare within the host.
 _PER_RANK = 4
-# Contexts, their threads, the doorkeeper, the rendezvous, and what the program opens meanwhile.
+# Contexts, their threads, the authenticator, the rendezvous, and what the program opens meanwhile.
 _ALWAYS = 64
 
 

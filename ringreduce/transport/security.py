@@ -1,4 +1,4 @@
-"""Who may connect: keys made from the job's secret, and the doorkeeper that asks for them.
+"""Who may connect: keys made from the job's secret, and the authenticator that asks for them.
 
 A job has one secret, known to its ranks alone. Three things follow from it:
 
@@ -11,7 +11,7 @@ A job has one secret, known to its ranks alone. Three things follow from it:
   the connecting side by a password that holds for this sender, this receiver and these keys;
   NULL, without a secret, proves nothing and is for loopback addresses alone.
 
-libzmq asks the doorkeeper over ZAP (https://rfc.zeromq.org/spec/27) before it lets a connection
+libzmq asks the authenticator over ZAP (https://rfc.zeromq.org/spec/27) before it lets a connection
 in. Once it is closed there is nobody to ask, and libzmq refuses everyone (ZAP_ENFORCE_DOMAIN).
 
 Nothing here logs, shows or raises a key, a password or the secret.
@@ -38,7 +38,7 @@ from ringreduce.transport.address import is_loopback, resolve
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
-__all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Doorkeeper", "Security"]
+__all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Authenticator", "Security"]
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Security:
         """Have `socket` ask those who will connect to it; call it before ``bind``.
 
         Args:
-            domain: what a doorkeeper of the socket's context is told to `Doorkeeper.allow`.
+            domain: what an authenticator of the socket's context is told to `Authenticator.allow`.
         """
         _limit(socket)
         if self.mechanism == "CURVE":
@@ -199,19 +199,19 @@ class Security:
             socket.setsockopt(zmq.PLAIN_USERNAME, str(self._rank).encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self._rank, peer))
 
-    def doorkeeper(self, context: zmq.Context[Any]) -> Doorkeeper:
+    def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
         """Who answers for all sockets of `context`; have it before the first of them binds."""
-        return Doorkeeper(
+        return Authenticator(
             None if self.mechanism == "NULL" else context, self._is_rank, self._hold_s
         )
 
-    def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Doorkeeper:
+    def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
         """Rank 0's side of the rendezvous: let in whoever has the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self._size))
         if self.mechanism == "NULL":
-            return Doorkeeper(None, _nobody, 0.0)
+            return Authenticator(None, _nobody, 0.0)
         member, _ = self._derived(b"rr member")
-        keeper = Doorkeeper(
+        keeper = Authenticator(
             context,
             lambda _, mechanism, shown: (
                 mechanism == b"CURVE"
@@ -269,7 +269,7 @@ class _Held:
     until_s: float
 
 
-class Doorkeeper:
+class Authenticator:
     """A thread that decides who gets in, for all sockets of one context; see `Security`.
 
     Thread: its own, from making to `close`. `allow` and `close` may be called from any.
@@ -298,7 +298,7 @@ class Doorkeeper:
         self._thread: threading.Thread | None = None
         if context is None:
             return
-        name = f"inproc://doorkeeper.{secrets.token_hex(8)}"
+        name = f"inproc://authenticator.{secrets.token_hex(8)}"
         with contextlib.ExitStack() as opened:
             # A router rather than the usual REP, so that one who is kept waiting keeps nobody else.
             self._requests = opened.enter_context(context.socket(zmq.ROUTER))
@@ -341,7 +341,7 @@ class Doorkeeper:
         poller.register(self._bell, zmq.POLLIN)
         try:
             while True:
-                ready = dict(poller.poll(self._patience_ms()))
+                ready = dict(poller.poll(self._wait_ms()))
                 if self._bell in ready and self._bell.recv() == b"close":
                     return
                 if self._requests in ready:
@@ -353,12 +353,12 @@ class Doorkeeper:
                     self._answer(held)
         except zmq.ZMQError as error:
             # The context has ended under us: nobody is let in, which is what remains to be done.
-            _log.debug("the doorkeeper ends: %s", error.strerror)
+            _log.debug("the authenticator ends: %s", error.strerror)
         finally:
             self._requests.close()
             self._bell.close()
 
-    def _patience_ms(self) -> int | None:
+    def _wait_ms(self) -> int | None:
         if not self._held:
             return None
         until_s = min(held.until_s for held in self._held)
@@ -421,7 +421,7 @@ def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:
 
 def _enforce(socket: zmq.Socket[Any], domain: str) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-    # Without it a socket whose context has no doorkeeper lets everybody in.
+    # Without it a socket whose context has no authenticator lets everybody in.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

@@ -67,7 +67,7 @@ class _Call(ctypes.Structure):
     )
 
 
-class _Patience(ctypes.Structure):
+class _WaitLimits(ctypes.Structure):
     _fields_ = (
         ("spins", ctypes.c_uint32),
         ("yields", ctypes.c_uint32),
@@ -169,9 +169,9 @@ class HostLink:
         assert self._own is not None
         self._members, self._rank, self._size = tuple(members), rank, size
         self._index = self._members.index(rank)
-        self._patience = _patience(len(members))
+        self._wait_limits = _wait_limits(len(members))
         self._run = self._functions["shm_run"]
-        self._patience_address = ctypes.addressof(self._patience)
+        self._wait_limits_address = ctypes.addressof(self._wait_limits)
         descriptors = self._mesh.connect(
             [name.rpartition("/")[2] for name in names],
             members,
@@ -225,7 +225,7 @@ class HostLink:
         After any exception the link is of no more use: `abort`, then `close`.
         """
         address = flat.__array_interface__["data"][0]
-        status = self._run(self._group, call.address, address, self._patience_address)
+        status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
             self._finish(status, call, address)
 
@@ -246,7 +246,7 @@ class HostLink:
             # One more turn after the news: what the peer did before it left still counts.
             late = (i for i in self._mesh.gone() if not self._has_arrived(i))
             doomed = next(late, None)
-            status = self._run(self._group, call.address, address, self._patience_address)
+            status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
             raise self._error(status, call)
 
@@ -385,8 +385,8 @@ class HostLink:
         self._own = self._heap = None
 
 
-def _patience(ranks: int) -> _Patience:
+def _wait_limits(ranks: int) -> _WaitLimits:
     """How to wait when `ranks` share the cores that this process may use."""
     crowded = ranks > len(os.sched_getaffinity(0))
     spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
-    return _Patience(spins, yields, _SLICE_MS)
+    return _WaitLimits(spins, yields, _SLICE_MS)

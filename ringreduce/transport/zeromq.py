@@ -129,7 +129,7 @@ class ZmqLink:
         self._incoming: list[Incoming] = []
         self._outgoing: list[Outgoing] = []
         self._security = security or Security(rank=rank, size=size)
-        self._doorkeeper = self._security.doorkeeper(self._context)
+        self._authenticator = self._security.authenticator(self._context)
         limits = frame_bytes_max, _SLICE_MS
         try:
             for channel in range(len(self._distances)):
@@ -137,7 +137,7 @@ class ZmqLink:
                 pulling = Incoming(self._context, bind, *limits, self._security, domain)
                 self._incoming.append(pulling)
         except zmq.ZMQError as error:
-            self._doorkeeper.close()
+            self._authenticator.close()
             self._context.destroy(linger=0)
             raise RendezvousError(
                 f"cannot listen on {bind}: {error.strerror}",
@@ -219,14 +219,14 @@ class ZmqLink:
             self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying
         self._addresses = tuple(addresses[member] for member in self._members)
         for channel in range(len(self._distances)):
-            self._doorkeeper.allow(_domain(channel), [self._behind(channel)[0]])
+            self._authenticator.allow(_domain(channel), [self._behind(channel)[0]])
 
     def lock(self) -> None:
         """Let nobody connect any more; call it once all ranks have taken part in a call.
 
-        A port whose rank has not come within _LOCK_S stays open for it, and the doorkeeper stays.
+        A port whose rank has not come within _LOCK_S stays open for it, with the authenticator.
         Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq refuses
-        everyone who does not find a doorkeeper.
+        everyone who does not find an authenticator.
         """
         if self._context.closed or self._has_failed or not self._outgoing:
             return
@@ -234,7 +234,7 @@ class ZmqLink:
         sources = self._channels[:, loop.SOURCE].tolist()
         # Each is tried, also after one that has not come.
         if all([p.lock(s, deadline) for p, s in zip(self._incoming, sources, strict=False)]):
-            self._doorkeeper.close()
+            self._authenticator.close()
 
     @property
     def is_encrypted(self) -> bool:
@@ -380,7 +380,7 @@ class ZmqLink:
             self._incoming[channel].read_events()
             arrived = self._arrived_bytes(channel)
         if arrived is None:
-            # Unknown counts as wet: a link that is merely slow must not look dead.
+            # Unknown counts as in flight: a link that is merely slow must not look dead.
             self._dry = None
         elif (
             self._dry is None
@@ -679,7 +679,7 @@ class ZmqLink:
         """Say goodbye to the ranks ahead and free everything; at most about a second."""
         if self._context.closed:
             return
-        self._doorkeeper.close()
+        self._authenticator.close()
         if not self._has_failed:  # otherwise an abort has said more
             self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing), _LINGER_S)
         # libzmq lets go of what it has encrypted before that has left.
@@ -698,7 +698,7 @@ def distances(size: int, streams: int) -> tuple[int, ...]:
 
 
 def _domain(channel: int) -> str:
-    """What the doorkeeper knows the port of `channel` by."""
+    """What the authenticator knows the port of `channel` by."""
     return f"data.{channel}"
 
 

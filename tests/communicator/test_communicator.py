@@ -301,7 +301,7 @@ def test_exception_in_the_middle_of_a_collective_breaks_the_ring(monkeypatch):
         raise KeyboardInterrupt
 
     with Communicator(Config()) as comm:
-        monkeypatch.setattr(comm._ring, "barrier", interrupt)
+        monkeypatch.setattr(comm._collectives, "barrier", interrupt)
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
         with pytest.raises(PeerLostError, match="interrupted in a collective by KeyboardInterrupt"):

@@ -75,11 +75,11 @@ ring = join()
 
 def is_there():
     if PLACE == "in shared memory":
-        link, facts = ring._ring._link, shm._Facts()
+        link, facts = ring._collectives._link, shm._Facts()
         link._functions["shm_look"](link._group, ctypes.addressof(facts))
         return 1 <= facts.step < facts.steps - 1
     step = {{"in reduce-scatter": SIZE - 2, "in all-gather": SIZE}}[PLACE]
-    return ring._ring._link._state[loop.STEP] == step
+    return ring._collectives._link._state[loop.STEP] == step
 
 def die():
     say("dies", at=time.monotonic())

@@ -83,10 +83,10 @@ def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Pa
             def fail(*_):
                 raise RuntimeError("a bug")
             watchers = [t for t in threading.enumerate() if "ringreduce watch" in t.name]
-            beat, Watcher._beat = Watcher._beat, fail
+            send, Watcher._send_heartbeat = Watcher._send_heartbeat, fail
             for watcher in watchers:
                 watcher.join(10)
-            Watcher._beat = beat
+            Watcher._send_heartbeat = send
             say("ended", watchers=[w.is_alive() for w in watchers])
         attempt("call", lambda: until_error(ring.barrier))
         del ring

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringreduce.communicator import communicator as communicator_module
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.communicator import communicator as communicator_module
-from ringreduce.effects import handover, native
-from ringreduce.effects.handover import BucketItem
+from ringreduce.effects import handoff, native
+from ringreduce.effects.handoff import BucketItem
 from ringreduce.engine.engine import Engine, Work
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
@@ -32,7 +32,7 @@ from ringreduce.vocabulary.errors import (
     PeerTimeoutError,
     RingReduceError,
 )
-from tests.effects.test_handover import (
+from tests.effects.test_handoff import (
     DONE,
     FAILED,
     Plan,
@@ -41,7 +41,7 @@ from tests.effects.test_handover import (
     start,
     until_it_waits,
 )
-from tests.effects.test_handover import wait as wait_for_bucket
+from tests.effects.test_handoff import wait as wait_for_bucket
 from tests.processes import wait_until
 from tests.rings import Ring, assert_lost
 
@@ -85,7 +85,7 @@ class Gate:
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine of no ring; its `errors` are those that would have broken one."""
     if request.param == "plain":
-        monkeypatch.setattr(handover, "library", lambda: None)
+        monkeypatch.setattr(handoff, "library", lambda: None)
     elif native.library() is None:
         pytest.skip(native.why_missing())
     made, _ = new_engine()
@@ -453,7 +453,7 @@ class TestBuckets:
 def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`ring_of_threads` over each transport, and with the queue that needs no library."""
     if request.param == "plain":
-        monkeypatch.setattr(handover, "library", lambda: None)
+        monkeypatch.setattr(handoff, "library", lambda: None)
     elif native.library() is None:
         pytest.skip(native.why_missing())
     transport = "shm" if request.param == "shm" else "zmq"
@@ -465,9 +465,9 @@ SIZES = [1, 2, 3]
 
 def until_running(comm: Communicator, call: Callable[[], Work[Any]]) -> Work[Any]:
     """Hand work over; return once the engine is in the midst of it."""
-    before = comm._ring.sequence
+    before = comm._collectives.sequence
     work = call()
-    wait_until(lambda: comm._ring.sequence > before, "the collective to begin", DEADLINE_S)
+    wait_until(lambda: comm._collectives.sequence > before, "the collective to begin", DEADLINE_S)
     return work
 
 
@@ -688,7 +688,7 @@ def test_threads_that_wait_for_buckets_are_told_though_no_rank_can_be(monkeypatc
         start(plan.number, 1)
         waiting = in_thread(lambda: wait_for_bucket(plan.number, 1))
         until_it_waits(waiting)
-        monkeypatch.setattr(comm._ring, "abort", lambda cause: failing(OSError("no"))())
+        monkeypatch.setattr(comm._collectives, "abort", lambda cause: failing(OSError("no"))())
         with pytest.raises(OSError, match="no"):
             comm.fail(MismatchError("has other gradients"))
         assert waiting.result(DEADLINE_S).why == "has other gradients."
@@ -802,9 +802,9 @@ def test_process_ends_though_a_peer_never_answers(tmp_path: Path, transport: str
     ring = join()
     say("ready")
     if RANK == 0:
-        before = ring._ring.sequence
+        before = ring._collectives.sequence
         work = [ring.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
-        while ring._ring.sequence == before:
+        while ring._collectives.sequence == before:
             os.sched_yield()
     else:
         hold()
@@ -823,7 +823,7 @@ FORK = """
 import os, sys, threading
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config
-from tests.effects.test_handover import Plan, in_thread, start, until_it_waits, wait
+from tests.effects.test_handoff import Plan, in_thread, start, until_it_waits, wait
 
 comm = Communicator(Config())
 plan = Plan(comm.engine.native, 2)

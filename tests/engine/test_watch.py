@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 from ringreduce.effects.recorder import Recorder
-from ringreduce.engine.engine import watch
+from ringreduce.engine import watch
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure import liveness
-from ringreduce.pure.liveness import Beats, News
+from ringreduce.pure.liveness import Heartbeats, News
 from ringreduce.transport.base import Flow
 from ringreduce.transport.control import Control
 from ringreduce.transport.news import write_news
@@ -72,8 +72,8 @@ class Scripted:
 
 def play(
     monkeypatch: pytest.MonkeyPatch, turns: Sequence[Turn], flow: Flow
-) -> tuple[list[RingReduceError], list[Beats]]:
-    """What a watcher tells that meets `turns`, and the beats that it sends."""
+) -> tuple[list[RingReduceError], list[Heartbeats]]:
+    """What a watcher tells that meets `turns`, and the heartbeats that it sends."""
     control = Scripted(turns)
     clock = SimpleNamespace(monotonic=lambda: control.turn.at_s)
     monkeypatch.setattr(watch, "time", clock)
@@ -94,7 +94,7 @@ def play(
     watcher.leave(0, "")
     watcher.join()
     said = [liveness.decode(word, 2) for word in control.said]
-    return told, [message for message in said if isinstance(message, Beats)]
+    return told, [message for message in said if isinstance(message, Heartbeats)]
 
 
 def test_a_loss_that_was_none_does_not_cut_short_the_patience_with_a_later_one(
@@ -124,6 +124,6 @@ def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_c
 ) -> None:
     flow = Flow(sent=((1, 0, 7),))
     turns = [Turn(0.0), Turn(0.5), Turn(1.1), Turn(1.6)]
-    _, beats = play(monkeypatch, turns, flow)
-    quiet_s = [message.beats[0][0].sent[0].quiet_s for message in beats]
+    _, heartbeats = play(monkeypatch, turns, flow)
+    quiet_s = [message.heartbeats[0][0].sent[0].quiet_s for message in heartbeats]
     assert quiet_s == pytest.approx([0.0, 0.5, 0.0, 0.5])

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from ringreduce.pure.liveness import (
-    BEAT_S,
+    HEARTBEAT_S,
     SILENT_S,
-    Beat,
-    Beats,
     Board,
+    Heartbeat,
+    Heartbeats,
     Left,
     Message,
     News,
@@ -33,8 +33,10 @@ class Here:
     since_s: float = 10.0
 
 
-def beat(rank: int, number: int = 1, calls: int = 5, operation: str = "all_reduce") -> Beat:
-    return Beat(rank, number, calls, operation, 0.5)
+def heartbeat(
+    rank: int, number: int = 1, calls: int = 5, operation: str = "all_reduce"
+) -> Heartbeat:
+    return Heartbeat(rank, number, calls, operation, 0.5)
 
 
 def board(size: int = 3, now_s: float = 10.0) -> Board:
@@ -44,8 +46,10 @@ def board(size: int = 3, now_s: float = 10.0) -> Board:
 @pytest.mark.parametrize(
     "message",
     [
-        Beats(((beat(0), 0.0), (beat(2), 1.5))),
-        Beats(((Beat(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1)), 0.0),)),
+        Heartbeats(((heartbeat(0), 0.0), (heartbeat(2), 1.5))),
+        Heartbeats(
+            ((Heartbeat(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1)), 0.0),)
+        ),
         News(b"cause"),
         Left(1, 7, "ValueError: x"),
         Seen(),
@@ -57,23 +61,23 @@ def test_a_message_arrives_as_it_was(message: Message) -> None:
 
 def test_the_longest_message_fits_the_limit() -> None:
     sent = tuple(Sent(63, 95, 1 << 60, 1e8) for _ in range(96))
-    one = Beat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, sent[:16], Wait(1, 1, 1 << 60, 1e8))
+    one = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, sent[:16], Wait(1, 1, 1 << 60, 1e8))
     for size in (2, 64, 512):
-        beats = Beats(tuple((one, 1e8) for _ in range(size)))
-        assert len(encode(beats)) <= message_bytes_max(size)
+        heartbeats = Heartbeats(tuple((one, 1e8) for _ in range(size)))
+        assert len(encode(heartbeats)) <= message_bytes_max(size)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Beats(((beat(3), 0.0),)),
-        Beats(tuple((beat(0), 0.0) for _ in range(4))),
-        Beats(((Beat(0, 1, 1, "", 0.0, 0.0, (Sent(3, 0, 0, 0.0),)), 0.0),)),
-        Beats(((Beat(0, 1, 1, "", 0.0, 0.0, (), Wait(9, 0, 0, 0.0)), 0.0),)),
+        Heartbeats(((heartbeat(3), 0.0),)),
+        Heartbeats(tuple((heartbeat(0), 0.0) for _ in range(4))),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (Sent(3, 0, 0, 0.0),)), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (), Wait(9, 0, 0, 0.0)), 0.0),)),
         Left(3, 0),
-        Beats(((Beat(0, -1, 1, "", 0.0), 0.0),)),
-        Beats(((Beat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
-        Beats(((Beat(0, 1, 1, "", float("nan")), 0.0),)),
+        Heartbeats(((Heartbeat(0, -1, 1, "", 0.0), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "", float("nan")), 0.0),)),
         News(bytes(1 << 16)),
         Left(0, 0, "x" * 5000),
     ],
@@ -91,28 +95,28 @@ def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
 
 def test_the_latest_beat_counts_whichever_way_it_came() -> None:
     known = board()
-    known.hear(beat(1, number=7, calls=9), 0.1, 10.5)
-    known.hear(beat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
+    known.hear(heartbeat(1, number=7, calls=9), 0.1, 10.5)
+    known.hear(heartbeat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
     latest = known.latest(1, 10.6)
     assert latest is not None
     assert latest[0].calls == 9
     assert latest[1] == pytest.approx(0.2)
-    known.hear(beat(0, number=99), 0.0, 10.6)  # our own, back again
+    known.hear(heartbeat(0, number=99), 0.0, 10.6)  # our own, back again
     assert known.latest(0, 10.6) is None
 
 
 def test_ages_add_up_on_the_way() -> None:
     far, near = Board(2, 4, 0.0), Board(1, 4, 100.0)
-    far.hear(beat(3), 0.0, 5.0)
-    [(passed_on, age_s)] = far.beats(5.25)
+    far.hear(heartbeat(3), 0.0, 5.0)
+    [(passed_on, age_s)] = far.heartbeats(5.25)
     near.hear(passed_on, age_s, 101.0)
     assert near.silent_s(3, 101.0) == pytest.approx(0.25)
 
 
 def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
     known = board()
-    known.hear(beat(1), 0.0, 10.1)
-    known.hear(beat(2, operation=""), 0.0, 12.1)
+    known.hear(heartbeat(1), 0.0, 10.1)
+    known.hear(heartbeat(2, operation=""), 0.0, 12.1)
     suspicion = known.suspect(Here(), 12.2)
     assert suspicion is not None
     assert (suspicion.rank, suspicion.kind) == (1, "silent")
@@ -135,18 +139,18 @@ def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
     assert known.is_silent(1, now)
     assert known.is_silent(7, now)
     assert not known.is_silent(4, now)
-    assert known.is_silent(4, now + 3 * BEAT_S)
+    assert known.is_silent(4, now + 3 * HEARTBEAT_S)
 
 
 @pytest.mark.parametrize(
     ("other", "kind", "words"),
     [
-        (beat(1, operation=""), "user code", "is alive and has been in user code for 0.6 s"),
-        (beat(1, calls=4), "behind", "is alive and still in all_reduce after 4 calls"),
-        (beat(1, operation="barrier"), "elsewhere", "is in barrier after 5 calls instead"),
+        (heartbeat(1, operation=""), "user code", "is alive and has been in user code for 0.6 s"),
+        (heartbeat(1, calls=4), "behind", "is alive and still in all_reduce after 4 calls"),
+        (heartbeat(1, operation="barrier"), "elsewhere", "is in barrier after 5 calls instead"),
     ],
 )
-def test_a_live_rank_is_suspected_for_where_it_is(other: Beat, kind: str, words: str) -> None:
+def test_a_live_rank_is_suspected_for_where_it_is(other: Heartbeat, kind: str, words: str) -> None:
     known = board(2)
     known.hear(other, 0.0, 11.0)
     suspicion = known.suspect(Here(), 11.1)
@@ -155,8 +159,10 @@ def test_a_live_rank_is_suspected_for_where_it_is(other: Beat, kind: str, words:
     assert words in suspicion.text
 
 
-@pytest.mark.parametrize("other", [beat(1), beat(1, calls=6), beat(1, calls=6, operation="")])
-def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Beat) -> None:
+@pytest.mark.parametrize(
+    "other", [heartbeat(1), heartbeat(1, calls=6), heartbeat(1, calls=6, operation="")]
+)
+def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Heartbeat) -> None:
     known = board(2)
     known.hear(other, 0.0, 11.0)
     assert known.suspect(Here(), 11.1) is None
@@ -164,14 +170,14 @@ def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Beat) -> N
 
 def test_what_was_said_before_the_call_began_says_nothing_of_it() -> None:
     known = board(2)
-    known.hear(beat(1, operation=""), 0.0, 9.9)
+    known.hear(heartbeat(1, operation=""), 0.0, 9.9)
     assert known.suspect(Here(), 10.3) is None
 
 
 def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named() -> None:
     known = board(4)
     for rank, calls in ((1, 5), (2, 3), (3, 4)):
-        known.hear(beat(rank, calls=calls, operation=""), 0.0, 11.0)
+        known.hear(heartbeat(rank, calls=calls, operation=""), 0.0, 11.0)
     suspicion = known.suspect(Here(), 11.1)
     assert suspicion is not None
     assert suspicion.rank == 2
@@ -197,7 +203,7 @@ def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> No
     assert board(3).hears_nobody(10.0 + 2 * SILENT_S)
     assert not board(2).hears_nobody(10.0 + 2 * SILENT_S)
     known = board(3)
-    known.hear(beat(2), 0.0, 12.0)
+    known.hear(heartbeat(2), 0.0, 12.0)
     assert not known.hears_nobody(12.1)
 
 
@@ -218,8 +224,8 @@ def test_a_connection_is_dead_when_what_was_sent_does_not_come(
 
 
 def test_both_ends_find_a_dead_connection() -> None:
-    sender = Beat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
-    receiver = Beat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
+    sender = Heartbeat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
+    receiver = Heartbeat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
     known = Board(1, 2, 10.0)
     known.hear(sender, 0.1, 11.0)
     assert known.dead(receiver, 2.0, 11.0) == (0, 1)
@@ -234,7 +240,7 @@ def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
     known = board(4)
     for rank, done in ((1, 0.5), (2, 0.25), (3, 0.0)):
         calls = 4 if rank == 3 else 5
-        known.hear(Beat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
+        known.hear(Heartbeat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
     slowest = known.slowest(Here(), 0.6)
     assert slowest is not None
     assert slowest.rank == 2
@@ -247,6 +253,6 @@ def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
 ) -> None:
     # It waited for long, said so, and was stopped as soon as the frame was on its way.
     known = board(2, 0.0)
-    known.hear(Beat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
-    own = Beat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
+    known.hear(Heartbeat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
+    own = Heartbeat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
     assert known.dead(own, 0.5, 10.0) == dead

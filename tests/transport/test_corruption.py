@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ringreduce import testing
-from ringreduce.communicator.communicator import formation
+from ringreduce.communicator import formation
 from ringreduce.pure import wire
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import CorruptionError, RingReduceError

@@ -19,13 +19,13 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door
 from ringreduce.transport.address import is_loopback, listens_on_loopback
-from ringreduce.transport.security import Doorkeeper, Security
+from ringreduce.transport.security import Authenticator, Security
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError, RingReduceError
 
 SECRET = "correct horse battery staple"
 # Nobody is let in or told no in more than a few milliseconds; a refusal is the absence of news.
-# Longer than libzmq waits for a handshake: who asks while the doorkeeper goes is refused then.
+# Longer than libzmq waits for a handshake: who asks while the authenticator goes is refused then.
 _SOON_MS = 15_000
 
 
@@ -43,7 +43,7 @@ class Port:
 
     def __init__(self, security: Security) -> None:
         self.context = zmq.Context()
-        self.doorkeeper: Doorkeeper = security.doorkeeper(self.context)
+        self.authenticator: Authenticator = security.authenticator(self.context)
         self.socket = self.context.socket(zmq.PULL)
         security.serve(self.socket, "data")
         self.socket.setsockopt(zmq.RCVTIMEO, _SOON_MS)
@@ -53,7 +53,7 @@ class Port:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.doorkeeper.close()
+        self.authenticator.close()
         self.context.destroy(linger=0)
 
     @contextlib.contextmanager
@@ -106,22 +106,22 @@ def is_encrypted(request: pytest.FixtureRequest) -> bool:
 def test_the_rank_that_is_due_is_let_in_and_named(is_encrypted: bool) -> None:
     first, second, _ = members(3, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
             assert visitor.is_admitted()
             visitor.socket.send(b"hello")
             frame = port.socket.recv(copy=False)
         assert frame.bytes == b"hello"
         assert frame.get("User-Id") == "1"
-        assert port.doorkeeper.refused == 0
+        assert port.authenticator.refused == 0
 
 
 def test_a_rank_that_is_not_due_there_is_refused(is_encrypted: bool) -> None:
     first, _, third = members(3, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         assert not port.admits(lambda socket: third.join(socket, 0))
-        assert port.doorkeeper.refused == 1
+        assert port.authenticator.refused == 1
 
 
 @pytest.mark.parametrize("other", [{"secret": "another one altogether"}, {"job_id": "theirs"}, {}])
@@ -130,7 +130,7 @@ def test_a_rank_of_another_ring_is_refused(is_encrypted: bool, other: dict[str, 
     first, _ = members(2, is_encrypted=is_encrypted)
     _, stranger = members(2, is_encrypted=is_encrypted, **other)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         assert not port.admits(lambda socket: stranger.join(socket, 0))
 
 
@@ -145,7 +145,7 @@ def test_a_key_made_up_on_the_way_is_refused() -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, private)
 
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         assert not port.admits(prepare)
 
 
@@ -158,7 +158,7 @@ def test_without_a_key_nobody_is_let_in(is_encrypted: bool, mechanism: str) -> N
 
     first, _ = members(2, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         assert not port.admits(prepare)
 
 
@@ -166,10 +166,10 @@ def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(is_encrypted
     first, second, third = members(3, is_encrypted=is_encrypted)
     with Port(first) as port, port.attempt(lambda socket: second.join(socket, 0)) as early:
         # A stranger who is answered shows that the one before has been heard, and is not.
-        port.doorkeeper.allow("other", [1])
+        port.authenticator.allow("other", [1])
         assert not early.events.poll(200)
         with port.attempt(lambda socket: third.join(socket, 0)) as wrong:
-            port.doorkeeper.allow("data", [1])
+            port.authenticator.allow("data", [1])
             assert early.is_admitted()
             assert not wrong.is_admitted()
 
@@ -180,13 +180,13 @@ def test_waiting_comes_to_an_end() -> None:
         assert not port.admits(lambda socket: second.join(socket, 0))
 
 
-def test_after_the_doorkeeper_has_gone_nobody_is_let_in(is_encrypted: bool) -> None:
+def test_after_the_authenticator_has_gone_nobody_is_let_in(is_encrypted: bool) -> None:
     first, second = members(2, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         with port.attempt(lambda socket: second.join(socket, 0)) as inside:
             assert inside.is_admitted()
-            port.doorkeeper.close()
+            port.authenticator.close()
             assert not port.admits(lambda socket: second.join(socket, 0))
             inside.socket.send(b"still here")
             assert port.socket.recv() == b"still here"
@@ -197,7 +197,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
     assert first.mechanism == "NULL"
     assert first.public == ""
     with Port(first) as port:
-        port.doorkeeper.allow("data", [])
+        port.authenticator.allow("data", [])
         assert port.admits(lambda socket: second.join(socket, 0))
 
 
@@ -218,7 +218,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
 def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: list[bytes]) -> None:
     first, second = members(2)
     with Port(first) as port:
-        port.doorkeeper.allow("data", [1])
+        port.authenticator.allow("data", [1])
         asking = port.context.socket(zmq.DEALER)
         asking.setsockopt(zmq.RCVTIMEO, _SOON_MS)
         asking.connect("inproc://zeromq.zap.01")
@@ -232,10 +232,10 @@ def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: li
 def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
     first, second = members(2)
     with Port(first) as port, caplog.at_level(logging.WARNING):
-        port.doorkeeper.allow("data", [])
+        port.authenticator.allow("data", [])
         for _ in range(30):
             assert not port.admits(lambda socket: second.join(socket, 0))
-        assert port.doorkeeper.refused == 30
+        assert port.authenticator.refused == 30
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 8
     assert "refused a connection from 127.0.0.1 without the key" in lines[0]
@@ -347,11 +347,11 @@ def test_announced_addresses_on_loopback(address: str, holds: bool) -> None:
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_ring_with_a_secret_reduces_and_is_shut(encryption: str, streams: int) -> None:
     def work(comm: Communicator) -> tuple[float, bool]:
-        link = comm._ring._link  # type: ignore[attr-defined]
+        link = comm._collectives._link  # type: ignore[attr-defined]
         array = np.ones(300_000)
         comm.all_reduce(array)
         comm.barrier()
-        return float(array.max()), link._doorkeeper._thread is None
+        return float(array.max()), link._authenticator._thread is None
 
     settings: dict[str, Any] = {"transport": "zmq", "encryption": encryption, "streams": streams}
     assert ring_of_threads(3, work, **settings) == [(3.0, True)] * 3

@@ -210,7 +210,7 @@ def test_statistics_in_another_thread_do_not_outlive_the_memory(monkeypatch):
 
     def work(comm: Communicator) -> None:
         if comm.rank == 0:
-            link = comm._ring._link
+            link = comm._collectives._link
             look, free = link._functions["shm_look"], link._functions["shm_free"]
 
             def slow_look(*arguments: object) -> None:
@@ -242,7 +242,7 @@ def test_statistics_do_not_disturb_a_call_that_runs_in_another_thread():
     """What the call has found (progress, and who is late) is its own."""
 
     def work(comm: Communicator) -> None:
-        link = comm._ring._link
+        link = comm._collectives._link
         found = link._look()
         found.progress = 12345
         comm.statistics()
@@ -548,7 +548,7 @@ COUNT = {count}
 for number in range(len(CONFIGS)):
     ring = join(number)
     data, other = ring.empty(COUNT), ring.empty(1000)
-    segments, heap = ring._ring._link._segments, ring._ring._link._heap
+    segments, heap = ring._collectives._link._segments, ring._collectives._link._heap
     data[:] = 0
     def call():
         ring.all_reduce(data)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ringreduce.collectives.host import Host
 from ringreduce.collectives.ring import Ring
+from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
@@ -29,7 +29,7 @@ from ringreduce.transport.base import Flow, Traffic
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-__all__ = ["Levels"]
+__all__ = ["HierarchicalCollectives"]
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
 _HALF_BLOCK = 1 << 22
@@ -37,7 +37,7 @@ _HALF_BLOCK = 1 << 22
 _SLICE_BYTES_MIN = 16384
 
 
-class Levels:
+class HierarchicalCollectives:
     """The collectives of one rank of a job on several hosts.
 
     Args:
@@ -47,7 +47,9 @@ class Levels:
         rank: this one, among all.
     """
 
-    def __init__(self, host: Host, ring: Ring | None, placement: Placement, rank: int) -> None:
+    def __init__(
+        self, host: SharedMemoryCollectives, ring: Ring | None, placement: Placement, rank: int
+    ) -> None:
         self._host, self._ring = host, ring
         self._hosts = placement.hosts
         self._lanes = placement.lanes

@@ -3,7 +3,7 @@
 #include "ringreduce.h"
 
 #include "check.h"
-#include "handover.h"
+#include "handoff.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -18,21 +18,21 @@ static char why[RR_WHY_BYTES];
 static const rr_slot SLOTS[] = {{0, 20}, {64, 12}};
 static float memory[BUCKETS][32];
 
-static int64_t registered(rr_handover *handover)
+static int64_t registered(rr_handoff *handoff)
 {
     rr_bucket buckets[BUCKETS];
     int64_t plan = -1;
     for (int i = 0; i < BUCKETS; i++)
         buckets[i] = (rr_bucket){memory[i], sizeof memory[i], SLOTS, NULL, 2, 0};
-    CHECK(rr_handover_register(handover, buckets, BUCKETS, &plan) == RR_DONE);
+    CHECK(rr_handoff_register(handoff, buckets, BUCKETS, &plan) == RR_DONE);
     return plan;
 }
 
-static rr_handover *opened(void)
+static rr_handoff *opened(void)
 {
-    rr_handover *handover = NULL;
-    CHECK(rr_handover_open(&handover) == RR_DONE);
-    return handover;
+    rr_handoff *handoff = NULL;
+    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    return handoff;
 }
 
 static int start(int64_t plan, uint32_t bucket, float value)
@@ -43,14 +43,14 @@ static int start(int64_t plan, uint32_t bucket, float value)
     for (int i = 0; i < 3; i++)
         second[i] = -value;
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
-    return rr_handover_start(plan, bucket, parts, 2, why);
+    return rr_handoff_start(plan, bucket, parts, 2, why);
 }
 
 static int wait_for(int64_t plan, uint32_t bucket, float *value)
 {
     float first[5] = {0}, second[3] = {0};
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
-    int code = rr_handover_wait(plan, bucket, parts, 2, why);
+    int code = rr_handoff_wait(plan, bucket, parts, 2, why);
     for (int i = 0; i < 5 && code == RR_DONE; i++)
         CHECK(first[i] == first[0] && second[i % 3] == -first[0]);
     *value = first[0];
@@ -60,29 +60,29 @@ static int wait_for(int64_t plan, uint32_t bucket, float *value)
 /* The engine: doubles what it gets, and fails on a complaint. */
 static void *engine(void *argument)
 {
-    rr_handover *handover = argument;
+    rr_handoff *handoff = argument;
     rr_item item;
     uint32_t expected = 0;
-    while (rr_handover_take(handover, &item) == RR_DONE) {
+    while (rr_handoff_take(handoff, &item) == RR_DONE) {
         if (item.kind == RR_ITEM_BUCKET) {
             CHECK(item.bucket == expected);
             expected = (expected + 1) % BUCKETS;
             for (int i = 0; i < 32; i++)
                 memory[item.bucket][i] *= 2;
         } else if (item.kind == RR_ITEM_COMPLAINT) {
-            rr_handover_fail(handover, "out of turn");
+            rr_handoff_fail(handoff, "out of turn");
         }
-        rr_handover_finish(handover, NULL);
+        rr_handoff_finish(handoff, NULL);
     }
     return NULL;
 }
 
 static void test_rounds(void)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, engine, handover) == 0);
+    CHECK(pthread_create(&thread, NULL, engine, handoff) == 0);
     for (int round = 0; round < ROUNDS; round++) {
         memset(memory, 0x7f, sizeof memory); /* whatever lies in the padding must go */
         /* Against plan order: the engine gets them in plan order all the same. */
@@ -95,24 +95,24 @@ static void test_rounds(void)
             CHECK(memory[i][5] == 0 && memory[i][15] == 0 && memory[i][31] == 0);
         }
     }
-    CHECK(rr_handover_wait_idle(handover, 1000) == 1);
-    CHECK(rr_handover_unregister(plan) == RR_DONE);
-    CHECK(start(plan, 0, 1) == RR_HANDOVER_MISUSED && strstr(why, "given up") != NULL);
-    rr_handover_close(handover, "closed");
+    CHECK(rr_handoff_wait_idle(handoff, 1000) == 1);
+    CHECK(rr_handoff_unregister(plan) == RR_DONE);
+    CHECK(start(plan, 0, 1) == RR_HANDOFF_MISUSED && strstr(why, "given up") != NULL);
+    rr_handoff_close(handoff, "closed");
     pthread_join(thread, NULL);
 }
 
 static void test_queue_is_first_in_first_out(void)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover), other = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff), other = registered(handoff);
     rr_item item;
     CHECK(start(plan, 0, 1) == RR_DONE);
-    CHECK(rr_handover_post(handover, 7) == RR_DONE);
+    CHECK(rr_handoff_post(handoff, 7) == RR_DONE);
     CHECK(start(plan, 2, 1) == RR_DONE); /* has to wait for bucket 1 */
     CHECK(start(other, 0, 1) == RR_DONE);
     CHECK(start(plan, 1, 1) == RR_DONE);
-    CHECK(rr_handover_wait_idle(handover, 1) == 0);
+    CHECK(rr_handoff_wait_idle(handoff, 1) == 0);
     const struct {
         int kind;
         int64_t number;
@@ -122,79 +122,79 @@ static void test_queue_is_first_in_first_out(void)
         {RR_ITEM_BUCKET, plan, 1}, {RR_ITEM_BUCKET, plan, 2},
     };
     for (int i = 0; i < 5; i++) {
-        CHECK(rr_handover_take(handover, &item) == RR_DONE);
-        CHECK(rr_handover_wait_idle(handover, 1) == 0);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
+        CHECK(rr_handoff_wait_idle(handoff, 1) == 0);
         CHECK(item.kind == expected[i].kind);
         CHECK(item.kind == RR_ITEM_JOB ? item.job == 7 : item.plan == expected[i].number);
         CHECK(item.kind == RR_ITEM_JOB || item.bucket == expected[i].bucket);
-        rr_handover_finish(handover, NULL);
+        rr_handoff_finish(handoff, NULL);
     }
-    CHECK(rr_handover_wait_idle(handover, 1) == 1);
-    CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
-    rr_handover_close(handover, "closed");
-    CHECK(rr_handover_post(handover, 8) == RR_HANDOVER_CLOSED);
+    CHECK(rr_handoff_wait_idle(handoff, 1) == 1);
+    CHECK(rr_handoff_unregister(plan) == RR_HANDOFF_BUSY);
+    rr_handoff_close(handoff, "closed");
+    CHECK(rr_handoff_post(handoff, 8) == RR_HANDOFF_CLOSED);
 }
 
 /* A round that has failed never ends, but its plan need not stay for that. */
 static void test_failed_plan_can_be_forgotten_once_nothing_is_taken(void)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover), other = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff), other = registered(handoff);
     rr_item item;
     float value;
     CHECK(start(plan, 0, 1) == RR_DONE && start(plan, 1, 1) == RR_DONE);
     CHECK(start(other, 0, 1) == RR_DONE);
-    CHECK(rr_handover_take(handover, &item) == RR_DONE && item.plan == plan);
-    CHECK(rr_handover_unregister(other) == RR_HANDOVER_BUSY);
-    rr_handover_fail(handover, "failed");
-    CHECK(rr_handover_unregister(other) == RR_DONE);
-    CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
-    rr_handover_finish(handover, NULL);
-    CHECK(rr_handover_unregister(plan) == RR_DONE);
-    CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_FAILED && strcmp(why, "failed") == 0);
-    CHECK(start(other, 0, 1) == RR_HANDOVER_FAILED);
-    rr_handover_close(handover, "closed");
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.plan == plan);
+    CHECK(rr_handoff_unregister(other) == RR_HANDOFF_BUSY);
+    rr_handoff_fail(handoff, "failed");
+    CHECK(rr_handoff_unregister(other) == RR_DONE);
+    CHECK(rr_handoff_unregister(plan) == RR_HANDOFF_BUSY);
+    rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_unregister(plan) == RR_DONE);
+    CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_FAILED && strcmp(why, "failed") == 0);
+    CHECK(start(other, 0, 1) == RR_HANDOFF_FAILED);
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_what_does_not_fit_is_refused(void)
 {
-    rr_handover *handover = opened();
+    rr_handoff *handoff = opened();
     float value;
-    int64_t plan = registered(handover);
-    CHECK(start(plan + 1000, 0, 1) == RR_HANDOVER_MISUSED && strstr(why, "no such plan") != NULL);
-    CHECK(start(-1, 0, 1) == RR_HANDOVER_MISUSED);
-    CHECK(start(plan, BUCKETS, 1) == RR_HANDOVER_MISUSED && strstr(why, "no such bucket") != NULL);
-    CHECK(rr_handover_unregister(-5) == RR_HANDOVER_MISUSED);
+    int64_t plan = registered(handoff);
+    CHECK(start(plan + 1000, 0, 1) == RR_HANDOFF_MISUSED && strstr(why, "no such plan") != NULL);
+    CHECK(start(-1, 0, 1) == RR_HANDOFF_MISUSED);
+    CHECK(start(plan, BUCKETS, 1) == RR_HANDOFF_MISUSED && strstr(why, "no such bucket") != NULL);
+    CHECK(rr_handoff_unregister(-5) == RR_HANDOFF_MISUSED);
     rr_part parts[] = {{&value, 4}, {&value, 12}};
-    CHECK(rr_handover_start(plan, 0, parts, 1, why) == RR_HANDOVER_MISUSED);
+    CHECK(rr_handoff_start(plan, 0, parts, 1, why) == RR_HANDOFF_MISUSED);
     CHECK(strstr(why, "number of gradients") != NULL);
-    CHECK(rr_handover_start(plan, 0, parts, 2, why) == RR_HANDOVER_MISUSED);
+    CHECK(rr_handoff_start(plan, 0, parts, 2, why) == RR_HANDOFF_MISUSED);
     CHECK(strstr(why, "another size") != NULL);
-    CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_MISUSED && strstr(why, "not started") != NULL);
+    CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_MISUSED && strstr(why, "not started") != NULL);
     const rr_slot beyond[] = {{120, 12}}, crossing[] = {{0, 20}, {16, 4}};
     const rr_bucket wrong[] = {{memory, 128, beyond, NULL, 1, 0},
                                {memory, 128, crossing, NULL, 2, 0}};
-    CHECK(rr_handover_register(handover, &wrong[0], 1, &plan) == -EINVAL);
-    CHECK(rr_handover_register(handover, &wrong[1], 1, &plan) == -EINVAL);
-    rr_handover_close(handover, "closed");
+    CHECK(rr_handoff_register(handoff, &wrong[0], 1, &plan) == -EINVAL);
+    CHECK(rr_handoff_register(handoff, &wrong[1], 1, &plan) == -EINVAL);
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_second_start_breaks_everything(void)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover), other = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff), other = registered(handoff);
     float value;
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, engine, handover) == 0);
+    CHECK(pthread_create(&thread, NULL, engine, handoff) == 0);
     CHECK(start(plan, 0, 1) == RR_DONE);
     CHECK(wait_for(plan, 0, &value) == RR_DONE);
-    CHECK(start(plan, 0, 1) == RR_HANDOVER_FAILED && strcmp(why, "out of turn") == 0);
-    CHECK(wait_for(plan, 0, &value) == RR_HANDOVER_FAILED);
-    CHECK(start(other, 0, 1) == RR_HANDOVER_FAILED && strcmp(why, "out of turn") == 0);
-    rr_handover_close(handover, "closed");
+    CHECK(start(plan, 0, 1) == RR_HANDOFF_FAILED && strcmp(why, "out of turn") == 0);
+    CHECK(wait_for(plan, 0, &value) == RR_HANDOFF_FAILED);
+    CHECK(start(other, 0, 1) == RR_HANDOFF_FAILED && strcmp(why, "out of turn") == 0);
+    rr_handoff_close(handoff, "closed");
     pthread_join(thread, NULL);
     /* What went wrong first is what a latecomer should read. */
-    CHECK(start(plan, 0, 1) == RR_HANDOVER_CLOSED && strcmp(why, "out of turn") == 0);
+    CHECK(start(plan, 0, 1) == RR_HANDOFF_CLOSED && strcmp(why, "out of turn") == 0);
 }
 
 struct waiter {
@@ -210,15 +210,15 @@ static void *wait_in_thread(void *argument)
     struct waiter *waiter = argument;
     float first[5], second[3];
     rr_part parts[] = {{first, sizeof first}, {second, sizeof second}};
-    waiter->code = rr_handover_wait(waiter->plan, waiter->bucket, parts, 2, waiter->why);
+    waiter->code = rr_handoff_wait(waiter->plan, waiter->bucket, parts, 2, waiter->why);
     return NULL;
 }
 
 /* All buckets started, nobody reduces, two threads wait; then `end` comes. */
-static void test_waits_end(void (*end)(rr_handover *, const char *), int expected)
+static void test_waits_end(void (*end)(rr_handoff *, const char *), int expected)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
     struct waiter waiters[2];
     for (uint32_t i = 0; i < BUCKETS; i++)
         CHECK(start(plan, i, 1) == RR_DONE);
@@ -226,26 +226,26 @@ static void test_waits_end(void (*end)(rr_handover *, const char *), int expecte
         waiters[i] = (struct waiter){.plan = plan, .bucket = i};
         CHECK(pthread_create(&waiters[i].thread, NULL, wait_in_thread, &waiters[i]) == 0);
     }
-    end(handover, "the end");
+    end(handoff, "the end");
     for (uint32_t i = 0; i < 2; i++) {
         pthread_join(waiters[i].thread, NULL);
         CHECK(waiters[i].code == expected && strcmp(waiters[i].why, "the end") == 0);
     }
-    rr_handover_close(handover, "the end");
+    rr_handoff_close(handoff, "the end");
 }
 
 /* Two threads wait for the one bucket of a plan, which goes as soon as one of them has it. Under
  * the address sanitizer: the other must not look at a plan that is gone. */
 static void test_plan_stays_while_somebody_is_inside(void)
 {
-    rr_handover *handover = opened();
+    rr_handoff *handoff = opened();
     const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, NULL, 2, 0};
     for (int round = 0; round < ROUNDS; round++) {
         int64_t plan = -1;
         rr_item item;
-        CHECK(rr_handover_register(handover, &only, 1, &plan) == RR_DONE);
+        CHECK(rr_handoff_register(handoff, &only, 1, &plan) == RR_DONE);
         CHECK(start(plan, 0, 1) == RR_DONE);
-        CHECK(rr_handover_take(handover, &item) == RR_DONE);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
         struct waiter waiters[2];
         for (uint32_t i = 0; i < 2; i++) {
             waiters[i] = (struct waiter){.plan = plan, .bucket = 0};
@@ -253,18 +253,18 @@ static void test_plan_stays_while_somebody_is_inside(void)
         }
         for (int turn = 0; turn < 50; turn++)
             sched_yield();
-        rr_handover_finish(handover, NULL);
-        while (rr_handover_unregister(plan) != RR_DONE)
+        rr_handoff_finish(handoff, NULL);
+        while (rr_handoff_unregister(plan) != RR_DONE)
             ;
         int done = 0;
         for (uint32_t i = 0; i < 2; i++) {
             pthread_join(waiters[i].thread, NULL);
-            CHECK(waiters[i].code == RR_DONE || waiters[i].code == RR_HANDOVER_MISUSED);
+            CHECK(waiters[i].code == RR_DONE || waiters[i].code == RR_HANDOFF_MISUSED);
             done += waiters[i].code == RR_DONE;
         }
         CHECK(done == 1);
     }
-    rr_handover_close(handover, "closed");
+    rr_handoff_close(handoff, "closed");
 }
 
 /* Somebody who asked to be told, and how he was. */
@@ -291,7 +291,7 @@ static int ask(struct asked *asked, int64_t plan, uint32_t bucket)
 {
     *asked = (struct asked){.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
     rr_part parts[] = {{asked->first, sizeof asked->first}, {asked->second, sizeof asked->second}};
-    return rr_handover_wait_async(plan, bucket, parts, 2, tell, asked, why);
+    return rr_handoff_wait_async(plan, bucket, parts, 2, tell, asked, why);
 }
 
 static int answer(struct asked *asked)
@@ -306,68 +306,68 @@ static int answer(struct asked *asked)
 
 static void test_who_asks_is_told(void)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
     struct asked asked[BUCKETS];
     for (uint32_t i = 0; i < BUCKETS; i++)
         CHECK(start(plan, i, 1 + (float)i) == RR_DONE);
     for (uint32_t i = BUCKETS; i-- > 0;)
-        CHECK(ask(&asked[i], plan, i) == RR_HANDOVER_LATER);
-    CHECK(rr_handover_unregister(plan) == RR_HANDOVER_BUSY);
+        CHECK(ask(&asked[i], plan, i) == RR_HANDOFF_LATER);
+    CHECK(rr_handoff_unregister(plan) == RR_HANDOFF_BUSY);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, engine, handover) == 0);
+    CHECK(pthread_create(&thread, NULL, engine, handoff) == 0);
     for (uint32_t i = 0; i < BUCKETS; i++) {
         CHECK(answer(&asked[i]) == RR_DONE);
         CHECK(asked[i].first[4] == 2 + 2 * (float)i && asked[i].second[2] == -asked[i].first[0]);
     }
-    CHECK(rr_handover_waited_ns(handover) > 0);
+    CHECK(rr_handoff_waited_ns(handoff) > 0);
     for (int round = 0; round < ROUNDS; round++) {
         for (uint32_t i = 0; i < BUCKETS; i++)
             CHECK(start(plan, i, (float)round) == RR_DONE);
         for (uint32_t i = 0; i < BUCKETS; i++) {
             int code = ask(&asked[i], plan, i);
-            CHECK(code == RR_DONE || (code == RR_HANDOVER_LATER && answer(&asked[i]) == RR_DONE));
+            CHECK(code == RR_DONE || (code == RR_HANDOFF_LATER && answer(&asked[i]) == RR_DONE));
             CHECK(asked[i].first[0] == 2 * (float)round);
         }
     }
-    CHECK(ask(&asked[0], plan, 0) == RR_HANDOVER_MISUSED && strstr(why, "not started") != NULL);
-    CHECK(ask(&asked[0], plan, BUCKETS) == RR_HANDOVER_MISUSED);
-    rr_handover_close(handover, "closed");
+    CHECK(ask(&asked[0], plan, 0) == RR_HANDOFF_MISUSED && strstr(why, "not started") != NULL);
+    CHECK(ask(&asked[0], plan, BUCKETS) == RR_HANDOFF_MISUSED);
+    rr_handoff_close(handoff, "closed");
     pthread_join(thread, NULL);
-    CHECK(ask(&asked[0], plan, 0) == RR_HANDOVER_CLOSED && strcmp(why, "closed") == 0);
+    CHECK(ask(&asked[0], plan, 0) == RR_HANDOFF_CLOSED && strcmp(why, "closed") == 0);
 }
 
 /* Two have asked, nobody reduces; when `end` comes they are told. */
-static void test_who_asks_is_told_of_the_end(void (*end)(rr_handover *, const char *), int expected)
+static void test_who_asks_is_told_of_the_end(void (*end)(rr_handoff *, const char *), int expected)
 {
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
     struct asked asked[2];
     for (uint32_t i = 0; i < BUCKETS; i++)
         CHECK(start(plan, i, 1) == RR_DONE);
     for (uint32_t i = 0; i < 2; i++)
-        CHECK(ask(&asked[i], plan, i) == RR_HANDOVER_LATER);
-    end(handover, "the end");
+        CHECK(ask(&asked[i], plan, i) == RR_HANDOFF_LATER);
+    end(handoff, "the end");
     for (uint32_t i = 0; i < 2; i++) {
         /* Before close returns, if it is that. */
-        CHECK(expected != RR_HANDOVER_CLOSED || asked[i].told == 1);
+        CHECK(expected != RR_HANDOFF_CLOSED || asked[i].told == 1);
         CHECK(answer(&asked[i]) == expected && strcmp(asked[i].why, "the end") == 0);
     }
-    if (expected != RR_HANDOVER_CLOSED)
-        rr_handover_close(handover, "the end");
+    if (expected != RR_HANDOFF_CLOSED)
+        rr_handoff_close(handoff, "the end");
 }
 
-/* A bucket of XLA's memory, with the engine when its hand-over is closed: XLA gets that back when
+/* A bucket of XLA's memory, with the engine when its handoff is closed: XLA gets that back when
  * the engine has ended, whether somebody waits for it then or not. */
 static void let_go_and_tell(void *data, int code, const char *text)
 {
-    rr_handover_let_go();
+    rr_handoff_let_go();
     tell(data, code, text);
 }
 
-static void *close_it(void *handover)
+static void *close_it(void *handoff)
 {
-    rr_handover_close(handover, "closed");
+    rr_handoff_close(handoff, "closed");
     return NULL;
 }
 
@@ -376,27 +376,27 @@ static void test_what_is_lent_comes_back_after_a_close(bool is_awaited)
     static float own[6];
     static const rr_slot slot = {0, sizeof own};
     static const rr_bucket lent = {NULL, sizeof own, &slot, NULL, 1, 0};
-    rr_handover *handover = opened();
+    rr_handoff *handoff = opened();
     int64_t plan = -1;
     rr_item item;
     const rr_part part = {own, sizeof own};
     struct asked asked = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
     pthread_t thread;
-    CHECK(rr_handover_register(handover, &lent, 1, &plan) == RR_DONE);
-    CHECK(rr_handover_start(plan, 0, &part, 1, why) == RR_DONE);
-    CHECK(rr_handover_take(handover, &item) == RR_DONE && item.memory == (void *)own);
+    CHECK(rr_handoff_register(handoff, &lent, 1, &plan) == RR_DONE);
+    CHECK(rr_handoff_start(plan, 0, &part, 1, why) == RR_DONE);
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.memory == (void *)own);
     if (is_awaited)
-        CHECK(rr_handover_wait_async(plan, 0, &part, 1, let_go_and_tell, &asked, why) ==
-              RR_HANDOVER_LATER);
-    CHECK(pthread_create(&thread, NULL, close_it, handover) == 0);
+        CHECK(rr_handoff_wait_async(plan, 0, &part, 1, let_go_and_tell, &asked, why) ==
+              RR_HANDOFF_LATER);
+    CHECK(pthread_create(&thread, NULL, close_it, handoff) == 0);
     if (!is_awaited)
         pthread_join(thread, NULL);
-    while (rr_handover_post(handover, 0) != RR_HANDOVER_CLOSED)
+    while (rr_handoff_post(handoff, 0) != RR_HANDOFF_CLOSED)
         sched_yield();
-    rr_handover_finish(handover, NULL);
-    rr_handover_let_go();
+    rr_handoff_finish(handoff, NULL);
+    rr_handoff_let_go();
     if (is_awaited) {
-        CHECK(answer(&asked) == RR_HANDOVER_CLOSED);
+        CHECK(answer(&asked) == RR_HANDOFF_CLOSED);
         pthread_join(thread, NULL);
     }
 }
@@ -404,7 +404,7 @@ static void test_what_is_lent_comes_back_after_a_close(bool is_awaited)
 /* One round of a bucket fails, whoever waits is told why, and the next round is as before. */
 static void test_a_round_may_fail_alone(void)
 {
-    rr_handover *handover = opened();
+    rr_handoff *handoff = opened();
     /* In come 5 and 3 floats, out comes what lies between them. */
     static const rr_slot result = {32, 8};
     const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, &result, 2, 1};
@@ -413,34 +413,34 @@ static void test_a_round_may_fail_alone(void)
     rr_item item;
     float found[2] = {0};
     rr_part part = {found, sizeof found};
-    CHECK(rr_handover_register(handover, &beyond, 1, &plan) == -EINVAL);
-    CHECK(rr_handover_register(handover, &only, 1, &plan) == RR_DONE);
+    CHECK(rr_handoff_register(handoff, &beyond, 1, &plan) == -EINVAL);
+    CHECK(rr_handoff_register(handoff, &only, 1, &plan) == RR_DONE);
     for (int i = 0; i < 3; i++) {
         const char *text = i == 2 ? NULL : "not this time";
         CHECK(start(plan, 0, 1) == RR_DONE);
-        CHECK(rr_handover_take(handover, &item) == RR_DONE);
+        CHECK(rr_handoff_take(handoff, &item) == RR_DONE);
         memory[0][8] = 7;
         memory[0][9] = 8;
-        rr_handover_finish(handover, text);
-        CHECK(rr_handover_wait(plan, 0, &part, 1, why) == (i == 2 ? RR_DONE : RR_HANDOVER_REFUSED));
+        rr_handoff_finish(handoff, text);
+        CHECK(rr_handoff_wait(plan, 0, &part, 1, why) == (i == 2 ? RR_DONE : RR_HANDOFF_REFUSED));
         CHECK(i == 2 || strcmp(why, text) == 0);
     }
     CHECK(found[0] == 7 && found[1] == 8);
     part.nbytes = 4;
     CHECK(start(plan, 0, 1) == RR_DONE);
-    CHECK(rr_handover_wait(plan, 0, &part, 1, why) == RR_HANDOVER_MISUSED);
-    rr_handover_close(handover, "closed");
+    CHECK(rr_handoff_wait(plan, 0, &part, 1, why) == RR_HANDOFF_MISUSED);
+    rr_handoff_close(handoff, "closed");
 }
 
 static void test_long_text_is_cut(void)
 {
     static char text[2 * RR_WHY_BYTES];
-    rr_handover *handover = opened();
-    int64_t plan = registered(handover);
+    rr_handoff *handoff = opened();
+    int64_t plan = registered(handoff);
     memset(text, 'x', sizeof text - 1);
-    rr_handover_fail(handover, text);
-    CHECK(start(plan, 0, 1) == RR_HANDOVER_FAILED && strlen(why) == RR_WHY_BYTES - 1);
-    rr_handover_close(handover, "closed");
+    rr_handoff_fail(handoff, text);
+    CHECK(start(plan, 0, 1) == RR_HANDOFF_FAILED && strlen(why) == RR_WHY_BYTES - 1);
+    rr_handoff_close(handoff, "closed");
 }
 
 int main(void)
@@ -451,14 +451,14 @@ int main(void)
     test_what_does_not_fit_is_refused();
     test_second_start_breaks_everything();
     for (int i = 0; i < 50; i++) {
-        test_waits_end(rr_handover_fail, RR_HANDOVER_FAILED);
-        test_waits_end(rr_handover_close, RR_HANDOVER_CLOSED);
+        test_waits_end(rr_handoff_fail, RR_HANDOFF_FAILED);
+        test_waits_end(rr_handoff_close, RR_HANDOFF_CLOSED);
     }
     test_plan_stays_while_somebody_is_inside();
     test_who_asks_is_told();
     for (int i = 0; i < 50; i++) {
-        test_who_asks_is_told_of_the_end(rr_handover_fail, RR_HANDOVER_FAILED);
-        test_who_asks_is_told_of_the_end(rr_handover_close, RR_HANDOVER_CLOSED);
+        test_who_asks_is_told_of_the_end(rr_handoff_fail, RR_HANDOFF_FAILED);
+        test_who_asks_is_told_of_the_end(rr_handoff_close, RR_HANDOFF_CLOSED);
     }
     for (int round = 0; round < ROUNDS; round++)
         test_what_is_lent_comes_back_after_a_close(round % 2 == 0);

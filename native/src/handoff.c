@@ -6,7 +6,7 @@
  * the bucket in a state (PACKING, UNPACKING) that keeps everybody else away from it.
  */
 
-#include "handover.h"
+#include "handoff.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -16,11 +16,11 @@
 
 /* What a plan's number stands for. The owner stays when the plan has gone: it knows why. */
 struct place {
-    rr_handover *owner;
+    rr_handoff *owner;
     struct plan *plan;
 };
 
-pthread_mutex_t rr_handover_lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_mutex_t rr_handoff_lock = PTHREAD_MUTEX_INITIALIZER;
 /* Buckets in place that an engine has, or will get; 0 wakes whoever waits for that. */
 static uint32_t borrowed;
 static pthread_cond_t let_go = PTHREAD_COND_INITIALIZER;
@@ -35,15 +35,15 @@ uint64_t rr_now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-int rr_handover_open(rr_handover **opened)
+int rr_handoff_open(rr_handoff **opened)
 {
-    rr_handover *handover = calloc(1, sizeof *handover);
-    if (handover == NULL)
+    rr_handoff *handoff = calloc(1, sizeof *handoff);
+    if (handoff == NULL)
         return -ENOMEM;
-    handover->last = &handover->first;
-    pthread_cond_init(&handover->ready, NULL);
-    pthread_cond_init(&handover->changed, NULL);
-    *opened = handover;
+    handoff->last = &handoff->first;
+    pthread_cond_init(&handoff->ready, NULL);
+    pthread_cond_init(&handoff->changed, NULL);
+    *opened = handoff;
     return RR_DONE;
 }
 
@@ -108,8 +108,8 @@ static struct plan *copy_of(const rr_bucket *buckets, uint32_t count)
     return plan;
 }
 
-int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32_t bucket_count,
-                         int64_t *plan)
+int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets, uint32_t bucket_count,
+                        int64_t *plan)
 {
     for (uint32_t i = 0; i < bucket_count; i++) {
         const rr_bucket *bucket = &buckets[i];
@@ -125,9 +125,9 @@ int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32
     if (copy == NULL)
         return -ENOMEM;
     int code = RR_DONE;
-    pthread_mutex_lock(&rr_handover_lock);
-    if (handover->over == RR_HANDOVER_CLOSED) {
-        code = RR_HANDOVER_CLOSED;
+    pthread_mutex_lock(&rr_handoff_lock);
+    if (handoff->over == RR_HANDOFF_CLOSED) {
+        code = RR_HANDOFF_CLOSED;
     } else if (place_count == place_room) {
         uint64_t room = place_room * 2 + 16;
         struct place *more = realloc(places, room * sizeof *more);
@@ -139,10 +139,10 @@ int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32
         }
     }
     if (code == RR_DONE) {
-        places[place_count] = (struct place){handover, copy};
+        places[place_count] = (struct place){handoff, copy};
         *plan = (int64_t)place_count++;
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     if (code != RR_DONE)
         free_plan(copy);
     return code;
@@ -150,7 +150,7 @@ int rr_handover_register(rr_handover *handover, const rr_bucket *buckets, uint32
 
 /* Whether anybody still looks at `plan`, or may; under the lock. After a failure no bucket of it
  * is packed, queued or taken any more, though its round never ends. */
-static bool is_busy(const rr_handover *owner, const struct plan *plan)
+static bool is_busy(const rr_handoff *owner, const struct plan *plan)
 {
     const struct bucket *taken = owner->taken, *end = plan->buckets + plan->bucket_count;
     /* Also who waits in vain, for a bucket that another thread has taken, looks at the plan. */
@@ -158,20 +158,20 @@ static bool is_busy(const rr_handover *owner, const struct plan *plan)
            (taken >= plan->buckets && taken < end);
 }
 
-int rr_handover_unregister(int64_t number)
+int rr_handoff_unregister(int64_t number)
 {
     struct plan *plan = NULL;
-    int code = RR_HANDOVER_MISUSED;
-    pthread_mutex_lock(&rr_handover_lock);
+    int code = RR_HANDOFF_MISUSED;
+    pthread_mutex_lock(&rr_handoff_lock);
     if (number >= 0 && (uint64_t)number < place_count && places[number].plan != NULL) {
         plan = places[number].plan;
-        code = is_busy(places[number].owner, plan) ? RR_HANDOVER_BUSY : RR_DONE;
+        code = is_busy(places[number].owner, plan) ? RR_HANDOFF_BUSY : RR_DONE;
         if (code == RR_DONE)
             places[number].plan = NULL;
         else
             plan = NULL;
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     if (plan != NULL)
         free_plan(plan);
     return code;
@@ -180,12 +180,12 @@ int rr_handover_unregister(int64_t number)
 /* ---- the engine's side ---- */
 
 /* Both under the lock. `entry` is the queue's from now on. */
-static void put(rr_handover *handover, struct entry *entry)
+static void put(rr_handoff *handoff, struct entry *entry)
 {
     entry->next = NULL;
-    *handover->last = entry;
-    handover->last = &entry->next;
-    pthread_cond_signal(&handover->ready);
+    *handoff->last = entry;
+    handoff->last = &entry->next;
+    pthread_cond_signal(&handoff->ready);
 }
 
 static void give_back(bool in_place)
@@ -200,9 +200,9 @@ static void discard(struct entry *entry)
         free(entry);
 }
 
-static void drop(rr_handover *handover, bool jobs_too)
+static void drop(rr_handoff *handoff, bool jobs_too)
 {
-    struct entry **at = &handover->first;
+    struct entry **at = &handoff->first;
     while (*at != NULL) {
         struct entry *entry = *at;
         if (jobs_too || entry->item.kind != RR_ITEM_JOB) {
@@ -212,75 +212,75 @@ static void drop(rr_handover *handover, bool jobs_too)
             at = &entry->next;
         }
     }
-    handover->last = at;
+    handoff->last = at;
 }
 
-int rr_handover_post(rr_handover *handover, int64_t job)
+int rr_handoff_post(rr_handoff *handoff, int64_t job)
 {
     struct entry *entry = malloc(sizeof *entry);
     if (entry == NULL)
         return -ENOMEM;
     entry->item = (rr_item){.kind = RR_ITEM_JOB, .job = job};
-    pthread_mutex_lock(&rr_handover_lock);
-    bool closed = handover->over == RR_HANDOVER_CLOSED;
+    pthread_mutex_lock(&rr_handoff_lock);
+    bool closed = handoff->over == RR_HANDOFF_CLOSED;
     if (!closed)
-        put(handover, entry);
-    pthread_mutex_unlock(&rr_handover_lock);
+        put(handoff, entry);
+    pthread_mutex_unlock(&rr_handoff_lock);
     if (closed)
         free(entry);
-    return closed ? RR_HANDOVER_CLOSED : RR_DONE;
+    return closed ? RR_HANDOFF_CLOSED : RR_DONE;
 }
 
-int rr_handover_take(rr_handover *handover, rr_item *item)
+int rr_handoff_take(rr_handoff *handoff, rr_item *item)
 {
     int code = RR_DONE;
-    pthread_mutex_lock(&rr_handover_lock);
-    while (handover->over != RR_HANDOVER_CLOSED && !handover->complaint && handover->first == NULL)
-        pthread_cond_wait(&handover->ready, &rr_handover_lock);
-    if (handover->over == RR_HANDOVER_CLOSED) {
-        code = RR_HANDOVER_CLOSED;
-    } else if (handover->complaint) {
-        handover->complaint = false;
-        handover->busy = true;
+    pthread_mutex_lock(&rr_handoff_lock);
+    while (handoff->over != RR_HANDOFF_CLOSED && !handoff->complaint && handoff->first == NULL)
+        pthread_cond_wait(&handoff->ready, &rr_handoff_lock);
+    if (handoff->over == RR_HANDOFF_CLOSED) {
+        code = RR_HANDOFF_CLOSED;
+    } else if (handoff->complaint) {
+        handoff->complaint = false;
+        handoff->busy = true;
         *item = (rr_item){.kind = RR_ITEM_COMPLAINT};
     } else {
-        struct entry *entry = handover->first;
-        handover->first = entry->next;
-        if (handover->first == NULL)
-            handover->last = &handover->first;
-        handover->busy = true;
+        struct entry *entry = handoff->first;
+        handoff->first = entry->next;
+        if (handoff->first == NULL)
+            handoff->last = &handoff->first;
+        handoff->busy = true;
         *item = entry->item;
         discard(entry);
         if (item->kind == RR_ITEM_BUCKET) {
             /* Its round is in flight, so nobody has unregistered its plan. */
-            handover->taken = &places[item->plan].plan->buckets[item->bucket];
-            handover->taken->state = REDUCING;
-            handover->borrows = handover->taken->in_place;
-            item->memory = handover->taken->memory;
+            handoff->taken = &places[item->plan].plan->buckets[item->bucket];
+            handoff->taken->state = REDUCING;
+            handoff->borrows = handoff->taken->in_place;
+            item->memory = handoff->taken->memory;
         }
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return code;
 }
 
-void rr_handover_finish(rr_handover *handover, const char *why)
+void rr_handoff_finish(rr_handoff *handoff, const char *why)
 {
-    pthread_mutex_lock(&rr_handover_lock);
-    give_back(handover->borrows);
-    handover->borrows = false;
-    if (handover->taken != NULL) {
-        handover->taken->state = REDUCED;
-        handover->taken->code = why == NULL ? RR_DONE : RR_HANDOVER_REFUSED;
-        free(handover->taken->why);
-        handover->taken->why = why == NULL ? NULL : strdup(why);
+    pthread_mutex_lock(&rr_handoff_lock);
+    give_back(handoff->borrows);
+    handoff->borrows = false;
+    if (handoff->taken != NULL) {
+        handoff->taken->state = REDUCED;
+        handoff->taken->code = why == NULL ? RR_DONE : RR_HANDOFF_REFUSED;
+        free(handoff->taken->why);
+        handoff->taken->why = why == NULL ? NULL : strdup(why);
     }
-    handover->taken = NULL;
-    handover->busy = false;
-    pthread_cond_broadcast(&handover->changed);
-    pthread_mutex_unlock(&rr_handover_lock);
+    handoff->taken = NULL;
+    handoff->busy = false;
+    pthread_cond_broadcast(&handoff->changed);
+    pthread_mutex_unlock(&rr_handoff_lock);
 }
 
-int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms)
+int rr_handoff_wait_idle(rr_handoff *handoff, uint32_t timeout_ms)
 {
     /* The wall clock, since macOS has no other here. When it is set back the wait is longer,
      * but what is waited for still ends it. */
@@ -293,22 +293,22 @@ int rr_handover_wait_idle(rr_handover *handover, uint32_t timeout_ms)
         until.tv_nsec -= 1000000000;
     }
     int code = 0;
-    pthread_mutex_lock(&rr_handover_lock);
-    while (handover->over != RR_HANDOVER_CLOSED && code == 0 &&
-           (handover->busy || handover->complaint || handover->first != NULL))
-        code = pthread_cond_timedwait(&handover->changed, &rr_handover_lock, &until);
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
+    while (handoff->over != RR_HANDOFF_CLOSED && code == 0 &&
+           (handoff->busy || handoff->complaint || handoff->first != NULL))
+        code = pthread_cond_timedwait(&handoff->changed, &rr_handoff_lock, &until);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return code == 0;
 }
 
-static void end(rr_handover *handover, int code, const char *why)
+static void end(rr_handoff *handoff, int code, const char *why)
 {
-    if (handover->over == 0)
-        snprintf(handover->why, sizeof handover->why, "%s", why);
-    handover->over = code;
+    if (handoff->over == 0)
+        snprintf(handoff->why, sizeof handoff->why, "%s", why);
+    handoff->over = code;
     /* What the engine does not have yet it will not get. */
     for (uint64_t i = 0; i < place_count; i++) {
-        struct plan *plan = places[i].owner == handover ? places[i].plan : NULL;
+        struct plan *plan = places[i].owner == handoff ? places[i].plan : NULL;
         for (uint32_t j = 0; plan != NULL && j < plan->bucket_count; j++) {
             struct bucket *bucket = &plan->buckets[j];
             if (bucket->state == PACKED && bucket->in_place) {
@@ -317,47 +317,47 @@ static void end(rr_handover *handover, int code, const char *why)
             }
         }
     }
-    pthread_cond_broadcast(&handover->ready);
-    pthread_cond_broadcast(&handover->changed);
+    pthread_cond_broadcast(&handoff->ready);
+    pthread_cond_broadcast(&handoff->changed);
 }
 
-void rr_handover_fail(rr_handover *handover, const char *why)
+void rr_handoff_fail(rr_handoff *handoff, const char *why)
 {
-    pthread_mutex_lock(&rr_handover_lock);
-    if (handover->over == 0) {
-        drop(handover, false);
-        end(handover, RR_HANDOVER_FAILED, why);
+    pthread_mutex_lock(&rr_handoff_lock);
+    if (handoff->over == 0) {
+        drop(handoff, false);
+        end(handoff, RR_HANDOFF_FAILED, why);
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
 }
 
-void rr_handover_close(rr_handover *handover, const char *why)
+void rr_handoff_close(rr_handoff *handoff, const char *why)
 {
-    pthread_mutex_lock(&rr_handover_lock);
-    drop(handover, true);
+    pthread_mutex_lock(&rr_handoff_lock);
+    drop(handoff, true);
     /* After a failure its text stays: it says more. */
-    end(handover, RR_HANDOVER_CLOSED, why);
-    while (handover->inside > 0)
-        pthread_cond_wait(&handover->changed, &rr_handover_lock);
-    handover->taken = NULL;
-    const bool has_thread = handover->has_thread;
-    handover->has_thread = false;
+    end(handoff, RR_HANDOFF_CLOSED, why);
+    while (handoff->inside > 0)
+        pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
+    handoff->taken = NULL;
+    const bool has_thread = handoff->has_thread;
+    handoff->has_thread = false;
     for (uint64_t i = 0; i < place_count; i++) {
-        if (places[i].owner == handover && places[i].plan != NULL) {
+        if (places[i].owner == handoff && places[i].plan != NULL) {
             free_plan(places[i].plan);
             places[i].plan = NULL;
         }
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     if (has_thread)
-        rr_delivery_join(handover);
+        rr_delivery_join(handoff);
 }
 
-uint64_t rr_handover_waited_ns(rr_handover *handover)
+uint64_t rr_handoff_waited_ns(rr_handoff *handoff)
 {
-    pthread_mutex_lock(&rr_handover_lock);
-    uint64_t waited = handover->waited_ns;
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
+    uint64_t waited = handoff->waited_ns;
+    pthread_mutex_unlock(&rr_handoff_lock);
     return waited;
 }
 
@@ -366,10 +366,10 @@ uint64_t rr_handover_waited_ns(rr_handover *handover)
 static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason)
 {
     snprintf(why, RR_WHY_BYTES, "bucket %u of plan %lld: %s", bucket, (long long)plan, reason);
-    return RR_HANDOVER_MISUSED;
+    return RR_HANDOFF_MISUSED;
 }
 
-/* Look a bucket up and enter its hand-over, under the lock; leave after RR_DONE only. `parts` are
+/* Look a bucket up and enter its handoff, under the lock; leave after RR_DONE only. `parts` are
  * for the bucket's results, or else for its slots. */
 static int enter(struct visit *visit, int64_t number, uint32_t index, bool for_results,
                  const rr_part *parts, uint32_t part_count, char *why)
@@ -402,12 +402,12 @@ static int enter(struct visit *visit, int64_t number, uint32_t index, bool for_r
 /* Under the lock, after `enter`: the code to return, and its text. */
 static int leave(struct visit *visit, char *why)
 {
-    rr_handover *owner = visit->owner;
+    rr_handoff *owner = visit->owner;
     int code = owner->over;
     if (code != 0)
         snprintf(why, RR_WHY_BYTES, "%s", owner->why);
     visit->plan->inside--;
-    if (--owner->inside == 0 && code == RR_HANDOVER_CLOSED)
+    if (--owner->inside == 0 && code == RR_HANDOFF_CLOSED)
         pthread_cond_broadcast(&owner->changed);
     return code;
 }
@@ -433,29 +433,29 @@ static void unpack(const struct bucket *bucket, const rr_part *parts)
 }
 
 /* Tell the engine that this rank is out of step, and wait for what it makes of that. */
-static void complain(rr_handover *owner)
+static void complain(rr_handoff *owner)
 {
     owner->complaint = true;
     pthread_cond_signal(&owner->ready);
     while (owner->over == 0)
-        pthread_cond_wait(&owner->changed, &rr_handover_lock);
+        pthread_cond_wait(&owner->changed, &rr_handoff_lock);
 }
 
-int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                      char *why)
+int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                     char *why)
 {
     struct visit visit;
-    pthread_mutex_lock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
     int code = enter(&visit, plan, bucket, false, parts, part_count, why);
     if (code != RR_DONE) {
-        pthread_mutex_unlock(&rr_handover_lock);
+        pthread_mutex_unlock(&rr_handoff_lock);
         return code;
     }
     struct bucket *own = visit.bucket;
     if (own->state != EMPTY) {
         complain(visit.owner);
         code = leave(&visit, why);
-        pthread_mutex_unlock(&rr_handover_lock);
+        pthread_mutex_unlock(&rr_handoff_lock);
         return code;
     }
     visit.plan->running = true;
@@ -464,9 +464,9 @@ int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint3
         borrowed++;
     } else {
         own->state = PACKING;
-        pthread_mutex_unlock(&rr_handover_lock);
+        pthread_mutex_unlock(&rr_handoff_lock);
         pack(own, parts);
-        pthread_mutex_lock(&rr_handover_lock);
+        pthread_mutex_lock(&rr_handoff_lock);
     }
     own->state = PACKED;
     /* This bucket, and those after it that had to wait for it. */
@@ -479,7 +479,7 @@ int rr_handover_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint3
         put(visit.owner, &next->entry);
     }
     code = leave(&visit, why);
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return code;
 }
 
@@ -496,9 +496,9 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
     if (ours && visit->owner->over == 0) {
         own->state = UNPACKING;
         if (code == RR_DONE) {
-            pthread_mutex_unlock(&rr_handover_lock);
+            pthread_mutex_unlock(&rr_handoff_lock);
             unpack(own, parts);
-            pthread_mutex_lock(&rr_handover_lock);
+            pthread_mutex_lock(&rr_handoff_lock);
         } else {
             snprintf(why, RR_WHY_BYTES, "%s", own->why == NULL ? "out of memory" : own->why);
         }
@@ -516,53 +516,53 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
         return end;
     if (!ours) {
         snprintf(why, RR_WHY_BYTES, "a bucket was waited for, but not started in this round");
-        return RR_HANDOVER_MISUSED;
+        return RR_HANDOFF_MISUSED;
     }
     return code;
 }
 
-int rr_handover_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                     char *why)
+int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                    char *why)
 {
     struct visit visit;
-    pthread_mutex_lock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
     int code = enter(&visit, plan, bucket, true, parts, part_count, why);
     if (code == RR_DONE) {
         if (rr_bucket_is_awaited(visit.bucket)) {
             uint64_t since = rr_now_ns();
             while (rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0)
-                pthread_cond_wait(&visit.owner->changed, &rr_handover_lock);
+                pthread_cond_wait(&visit.owner->changed, &rr_handoff_lock);
             visit.owner->waited_ns += rr_now_ns() - since;
         }
         code = rr_bucket_settle(&visit, parts, why);
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return code;
 }
 
-int rr_handover_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                           rr_delivered *tell, void *data, char *why)
+int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
+                          rr_delivered *tell, void *data, char *why)
 {
     struct visit visit;
-    pthread_mutex_lock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
     int code = enter(&visit, plan, bucket, true, parts, part_count, why);
     if (code == RR_DONE && rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0) {
         code = rr_delivery_add(&visit, parts, part_count, tell, data);
         if (code == RR_DONE)
-            code = RR_HANDOVER_LATER;
+            code = RR_HANDOFF_LATER;
         else if (leave(&visit, why) == RR_DONE)
             snprintf(why, RR_WHY_BYTES, "cannot wait in the background: %s", strerror(-code));
     } else if (code == RR_DONE) {
         code = rr_bucket_settle(&visit, parts, why);
     }
-    pthread_mutex_unlock(&rr_handover_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
     return code;
 }
 
-void rr_handover_let_go(void)
+void rr_handoff_let_go(void)
 {
-    pthread_mutex_lock(&rr_handover_lock);
+    pthread_mutex_lock(&rr_handoff_lock);
     while (borrowed > 0)
-        pthread_cond_wait(&let_go, &rr_handover_lock);
-    pthread_mutex_unlock(&rr_handover_lock);
+        pthread_cond_wait(&let_go, &rr_handoff_lock);
+    pthread_mutex_unlock(&rr_handoff_lock);
 }

@@ -1,6 +1,6 @@
 """The engine's queue: what other threads want done, one thing after another.
 
-`NativeQueue` is that of the native library (native/src/handover.c), into which TensorFlow's
+`NativeQueue` is that of the native library (native/src/handoff.c), into which TensorFlow's
 threads put buckets of gradients without running Python. `PlainQueue` is for where that
 library is missing; it knows jobs alone.
 """
@@ -31,7 +31,7 @@ __all__ = [
     "open_queue",
 ]
 
-# RR_HANDOVER_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
+# RR_HANDOFF_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
 _JOB, _BUCKET = 1, 2
 _WHY_BYTES = 2048
@@ -204,7 +204,7 @@ def _functions() -> dict[str, Any]:
         "waited_ns": (ctypes.c_uint64, [pointer]),
     }
     return {
-        name: declare(opened, f"rr_handover_{name}", result, arguments)
+        name: declare(opened, f"rr_handoff_{name}", result, arguments)
         for name, (result, arguments) in signatures.items()
     }
 
@@ -216,7 +216,7 @@ class NativeQueue:
         self._functions = _functions()
         handle = ctypes.c_void_p()
         if self._functions["open"](ctypes.addressof(handle)) != 0:
-            raise MemoryError("cannot open a hand-over")
+            raise MemoryError("cannot open a handoff")
         self._handle = handle.value
         self._item = _Item()
 

@@ -19,13 +19,13 @@ from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
-__all__ = ["Host"]
+__all__ = ["SharedMemoryCollectives"]
 
 # Distinct calls remembered; a model has as many as it has buckets.
 _CALLS_KEPT = 256
 
 
-class Host:
+class SharedMemoryCollectives:
     """The collectives of one rank among `size` that share memory.
 
     Args:

@@ -1,6 +1,6 @@
-/* What handover.c and delivery.c share: the structures behind a hand-over, and its one lock. */
-#ifndef RR_HANDOVER_H
-#define RR_HANDOVER_H
+/* What handoff.c and delivery.c share: the structures behind a handoff, and its one lock. */
+#ifndef RR_HANDOFF_H
+#define RR_HANDOFF_H
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -18,7 +18,7 @@ struct entry {
 struct bucket {
     enum state state;
     struct entry entry; /* in the queue, or not used */
-    int code;           /* of this round: RR_DONE, or RR_HANDOVER_REFUSED */
+    int code;           /* of this round: RR_DONE, or RR_HANDOFF_REFUSED */
     char *why;          /* then its text; NULL: there was no memory for it */
     char *memory;
     uint64_t nbytes;
@@ -36,7 +36,7 @@ struct plan {
     struct bucket buckets[];
 };
 
-struct rr_handover {
+struct rr_handoff {
     pthread_cond_t ready;        /* the engine waits for this */
     pthread_cond_t changed;      /* everybody else does */
     struct entry *first, **last; /* those of jobs are malloc's, those of buckets their own */
@@ -44,7 +44,7 @@ struct rr_handover {
     bool borrows;                /* that item's memory is XLA's; `taken` goes first in a close */
     bool busy;                   /* the engine has an item */
     bool complaint;  /* the engine is to be told that a bucket was started out of turn */
-    int over;        /* 0, RR_HANDOVER_FAILED or RR_HANDOVER_CLOSED */
+    int over;        /* 0, RR_HANDOFF_FAILED or RR_HANDOFF_CLOSED */
     uint32_t inside; /* threads in start or wait, and waiters */
     uint64_t waited_ns;
     struct waiter *waiters; /* those who asked to be told (delivery.c), in that order */
@@ -55,12 +55,12 @@ struct rr_handover {
     char why[RR_WHY_BYTES];
 };
 
-/* Guards everything above, of all hand-overs. */
-extern pthread_mutex_t rr_handover_lock;
+/* Guards everything above, of all handoffs. */
+extern pthread_mutex_t rr_handoff_lock;
 
 /* A bucket that somebody has come to. */
 struct visit {
-    rr_handover *owner;
+    rr_handoff *owner;
     struct plan *plan;
     struct bucket *bucket;
 };
@@ -69,7 +69,7 @@ uint64_t rr_now_ns(void);
 
 /* Return once no engine of this process reads or writes, or will, the memory of a bucket that is
  * reduced in place. Before whoever owns that is told of a failure: he may free it then. */
-void rr_handover_let_go(void);
+void rr_handoff_let_go(void);
 
 /* All under the lock, after a visit has begun. */
 
@@ -85,7 +85,7 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why);
 int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t part_count,
                     rr_delivered *tell, void *data);
 
-/* Without the lock, after the hand-over was closed: the thread has ended after the return. */
-void rr_delivery_join(rr_handover *handover);
+/* Without the lock, after the handoff was closed: the thread has ended after the return. */
+void rr_delivery_join(rr_handoff *handoff);
 
 #endif

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.effects import handover, native
-from ringreduce.effects.handover import (
+from ringreduce.effects import handoff, native
+from ringreduce.effects.handoff import (
     COMPLAINT,
     BucketItem,
     Layout,
@@ -196,17 +196,17 @@ def test_nobody_has_waited_for_buckets_of_a_new_queue(queue):
 
 @needs_library
 def test_queue_is_native_where_there_is_a_library():
-    assert isinstance(handover.open_queue(), NativeQueue)
+    assert isinstance(handoff.open_queue(), NativeQueue)
 
 
 def test_queue_is_plain_where_the_library_is_hidden(monkeypatch):
-    monkeypatch.setattr(handover, "library", lambda: None)
-    assert isinstance(handover.open_queue(), PlainQueue)
+    monkeypatch.setattr(handoff, "library", lambda: None)
+    assert isinstance(handoff.open_queue(), PlainQueue)
 
 
 # --- Buckets --------------------------------------------------------------------------------
 
-# RR_HANDOVER_... of native/include/ringreduce.h.
+# RR_HANDOFF_... of native/include/ringreduce.h.
 DONE, CLOSED, FAILED, MISUSED, REFUSED = 0, 100, 101, 102, 105
 WHY_BYTES = 2048
 # Two gradients of 5 and 3 floats in a bucket of 32, with padding between and after them.
@@ -230,12 +230,12 @@ class Answer:
 def call(
     name: str, plan: int, bucket: int, value: float = 0.0, counts: tuple[int, ...] = (5, 3)
 ) -> Answer:
-    """``rr_handover_start`` or ``rr_handover_wait`` as a framework's thread calls it."""
+    """``rr_handoff_start`` or ``rr_handoff_wait`` as a framework's thread calls it."""
     library = native.library()
     assert library is not None
     function = native.declare(
         library,
-        f"rr_handover_{name}",
+        f"rr_handoff_{name}",
         ctypes.c_int,
         [ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p],
     )
