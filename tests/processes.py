@@ -56,12 +56,16 @@ def is_running(pid: int) -> bool:
 def clean_environment(**variables: str) -> dict[str, str]:
     """Our environment without what a job or a user's thread limits would add to it.
 
-    That the native library is hidden stays: the whole suite is run that way too.
+    Two stay, since the whole suite is run with them too: that the native library is hidden, and
+    the scale of times.
     """
     kept = {
         name: value
         for name, value in os.environ.items()
-        if (name == "RINGREDUCE_NATIVE" or not name.startswith(("RINGREDUCE_", "TF_NUM_")))
+        if (
+            name in ("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE")
+            or not name.startswith(("RINGREDUCE_", "TF_NUM_"))
+        )
         and not name.endswith("_NUM_THREADS")
     }
     return kept | variables

@@ -37,13 +37,14 @@ from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import MECHANISMS, Authenticator, Security
-from ringreduce.vocabulary.config import ENCRYPTIONS, INTEGRITIES, TRANSPORTS, Config
+from ringreduce.vocabulary.config import ENCRYPTIONS, INTEGRITIES, TIMES, TRANSPORTS, Config
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,
     RendezvousError,
     RingReduceError,
 )
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Table", "bind_address", "host_identity", "meet"]
 
@@ -51,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 # Of one message. A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
-_POLL_MS = 50
 # What decoding raises: text that is no UTF-8 is a ValueError of Python's, not one of msgspec's,
 # and depth that has no end a RecursionError.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -279,7 +279,7 @@ def _receive_members(
                 raise _incomplete(config, members, refused, failures.count())
             failures.count()  # They must not pile up.
             meanwhile()
-            if not socket.poll(_POLL_MS):
+            if not socket.poll(milliseconds(TIMES.poll_s)):
                 continue
             parts = socket.recv_multipart()
             try:
@@ -452,12 +452,12 @@ def _ask_to_join(
     _, (host, port) = resolve(config)
     # Rank 0 may be importing still, while its port is open already: that is no failure.
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, _POLL_MS)  # Rank 0 may come later.
+    socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))  # Rank 0 may come later.
     socket.connect(endpoint(host, port))
     socket.send(msgspec.msgpack.encode(hello))
     # A little longer than rank 0 waits: its answer names who is missing, ours could not.
-    deadline = time.monotonic() + config.join_timeout_s + 0.5
-    while not socket.poll(_POLL_MS):
+    deadline = time.monotonic() + config.join_timeout_s + TIMES.answer_s
+    while not socket.poll(milliseconds(TIMES.poll_s)):
         meanwhile()
         if failures.count() >= _FAILED_HANDSHAKES or failures.is_final:
             socket.setsockopt(zmq.LINGER, 0)

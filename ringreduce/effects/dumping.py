@@ -53,7 +53,7 @@ from ringreduce.pure.flight import (
     encode_dump,
     file_name,
 )
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import RingReduceError
 
 __all__ = ["FlightFile"]
@@ -62,7 +62,6 @@ _log = logging.getLogger(__name__)
 
 _SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none.
 _NAME_MAX = 512
-_JOIN_S = 2.0
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Of Python and of installed packages, on whatever system.
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
@@ -330,7 +329,7 @@ class _Listener:
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ends[1], b"\0")
             # It may be in the midst of a dump to a slow disk, which nobody need wait for.
-            thread.join(_JOIN_S)
+            thread.join(TIMES.join_thread_s)
             if thread.is_alive() or threading.current_thread() is not threading.main_thread():
                 return
             before = signal.set_wakeup_fd(-1)

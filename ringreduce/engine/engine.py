@@ -26,6 +26,7 @@ from ringreduce.effects.handoff import (
     RoundFailed,
     open_queue,
 )
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
     MismatchError,
@@ -38,9 +39,6 @@ __all__ = ["Engine", "Work"]
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-
-# Python's signal handlers are asked this often by who waits for the engine.
-_SLICE_S = 0.05
 
 
 class Work(Generic[_Result]):
@@ -179,7 +177,7 @@ class Engine:
         """Return once all work is done; at once in the engine's own thread."""
         if threading.current_thread() is self._thread:
             return
-        while not self._queue.wait_idle(_SLICE_S):
+        while not self._queue.wait_idle(TIMES.poll_s):
             pass
 
     def fail(self, error: RingReduceError) -> None:

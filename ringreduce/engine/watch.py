@@ -39,6 +39,7 @@ from ringreduce.pure.liveness import (
 from ringreduce.transport.base import Flow
 from ringreduce.transport.control import Control
 from ringreduce.transport.news import left_error, read_news, write_news
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     MismatchError,
     PeerError,
@@ -46,27 +47,17 @@ from ringreduce.vocabulary.errors import (
     PeerTimeoutError,
     RingReduceError,
 )
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Watcher"]
 
 _log = logging.getLogger(__name__)
 
-# A stopped rank is named after this long without progress, one that is alive after this long.
-_SILENT_WARN_S, _SLOW_WARN_S = 1.0, 5.0
-# Between the end of a connection and the word of its rank that it leaves, on another one.
-_ENDED_S, _HALF_ENDED_S = 0.1, 1.0
-# How long a call that fails waits for the watcher to learn why.
-_EXPLAIN_S = 0.5
-# A neighbour that is silent for long gets a heartbeat every few seconds: what it does not read must
-# not fill its system's memory, or a long stop would look like a dead line.
-_PATIENT_S, _PATIENT_BEATS = 5.0, 20
-# Somebody who is waited for in four of five looks over five seconds is slow for good.
-_LOOKS, _LOOKS_SLOW, _SLOW_AGAIN_S = 20, 16, 60.0
+# Of so many heartbeats a neighbour that is silent for long gets one.
+_SPARING_BEATS = 20
+# A rank that is waited for in four of five looks over five seconds is slow for good.
+_LOOKS, _LOOKS_SLOW = 20, 16
 _COMPLAINTS_MAX = 8
-# Whoever leaves waits so long for its neighbours to have heard of it, unless they are gone.
-_CONFIRM_S = 1.0
-# Beyond that its thread is stuck: it writes to a dead disk, or to a terminal that nobody reads.
-_JOIN_S = 2.0
 _SEEN = liveness.encode(Seen())
 
 
@@ -119,7 +110,7 @@ class Watcher:
         self._warn_s = 0.0
         self._has_warned = False
         self._looks: deque[int] = deque(maxlen=_LOOKS)
-        self._slow_s = -_SLOW_AGAIN_S
+        self._slow_s = -TIMES.straggler_pause_s
         self._complaints = 0
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {rank}/{size}", daemon=True
@@ -147,7 +138,7 @@ class Watcher:
     def join(self) -> None:
         """Return once the thread has ended, after about a second; a stuck one is left alone."""
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
+            self._thread.join(TIMES.join_thread_s)
 
     def explain(self, error: RingReduceError) -> RingReduceError:
         """What a call should raise that met `error` by itself: the cause, where that is known.
@@ -159,14 +150,14 @@ class Watcher:
             return error
         if isinstance(error, PeerTimeoutError):
             return self._cause or self._named(error)
-        deadline = time.monotonic() + _EXPLAIN_S
+        deadline = time.monotonic() + TIMES.explain_s
         while error.peer is not None and error.peer != self._rank:
             left = self._board.left(error.peer)
             if left is not None:
                 return self._left_error(left, error)
             if self._cause is not None or time.monotonic() >= deadline:
                 break
-            time.sleep(0.005)
+            time.sleep(TIMES.ended_poll_s / 4)
         return self._cause or error
 
     def peers(self) -> list[dict[str, Any]]:
@@ -196,9 +187,9 @@ class Watcher:
                 wait_s = max(0.0, self._heartbeat_s - time.monotonic())
                 self._turn(self._control.receive(int(wait_s * 1000) + 1))
             self._send_words()
-            deadline = time.monotonic() + _CONFIRM_S
+            deadline = time.monotonic() + TIMES.confirm_s
             while self._is_owed() and time.monotonic() < deadline:
-                self._turn(self._control.receive(20))
+                self._turn(self._control.receive(milliseconds(TIMES.ended_poll_s)))
         except Exception as error:  # a bug of ours: nobody may wait for ever
             _log.exception("[%d/%d] the watcher failed", self._rank, self._size)
             self._end(MismatchError(f"failed in the watcher: {type(error).__name__}: {error}"))
@@ -208,9 +199,9 @@ class Watcher:
 
     def _turn(self, words: list[tuple[int, bytes]]) -> None:
         now = time.monotonic()
-        if now - self._ticked_s >= liveness.SILENT_S:
+        if now - self._ticked_s >= TIMES.silent_s:
             self._paused = now, now - self._ticked_s
-        if now - self._ticked_s > 2 * liveness.HEARTBEAT_S:
+        if now - self._ticked_s > 2 * TIMES.heartbeat_s:
             # What was not sent while all stood still is no sign of a dead connection.
             self._sent = {key: (frames, now) for key, (frames, _) in self._sent.items()}
         self._ticked_s = now
@@ -222,7 +213,7 @@ class Watcher:
             # From the first heartbeat of both neighbours on nobody has any business at our ports.
             self._is_locked = self._control.lock()
         if now >= self._heartbeat_s:
-            self._heartbeat_s = now + liveness.HEARTBEAT_S
+            self._heartbeat_s = now + TIMES.heartbeat_s
             self._send_heartbeat(now)
         self._send_words()
 
@@ -269,7 +260,11 @@ class Watcher:
     def _hear(self, error: RingReduceError) -> None:
         """Another rank has given up."""
         paused_at, paused_s = self._paused
-        if error.peer == self._rank and paused_s and time.monotonic() - paused_at < 5.0:
+        if (
+            error.peer == self._rank
+            and paused_s
+            and time.monotonic() - paused_at < TIMES.pause_memory_s
+        ):
             error.remedy = (
                 f"This process stood still for {paused_s:.1f} s (stopped, or its host was), and "
                 "the others have gone on without it."
@@ -295,13 +290,15 @@ class Watcher:
                 continue
             silent_s = self._board.silent_s(neighbour, since)
             # Of one that was silent already no word is to be expected.
-            is_over = self._control.has_ended(neighbour) or silent_s >= liveness.SILENT_S
-            if now - since < (_ENDED_S if is_over else _HALF_ENDED_S):
-                self._heartbeat_s = min(self._heartbeat_s, now + 0.02)  # Look again soon.
+            is_over = self._control.has_ended(neighbour) or silent_s >= TIMES.silent_s
+            if now - since < (TIMES.ended_s if is_over else TIMES.half_ended_s):
+                self._heartbeat_s = min(
+                    self._heartbeat_s, now + TIMES.ended_poll_s
+                )  # Look again soon.
                 continue
             how = (
                 f"nothing was heard of it for {silent_s:.1f} s: it is cut off, or its host is down"
-                if silent_s >= liveness.SILENT_S
+                if silent_s >= TIMES.silent_s
                 else "its connection has ended, so it died"
             )
             self._end(
@@ -324,8 +321,8 @@ class Watcher:
         patient = {
             neighbour
             for neighbour in self._control.neighbours
-            if self._board.silent_s(neighbour, now) > _PATIENT_S
-            and self._number % _PATIENT_BEATS != 0
+            if self._board.silent_s(neighbour, now) > TIMES.sparing_s
+            and self._number % _SPARING_BEATS != 0
         }
         self._control.send(liveness.encode(Heartbeats(heartbeats)), but=patient)
         if self._cause is not None:
@@ -364,8 +361,8 @@ class Watcher:
         elif self._absence is None or self._absence[0] != standing:
             # Seen twice, so that a standing that was read in the midst of a change does not count.
             self._absence = standing, now
-            self._heartbeat_s = min(self._heartbeat_s, now + _ENDED_S)
-        elif now - self._absence[1] >= _ENDED_S / 2:
+            self._heartbeat_s = min(self._heartbeat_s, now + TIMES.ended_s)
+        elif now - self._absence[1] >= TIMES.ended_s / 2:
             self._end(self._left_error(left, None))
 
     def _left_error(self, left: Left, met: RingReduceError | None) -> RingReduceError:
@@ -405,17 +402,17 @@ class Watcher:
         suspicion = self._board.suspect(standing, now)
         self._looks.append(-1 if suspicion is None else suspicion.rank)
         if suspicion is not None and suspicion.kind == "silent":
-            limit_s = _SILENT_WARN_S
-        elif waited_s < liveness.SILENT_S and now - standing.since_s >= _SLOW_WARN_S:
+            limit_s = TIMES.silent_warning_s
+        elif waited_s < TIMES.silent_s and now - standing.since_s >= TIMES.slow_warning_s:
             # It gets on, slowly.
             suspicion = self._board.slowest(standing, flow.done)
-            waited_s, limit_s = now - standing.since_s, _SLOW_WARN_S
+            waited_s, limit_s = now - standing.since_s, TIMES.slow_warning_s
         else:
-            limit_s = _SLOW_WARN_S
+            limit_s = TIMES.slow_warning_s
         if waited_s >= max(limit_s, self._warn_s):
-            self._warn_s = max(_SLOW_WARN_S, 2 * waited_s)
+            self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             self._warn(standing, suspicion, waited_s)
-        elif not self._has_warned and now - self._slow_s >= _SLOW_AGAIN_S:
+        elif not self._has_warned and now - self._slow_s >= TIMES.straggler_pause_s:
             self._look_for_stragglers(now)
 
     def _warn(self, standing: Standing, suspicion: Suspicion | None, waited_s: float) -> None:
@@ -433,7 +430,7 @@ class Watcher:
         for rank, count in counts.most_common(1):
             if count >= _LOOKS_SLOW and self._speaks_of(rank):
                 self._slow_s = now
-                seconds = _LOOKS * liveness.HEARTBEAT_S
+                seconds = _LOOKS * TIMES.heartbeat_s
                 _log.warning(
                     "[%d/%d] has waited for rank %d most of the last %.0f s: it is slower",
                     *(self._rank, self._size, rank, seconds),
@@ -451,9 +448,11 @@ class Watcher:
         named = copy.copy(error)
         limit = (error.remedy or "").partition("; ")[2]
         paused_at, paused_s = self._paused
-        stood_s = max(now - self._ticked_s, paused_s if now - paused_at < 5.0 else 0.0)
+        stood_s = max(
+            now - self._ticked_s, paused_s if now - paused_at < TIMES.pause_memory_s else 0.0
+        )
         suspicion = self._board.suspect(self._standing(), now)
-        if stood_s >= liveness.SILENT_S:
+        if stood_s >= TIMES.silent_s:
             named.remedy = (
                 f"This process stood still for {stood_s:.1f} s (stopped, or its host was), and "
                 "the others may have given it up."

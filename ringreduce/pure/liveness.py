@@ -21,9 +21,9 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from ringreduce.vocabulary.config import TIMES
+
 __all__ = [
-    "HEARTBEAT_S",
-    "SILENT_S",
     "Board",
     "Heartbeat",
     "Heartbeats",
@@ -40,11 +40,6 @@ __all__ = [
     "is_dead",
     "message_bytes_max",
 ]
-
-# How often a rank speaks. Four times a second costs a rank about a thousandth of a core.
-HEARTBEAT_S = 0.25
-# A heartbeat is late by this when even a loaded machine should have run the thread that sends it.
-SILENT_S = 1.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -270,7 +265,7 @@ class Board:
     def is_silent(self, rank: int, now_s: float) -> bool:
         """Whether a rank has not been heard of for too long; far ones may take longer."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
-        return self.silent_s(rank, now_s) >= SILENT_S + (hops - 1) * HEARTBEAT_S
+        return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 
     def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
         """Who keeps this rank, which is in a collective, waiting; None when nobody is seen to.

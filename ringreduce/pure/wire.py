@@ -27,7 +27,6 @@ import numpy as np
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 __all__ = [
-    "EXPLANATION_S",
     "HEADER_BYTES",
     "HEADER_WORDS",
     "WIRE_VERSION",
@@ -44,9 +43,6 @@ MAGIC = 0x46_52_52_52  # "RRRF" in memory
 WIRE_VERSION = 2
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
-# How long to wait for a disagreement to be explained by the rank that has caused it. It knows
-# as soon as it sees anybody's frame; this is for one whose predecessor is still computing.
-EXPLANATION_S = 1.0
 
 
 class Kind(enum.IntEnum):

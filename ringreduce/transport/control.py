@@ -22,16 +22,15 @@ import zmq
 from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.security import Security
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["CONTROL_CHANNELS", "Control"]
 
 # Pairs of sockets that it has at most.
 CONTROL_CHANNELS = 2
 
-# A word that must arrive is confirmed before the channel closes; the confirmation itself gets
-# this long to leave.
-_FLUSH_MS = 50
 # Words that may wait for a neighbour which does not read, and for this rank: heartbeats of minutes.
 _QUEUE = 1000
 
@@ -211,7 +210,7 @@ class Control:
         """Free everything, at once or nearly so."""
         self._authenticator.close()
         for pushing in self._outgoing.values():
-            pushing.close(_FLUSH_MS)
+            pushing.close(milliseconds(TIMES.flush_s))
         for pulling in self._incoming.values():
             pulling.close()
         # Also what a failing constructor has left open.

@@ -35,8 +35,9 @@ import zmq
 from zmq.utils import z85
 
 from ringreduce.transport.address import is_loopback, resolve
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Authenticator", "Security"]
 
@@ -47,15 +48,12 @@ MECHANISMS = ("NULL", "PLAIN", "CURVE")
 OVERHEAD_BYTES = 64
 MEETING = "meeting"
 
-# A handshake takes a few round trips. Who takes longer is no rank, or on a line that is of no use.
-_HANDSHAKE_MS = 10_000
 _BACKLOG = 128
 _KEY_BYTES = 32
 _KEY_TEXT = 40
 # Requests that may wait for the ranks to meet; a rank expects one connection for each domain.
 _HELD_MAX = 1024
 _LOGGED_EACH = 8
-_LOG_PAUSE_S = 10.0
 
 
 class Security:
@@ -404,7 +402,7 @@ class Authenticator:
     def _tell(self, request: list[bytes], why: str) -> None:
         """Log a refusal: the first few, then now and then with their number."""
         now = time.monotonic()
-        if self.refused <= _LOGGED_EACH or now - self._logged_s >= _LOG_PAUSE_S:
+        if self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s:
             self._logged_s = now
             sender = request[3][:64].decode(errors="replace") if len(request) > 3 else "unknown"
             _log.warning(
@@ -415,7 +413,7 @@ class Authenticator:
 
 def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:
     """Bound what those who have proven nothing yet can cost a listening socket."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(TIMES.handshake_s))
     socket.setsockopt(zmq.BACKLOG, backlog)
 
 

@@ -28,6 +28,7 @@ from ringreduce.transport.base import Flow, Traffic
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
 from ringreduce.transport.unix import Mesh, memory_domain
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     MismatchError,
     PeerLostError,
@@ -35,6 +36,7 @@ from ringreduce.vocabulary.errors import (
     ProtocolError,
     RingReduceError,
 )
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["HostCall", "HostLink"]
 
@@ -48,9 +50,6 @@ STAGING_BYTES = 512 << 10
 # core from the rank that is waited for (docs/performance.md).
 _SPINS_ALONE, _YIELDS_ALONE = 200, 100
 _SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
-# Asleep at most this long before the clock, the connections and Python's signal handlers are
-# asked: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
-_SLICE_MS = 20
 
 # RR_DONE, ... of native/include/ringreduce.h.
 _DONE, _WAITING, _MISMATCH, _ABORTED, _BROKEN = range(5)
@@ -323,11 +322,13 @@ class HostLink:
 
     def _await_news(self, index: int) -> bytes:
         """What that rank says about why it gives up, if it does so soon."""
-        deadline = time.monotonic() + wire.EXPLANATION_S
+        deadline = time.monotonic() + TIMES.explanation_s
         while not (news := self._news(index)) and time.monotonic() < deadline:
             if self._interrupted:
                 break
-            time.sleep(_SLICE_MS / 1e4)  # It has no way to wake us: it is in no step with us.
+            time.sleep(
+                TIMES.shared_memory_poll_s / 10
+            )  # It has no way to wake us: it is in no step with us.
         return news
 
     def _news(self, index: int) -> bytes:
@@ -389,4 +390,4 @@ def _wait_limits(ranks: int) -> _WaitLimits:
     """How to wait when `ranks` share the cores that this process may use."""
     crowded = ranks > len(os.sched_getaffinity(0))
     spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
-    return _WaitLimits(spins, yields, _SLICE_MS)
+    return _WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from ringreduce.transport import inherited
 from ringreduce.transport.news import GOODBYE_BYTES_MAX
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
 
 __all__ = ["Mesh", "memory_domain"]
@@ -28,8 +29,6 @@ _HELLO = struct.Struct("<8sQQ")
 _DESCRIPTOR = struct.Struct("i")
 _MAGIC = b"RRR-UNIX"
 _GOODBYE = b"G"
-# Whoever connects has its hello ready.
-_HELLO_TIMEOUT_S = 2.0
 
 
 def memory_domain() -> str:
@@ -138,7 +137,7 @@ class Mesh:
         """Take one connection, if it is the one of a rank after this."""
         self._listener.settimeout(max(0.001, deadline - time.monotonic()))
         connection, _ = self._listener.accept()
-        connection.settimeout(_HELLO_TIMEOUT_S)
+        connection.settimeout(TIMES.hello_s)
         try:
             answer = self._receive(connection, job) if _is_ours(connection) else None
             if answer is not None:

@@ -28,6 +28,7 @@ from ringreduce.transport.base import ExchangeCall, Flow, RingCall, Traffic
 from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
 from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
 from ringreduce.transport.security import Security
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
     CorruptionError,
@@ -38,24 +39,9 @@ from ringreduce.vocabulary.errors import (
     RendezvousError,
     RingReduceError,
 )
+from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["ZmqLink", "distances"]
-
-# How long the loop waits for a frame before it asks the clock, the monitors and Python's
-# signal handlers: short enough for Ctrl-C and a lost peer, long enough to cost nothing.
-_SLICE_MS = 50
-# Some neighbours may leave before we are done: in an exchange, those whose rows we have and who
-# have ours. While the ring forms, a connection that has not come yet cannot be told from one
-# that never will. Silence of this length then counts against one that has left.
-_QUIET_S = 3.0
-# A goodbye, an abort and the segments before it get this long to leave. Of an abort the ranks
-# hear by the watcher too, and whoever has failed should say so soon.
-_LINGER_S, _ABORT_LINGER_S = 1.0, 0.5
-# Those who connect while the ring forms get this long to have done so after its first call.
-_LOCK_S = 5.0
-
-# Whoever waits for a frame looks at the clock this often, or is not waiting for one.
-_LOOKED_S = 0.5
 
 _Call = RingCall | ExchangeCall
 
@@ -130,7 +116,7 @@ class ZmqLink:
         self._outgoing: list[Outgoing] = []
         self._security = security or Security(rank=rank, size=size)
         self._authenticator = self._security.authenticator(self._context)
-        limits = frame_bytes_max, _SLICE_MS
+        limits = frame_bytes_max, milliseconds(TIMES.poll_s)
         try:
             for channel in range(len(self._distances)):
                 domain = _domain(channel)
@@ -224,13 +210,13 @@ class ZmqLink:
     def lock(self) -> None:
         """Let nobody connect any more; call it once all ranks have taken part in a call.
 
-        A port whose rank has not come within _LOCK_S stays open for it, with the authenticator.
-        Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq refuses
-        everyone who does not find an authenticator.
+        A port whose rank has not come within `TIMES.lock_s` stays open for it, with the
+        authenticator. Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq
+        refuses everyone who does not find an authenticator.
         """
         if self._context.closed or self._has_failed or not self._outgoing:
             return
-        deadline = time.monotonic() + _LOCK_S
+        deadline = time.monotonic() + TIMES.lock_s
         sources = self._channels[:, loop.SOURCE].tolist()
         # Each is tried, also after one that has not come.
         if all([p.lock(s, deadline) for p, s in zip(self._incoming, sources, strict=False)]):
@@ -385,7 +371,7 @@ class ZmqLink:
         elif (
             self._dry is None
             or (channel, arrived) != self._dry[:2]
-            or now - self._dry.looked_s > _LOOKED_S  # stood still itself
+            or now - self._dry.looked_s > TIMES.looked_s  # stood still itself
         ):
             self._dry = _Dry(channel, arrived, now, now)
         else:
@@ -416,7 +402,7 @@ class ZmqLink:
         # not taken may have come.
         if (
             dry is None
-            or now - dry.looked_s > _LOOKED_S
+            or now - dry.looked_s > TIMES.looked_s
             or dry.arrived != self._arrived_bytes(dry.channel)
         ):
             return None
@@ -435,7 +421,7 @@ class ZmqLink:
         # With nothing more to send, a rank ahead that is gone may just have finished before us;
         # if it has not, the rank that waits for it sees that and tells us. Unless that rank waits
         # for us in its turn, or, in the very first call, knows as little as we do.
-        if waited_s > _QUIET_S and (self._sequence == 0 or isinstance(call, ExchangeCall)):
+        if waited_s > TIMES.quiet_s and (self._sequence == 0 or isinstance(call, ExchangeCall)):
             return bool(self._gone())
         needed = call.sends_to(step, started) + ((1,) if self._borrows() else ())
         return bool(self._lost_outgoing(needed))
@@ -451,7 +437,7 @@ class ZmqLink:
         """Whether the connection that the frame due must come from has ended."""
         channel = int(self._state[loop.CHANNEL])
         source = int(self._channels[channel, loop.SOURCE])
-        return self._incoming[channel].is_lost(source, waited_s > _QUIET_S)
+        return self._incoming[channel].is_lost(source, waited_s > TIMES.quiet_s)
 
     def _lost_outgoing(self, distances: Sequence[int]) -> list[Outgoing]:
         """Connections over one of `distances` that have ended, the nearest first."""
@@ -576,10 +562,10 @@ class ZmqLink:
 
     def _await_news(self, call: _Call) -> RingReduceError | None:
         """What the rank of the channel used last says about the end of the ring, if soon."""
-        deadline = time.monotonic() + wire.EXPLANATION_S
+        deadline = time.monotonic() + TIMES.explanation_s
         incoming = self._incoming[int(self._state[loop.CHANNEL])]
         while (left := deadline - time.monotonic()) > 0 and not self._interrupted:
-            incoming.socket.poll(min(_SLICE_MS, int(left * 1e3) + 1))
+            incoming.socket.poll(milliseconds(min(TIMES.poll_s, left)))
             if (news := self._queued_news(call)) is not None:
                 return news
         return None
@@ -624,7 +610,9 @@ class ZmqLink:
         self._has_failed = True
         # Where the news came from it need not go: it has gone all the way round.
         told = [pushing.peer != cause.origin for pushing in self._outgoing]
-        self._send_control(wire.Kind.ABORT, write_news(cause, self._rank), told, _ABORT_LINGER_S)
+        self._send_control(
+            wire.Kind.ABORT, write_news(cause, self._rank), told, TIMES.abort_linger_s
+        )
         for channel, pushing in enumerate(self._outgoing):
             if self._borrows_on(channel):
                 # The caller may now overwrite the buffer; the neighbour must not get to see that.
@@ -681,9 +669,11 @@ class ZmqLink:
             return
         self._authenticator.close()
         if not self._has_failed:  # otherwise an abort has said more
-            self._send_control(wire.Kind.GOODBYE, word, [True] * len(self._outgoing), _LINGER_S)
+            self._send_control(
+                wire.Kind.GOODBYE, word, [True] * len(self._outgoing), TIMES.linger_s
+            )
         # libzmq lets go of what it has encrypted before that has left.
-        linger_ms = int(_LINGER_S * 1000) if self.is_encrypted else 0
+        linger_ms = milliseconds(TIMES.linger_s) if self.is_encrypted else 0
         for pushing in self._outgoing:
             pushing.close(linger_ms)
         for pulling in self._incoming:

@@ -13,18 +13,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.times import Times
 
 __all__ = [
     "ENCRYPTIONS",
     "INTEGRITIES",
+    "TIMES",
     "TRANSPORTS",
     "Config",
     "color_wanted",
     "configured_secret",
     "log_dir_wanted",
     "native_wanted",
+    "time_scale",
     "worker_environment",
 ]
+
 
 # Without these four a rank does not know its place.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
@@ -64,9 +68,6 @@ _SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
 TIMEOUT_S = 30.0
 # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
 JOIN_TIMEOUT_S = 120.0
-# Of a connection that carries nothing of what is due: TCP has sent a lost packet five times by
-# then. Long enough for a switch that loses a few, short enough to be told within three seconds.
-LINK_TIMEOUT_S = 2.0
 # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
 # than 512 KiB, and 2 MiB is slower again (docs/performance.md).
 SEGMENT_BYTES = 1 << 20
@@ -74,6 +75,26 @@ SEGMENT_BYTES = 1 << 20
 # (docs/performance.md); a single connection that cannot fill a fast, long line is what they
 # are for.
 STREAMS = 1
+
+
+def time_scale(environment: Mapping[str, str] | None = None) -> float:
+    """What `Times` is multiplied by: ``RINGREDUCE_TIME_SCALE``, for tests alone; default 1.
+
+    Raises:
+        ConfigError: it is not a number from 0.01 to 100.
+    """
+    text = (os.environ if environment is None else environment).get("RINGREDUCE_TIME_SCALE", "1")
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.01 <= scale <= 100:
+        raise ConfigError(f"RINGREDUCE_TIME_SCALE is {text[:80]!r}; accepted: 0.01 to 100")
+    return scale
+
+
+# The time constants of this process.
+TIMES = Times().scaled(time_scale())
 
 # Read by the numerical libraries when they load; set for each worker by the launcher.
 _THREAD_VARIABLES = (
@@ -130,7 +151,7 @@ class Config:
     job_id: str = ""
     timeout_s: float = TIMEOUT_S
     join_timeout_s: float = JOIN_TIMEOUT_S
-    link_timeout_s: float = LINK_TIMEOUT_S
+    link_timeout_s: float = TIMES.link_timeout_s
     segment_bytes: int = SEGMENT_BYTES
     streams: int = STREAMS
     transport: str = "auto"
@@ -151,7 +172,10 @@ class Config:
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
         self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
         self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
-        self._require("link_timeout_s", self.link_timeout_s >= 0.5, "at least 0.5 seconds")
+        least_s = TIMES.link_timeout_min_s
+        self._require(
+            "link_timeout_s", self.link_timeout_s >= least_s, f"at least {least_s:g} seconds"
+        )
         # Multiples of 64 keep every element whole and every segment aligned.
         aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
         self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")

@@ -19,6 +19,7 @@ from ringreduce.transport.base import Flow
 from ringreduce.transport.control import Control
 from ringreduce.transport.news import write_news
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
+from ringreduce.vocabulary.times import Times
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def play(
     control = Scripted(turns)
     clock = SimpleNamespace(monotonic=lambda: control.turn.at_s)
     monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "TIMES", Times())  # scripts are written at full scale
     told: list[RingReduceError] = []
     watcher = Watcher(
         cast(Control, control),

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
+from ringreduce.pure import liveness
 from ringreduce.pure.liveness import (
-    HEARTBEAT_S,
-    SILENT_S,
     Board,
     Heartbeat,
     Heartbeats,
@@ -24,6 +23,15 @@ from ringreduce.pure.liveness import (
     is_dead,
     message_bytes_max,
 )
+from ringreduce.vocabulary.times import Times
+
+TIMES = Times()
+
+
+@pytest.fixture(autouse=True)
+def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times here are written out, so that no scale may change the others."""
+    monkeypatch.setattr(liveness, "TIMES", TIMES)
 
 
 @dataclass(frozen=True)
@@ -127,19 +135,19 @@ def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
 
 def test_a_rank_that_never_spoke_is_suspected_in_time() -> None:
     known = board(2)
-    assert known.suspect(Here(), 10.0 + SILENT_S - 0.1) is None
-    suspicion = known.suspect(Here(), 10.0 + SILENT_S)
+    assert known.suspect(Here(), 10.0 + TIMES.silent_s - 0.1) is None
+    suspicion = known.suspect(Here(), 10.0 + TIMES.silent_s)
     assert suspicion is not None
     assert suspicion.rank == 1
 
 
 def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
     known = Board(0, 8, 0.0)
-    now = SILENT_S + 0.01
+    now = TIMES.silent_s + 0.01
     assert known.is_silent(1, now)
     assert known.is_silent(7, now)
     assert not known.is_silent(4, now)
-    assert known.is_silent(4, now + 3 * HEARTBEAT_S)
+    assert known.is_silent(4, now + 3 * TIMES.heartbeat_s)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +208,8 @@ def test_ranks_that_left_are_absent_from_later_calls_only() -> None:
 
 
 def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> None:
-    assert board(3).hears_nobody(10.0 + 2 * SILENT_S)
-    assert not board(2).hears_nobody(10.0 + 2 * SILENT_S)
+    assert board(3).hears_nobody(10.0 + 2 * TIMES.silent_s)
+    assert not board(2).hears_nobody(10.0 + 2 * TIMES.silent_s)
     known = board(3)
     known.hear(heartbeat(2), 0.0, 12.0)
     assert not known.hears_nobody(12.1)
@@ -233,7 +241,7 @@ def test_both_ends_find_a_dead_connection() -> None:
     known.hear(receiver, 0.1, 11.0)
     assert known.dead(sender, 2.0, 11.0) == (0, 1)
     # A rank that is silent has not said that it waits still.
-    assert known.dead(sender, 2.0, 11.0 + 2 * SILENT_S) is None
+    assert known.dead(sender, 2.0, 11.0 + 2 * TIMES.silent_s) is None
 
 
 def test_the_slowest_of_those_in_the_same_call_is_named() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ringreduce.vocabulary import config as config_module
 from ringreduce.vocabulary.config import Config, host_and_port, worker_environment
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.times import Times, milliseconds
 
 LAUNCH = {
     "RINGREDUCE_RANK": "1",
@@ -340,6 +341,23 @@ def test_secret_goes_to_the_worker_when_the_launcher_has_made_it(member, monkeyp
     made = dataclasses.replace(member, secret=SECRET)
     assert worker_environment(made, 1, decided=["secret"])["RINGREDUCE_SECRET"] == SECRET
     assert "RINGREDUCE_SECRET" not in worker_environment(member, 1)
+
+
+def test_times_are_multiplied_by_the_scale_of_tests():
+    scale = config_module.time_scale({"RINGREDUCE_TIME_SCALE": "0.5"})
+    assert Times().scaled(scale).heartbeat_s == Times().heartbeat_s / 2
+    assert config_module.time_scale({}) == 1
+    assert Config().link_timeout_s == config_module.TIMES.link_timeout_s
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "fast"])
+def test_scale_of_times_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="RINGREDUCE_TIME_SCALE is"):
+        config_module.time_scale({"RINGREDUCE_TIME_SCALE": text})
+
+
+def test_milliseconds_are_never_none():
+    assert [milliseconds(s) for s in (0.0, 0.0004, 0.05, 2)] == [1, 1, 50, 2000]
 
 
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", False)])

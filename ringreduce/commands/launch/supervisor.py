@@ -37,21 +37,17 @@ from ringreduce.commands.launch.failure import (
     last_traceback,
 )
 from ringreduce.commands.launch.output import LineBuffer
-from ringreduce.vocabulary.config import Config, color_wanted, configured_secret, worker_environment
+from ringreduce.vocabulary.config import (
+    TIMES,
+    Config,
+    color_wanted,
+    configured_secret,
+    worker_environment,
+)
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["default_threads", "run"]
 
-# How often exits are looked for when nobody writes.
-_POLL_S = 0.05
-# A failure that only reports another rank's gives the other this long to show itself.
-_CAUSE_WAIT_S = 1.5
-# From SIGTERM to SIGKILL.
-_GRACE_S = 3.0
-# Before that, where flight records are kept: the others notice within a second and write theirs.
-_RECORD_WAIT_S = 1.5
-# Output that a dead worker's children still hold open is read this long.
-_DRAIN_S = 0.5
 _TAIL_LINES = 400
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -296,17 +292,17 @@ class _Job:
     def watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
         while any(worker.alive for worker in self._workers):
-            self._read(_POLL_S)
+            self._read(TIMES.poll_s)
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._reap()
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
-                self.stop(_GRACE_S)
+                self.stop(TIMES.grace_s)
             elif self._stop_s is not None and time.monotonic() >= self._stop_s:
                 self._kill()
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = time.monotonic() + TIMES.drain_s
         while self._selector.get_map() and time.monotonic() < deadline:
-            self._read(_POLL_S)
+            self._read(TIMES.poll_s)
 
     def _read(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -356,7 +352,7 @@ class _Job:
                 worker.send(signal.SIGKILL if repeated else number)
         if number in _STOPPING and not repeated:
             self._ended_by = number
-            self._stop_s = time.monotonic() + _GRACE_S
+            self._stop_s = time.monotonic() + TIMES.grace_s
 
     def _record_signals(self) -> tuple[int, ...]:
         """What asks workers for flight records in this job.
@@ -386,7 +382,7 @@ class _Job:
         if not cause.is_consequence:
             return True
         first_exit = min(w.exit_s for w in self._workers if w.failure() and w.exit_s is not None)
-        return time.monotonic() - first_exit >= _CAUSE_WAIT_S
+        return time.monotonic() - first_exit >= TIMES.cause_s
 
     def _have_recorded(self) -> bool:
         """Whether the workers that still run have had the time to write flight records."""
@@ -399,7 +395,7 @@ class _Job:
             for worker in self._workers:
                 if worker.alive:
                     worker.ask_for_record()
-        return now - self._asked_s >= _RECORD_WAIT_S
+        return now - self._asked_s >= TIMES.record_s
 
     def stop(self, grace_s: float) -> None:
         """Ask the workers that still run to end; `watch` kills them after `grace_s`."""
