@@ -21,6 +21,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.vocabulary.config import TIMES
 
 __all__ = [
@@ -272,36 +273,43 @@ class Board:
 
         What was said before this rank's own call began says nothing about it and is left out.
         """
-        found: list[tuple[tuple[float, ...], Suspicion]] = []
+        known = [Facts(self._rank, standing.calls, standing.operation)]
         for rank in range(self._size):
             if rank == self._rank or rank in self._left:
                 continue
             seen = self._seen.get(rank)
             if seen is not None and seen.heartbeat.calls > standing.calls:
                 continue  # It has done this call, and whatever it does next is not waited for.
-            order: tuple[float, ...]
             if self.is_silent(rank, now_s):
-                silent_s = self.silent_s(rank, now_s)
-                kind, order = "silent", (0.0, -silent_s)
-                text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
-                if seen is not None:
-                    text += f" (last heard: {_place(seen.heartbeat)})"
-            elif seen is None or seen.at_s < standing.since_s:
-                continue
-            elif not seen.heartbeat.operation:
-                kind, order = "user code", (1.0, seen.heartbeat.calls)
-                for_s = seen.heartbeat.since_s + now_s - seen.at_s
-                text = f"rank {rank} is alive and has been in user code for {for_s:.1f} s"
-            elif seen.heartbeat.calls < standing.calls:
-                kind, order = "behind", (2.0, seen.heartbeat.calls)
-                text = f"rank {rank} is alive and still {_place(seen.heartbeat)}"
-            elif seen.heartbeat.operation != standing.operation:
-                kind, order = "elsewhere", (3.0,)
-                text = f"rank {rank} is {_place(seen.heartbeat)} instead"
-            else:
-                continue
-            found.append(((*order, rank), Suspicion(rank, kind, text)))
-        return min(found, key=lambda pair: pair[0])[1] if found else None
+                known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
+            elif seen is not None and seen.at_s >= standing.since_s:
+                heartbeat = seen.heartbeat
+                stood_s = heartbeat.since_s + now_s - seen.at_s
+                operation = heartbeat.operation or None
+                known.append(Facts(rank, heartbeat.calls, operation, stood_s=stood_s))
+        finding = find_culprit(known)
+        return self._suspicion(finding, known) if finding.culprits else None
+
+    def _suspicion(self, finding: Finding, known: list[Facts]) -> Suspicion:
+        """`finding` in words."""
+        if finding.reason is Reason.OUT_OF_STEP:
+            # This rank may be the odd one; it names another that is in another call.
+            operation = known[0].operation
+            fact = next(f for f in known if f.rank in finding.witnesses if f.operation != operation)
+        else:
+            fact = next(fact for fact in known if fact.rank in finding.culprits)
+        rank, seen = fact.rank, self._seen.get(fact.rank)
+        place = "" if seen is None else _place(seen.heartbeat)
+        if finding.reason is Reason.SILENT:
+            text = f"rank {rank} has shown no sign of life for {fact.silent_s:.1f} s"
+            text += f" (last heard: {place})" if place else ""
+            return Suspicion(rank, "silent", text)
+        if finding.reason is Reason.OUT_OF_STEP:
+            return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
+        if fact.operation is None:
+            text = f"rank {rank} is alive and has been in user code for {fact.stood_s:.1f} s"
+            return Suspicion(rank, "user code", text)
+        return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
 
     def hears_nobody(self, now_s: float) -> bool:
         """Whether all other ranks are silent, which with three or more points at this one."""

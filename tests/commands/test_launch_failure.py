@@ -90,6 +90,7 @@ def test_a_failure_without_traceback_can_be_the_cause() -> None:
             traceback=st.sampled_from([(), VALUE_ERROR, LOST, MISMATCH]),
         ),
         min_size=1,
+        unique_by=lambda failed: failed.rank,
     )
 )
 def test_the_cause_is_a_consequence_only_if_all_are(failures: list[Failure]) -> None:

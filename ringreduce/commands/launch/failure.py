@@ -14,6 +14,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringreduce.pure.blame import Error, Facts, find_culprit
+
 __all__ = ["Failure", "first_cause", "is_traceback_start", "last_traceback"]
 
 _REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was (told|left) by rank \d")
@@ -69,7 +71,14 @@ class Failure:
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """The failure that explains the others; None when there is none."""
-    return min(failures, key=lambda f: (f.is_consequence, f.time_s, f.rank), default=None)
+    # Of a consequence nothing is known but that it names some other rank.
+    facts = [
+        Facts(f.rank, error=Error("PeerError" if f.is_consequence else f.describe(), f.time_s))
+        for f in failures
+    ]
+    finding = find_culprit(facts)
+    ranks = finding.culprits or finding.witnesses
+    return next((failure for failure in failures if failure.rank in ranks), None)
 
 
 def is_traceback_start(line: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from ringreduce.pure.flight import Dump, Failure, Frame
+from ringreduce.pure.flight import Dump, Frame
 from ringreduce.vocabulary import errors
 
 __all__ = [
@@ -88,8 +88,11 @@ def nbytes_of(dump: Dump) -> int:
     return failed[-1] if failed else 0
 
 
-def said(failure: Failure) -> str:
-    """An error as a sentence."""
+def said(dump: Dump) -> str:
+    """The error that a rank failed with, as a sentence; empty for none."""
+    failure = dump.failure
+    if failure is None:
+        return ""
     text = shorten(failure.text)
     return sentence(f"{clean(failure.kind)}: {text}" if text else clean(failure.kind))
 

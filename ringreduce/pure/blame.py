@@ -1,0 +1,267 @@
+"""Which rank is to blame, from what is known of each. Pure: facts in, a finding out.
+
+The watcher of a running job, the launcher and ``ringreduce report`` all ask `find_culprit`.
+Each gives the facts it has, and says the finding in its own words. The order of suspicion:
+
+1. the rank whose own error came first, whatever others say of it;
+2. ranks that disagree: a minority of one, else both sides; ranks that never joined;
+3. the rank that others waited for or lost, followed from one to the next (in a ring, rank 0
+   waits for 3 because that waits for 2); it may be unknown, since it was killed;
+4. the rank that has shown no sign of life for longest;
+5. the rank with the fewest calls completed while others wait in the next one;
+6. ranks in different calls that have the same number.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ringreduce.vocabulary import errors
+
+__all__ = ["Error", "Facts", "Finding", "Reason", "find_culprit"]
+
+# These speak of another rank, so the one that raises them is not to blame.
+_ABOUT_OTHERS = ("PeerLostError", "PeerTimeoutError", "PeerError", "RendezvousError")
+# Only in these calls must the amount be equal on all ranks.
+_EQUAL_AMOUNTS = ("all_reduce", "reduce_scatter")
+
+
+class Reason(enum.Enum):
+    """Why a rank is to blame; `Finding.witnesses` are the ranks given in brackets."""
+
+    OWN_ERROR = "its own error came first"
+    ODD_CALL = "it is in another call than all others (the one that found it)"
+    DISAGREEMENT = "ranks disagree with each other (the one that found it)"
+    NEVER_JOINED = "it never came to the meeting (those that waited)"
+    NAMED = "others waited for it or lost it (those, the first to notice first)"
+    SILENT = "it shows no sign of life"
+    BEHIND = "it has not begun, or is still before, the call (those that wait there)"
+    UNKNOWN = "nothing is known of it while others wait (those)"
+    OUT_OF_STEP = "ranks are in different calls of one number (those)"
+    NOBODY = "nothing points at a rank (the one whose error came first, if any)"
+
+
+@dataclass(frozen=True)
+class Error:
+    """What a rank failed with.
+
+    Attributes:
+        kind: name of its class; one that is not ringreduce's is the program's own.
+        when_s: when, on a clock that all facts share.
+        peer: the rank that it names.
+        origin: the rank that found it and told this one; None: this rank itself.
+    """
+
+    kind: str
+    when_s: float
+    peer: int | None = None
+    origin: int | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of one rank.
+
+    Attributes:
+        calls: collectives completed.
+        operation: the call it is in, or was in when it failed; None: in user code.
+        nbytes: payload of that call; 0 where it is not known.
+        stood_s: how long it has been there, or had been when it failed.
+        silent_s: for how long it has shown no sign of life, where that is too long; else 0.
+        error: what it failed with.
+    """
+
+    rank: int
+    calls: int = 0
+    operation: str | None = None
+    nbytes: int = 0
+    stood_s: float = 0.0
+    silent_s: float = 0.0
+    error: Error | None = None
+
+    @property
+    def call(self) -> tuple[str | None, int]:
+        """What must be equal on all ranks that are in the same call."""
+        return self.operation, self.nbytes if self.operation in _EQUAL_AMOUNTS else 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Who is to blame, why, and which ranks show it; see `Reason`."""
+
+    reason: Reason
+    culprits: tuple[int, ...]
+    witnesses: tuple[int, ...] = ()
+
+
+def find_culprit(
+    facts: Collection[Facts], *, unknown: Sequence[int] = (), still_s: float = 0.0
+) -> Finding:
+    """Who is to blame, as far as can be told: one rank, the sides of a disagreement, or nobody.
+
+    Args:
+        facts: one for each rank of which something is known.
+        unknown: ranks of the job of which nothing is known.
+        still_s: where no rank has failed, those that have waited less count as at work.
+    """
+    known = {fact.rank: fact for fact in sorted(facts, key=lambda fact: fact.rank)}
+    failed = _Failed(known, unknown)
+    return (
+        _own_error(failed)
+        or _disagreement(known, failed, unknown)
+        or _never_joined(failed, unknown)
+        or _named(failed)
+        or _silent(known)
+        or _behind(known, unknown, still_s=0.0 if failed.errors else still_s)
+        or _out_of_step(known)
+        or _first_error(failed)
+    )
+
+
+class _Failed:
+    """The errors among the facts, and whom they name."""
+
+    def __init__(self, known: dict[int, Facts], unknown: Sequence[int]) -> None:
+        self.errors = [(rank, fact.error) for rank, fact in known.items() if fact.error is not None]
+        there = {*known, *unknown}
+        # A rank that found its error itself goes before those that were told.
+        self.naming = sorted(
+            (error.origin not in (None, rank), error.when_s, rank, error.peer)
+            for rank, error in self.errors
+            if error.peer in there and error.peer is not None and error.peer != rank
+        )
+
+    def blame(self, culprit: int) -> Finding:
+        """The finding that the errors which name `culprit` lead to."""
+        namers = tuple(rank for _, _, rank, peer in self.naming if peer == culprit)
+        return Finding(Reason.NAMED, (culprit,), namers)
+
+
+def _own_error(failed: _Failed) -> Finding | None:
+    """The rank whose own error came first."""
+    own = [
+        (error.when_s, rank)
+        for rank, error in failed.errors
+        if error.origin in (None, rank) and _is_own(rank, error)
+    ]
+    return Finding(Reason.OWN_ERROR, (min(own)[1],)) if own else None
+
+
+def _is_own(rank: int, error: Error) -> bool:
+    if error.kind not in errors.__all__:
+        return True  # an exception of the program's
+    if error.kind == "MismatchError":
+        return False
+    return error.peer == rank or (error.peer is None and error.kind not in _ABOUT_OTHERS)
+
+
+def _disagreement(
+    known: dict[int, Facts], failed: _Failed, unknown: Sequence[int]
+) -> Finding | None:
+    """Ranks that made different calls, by the first error that says so."""
+    found = [
+        (error.origin is not None, error.when_s, rank, error)
+        for rank, error in failed.errors
+        if error.kind == "MismatchError"
+    ]
+    if not found:
+        return None
+    _, _, rank, error = min(found, key=lambda item: item[:3])
+    if error.peer is not None and error.peer in unknown:
+        return failed.blame(error.peer)  # It left before a call that the others make.
+    odd = _odd_one_out(known)
+    if odd is not None:
+        return Finding(Reason.ODD_CALL, (odd,), (rank,))
+    speaker = rank if error.origin is None else error.origin
+    sides = {speaker} if error.peer is None else {speaker, error.peer}
+    return Finding(Reason.DISAGREEMENT, tuple(sorted(sides)), (rank,))
+
+
+def _never_joined(failed: _Failed, unknown: Sequence[int]) -> Finding | None:
+    alone = tuple(rank for rank, error in failed.errors if error.kind == "RendezvousError")
+    return Finding(Reason.NEVER_JOINED, tuple(unknown), alone) if alone and unknown else None
+
+
+def _named(failed: _Failed) -> Finding | None:
+    """The rank that others waited for or lost, followed to the end of the chain."""
+    if not failed.naming:
+        return None
+    points = {rank: peer for told, _, rank, peer in reversed(failed.naming) if not told}
+    path = [failed.naming[0][2], failed.naming[0][3]]
+    while (onward := points.get(path[-1])) is not None:
+        if onward in path:
+            # Each names the next, all round. Most votes count, as when a rank that was stopped
+            # complains when it is woken; where two have as many, the one behind is to blame.
+            votes = Counter(peer for *_, peer in failed.naming if peer in path).most_common(2)
+            if len(votes) > 1 and votes[0][1] == votes[1][1]:
+                return None
+            return failed.blame(votes[0][0])
+        path.append(onward)
+    return failed.blame(path[-1])
+
+
+def _silent(known: dict[int, Facts]) -> Finding | None:
+    longest = max(known.values(), key=lambda fact: fact.silent_s, default=None)
+    if longest is None or longest.silent_s <= 0:
+        return None
+    return Finding(Reason.SILENT, (longest.rank,))
+
+
+def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> Finding | None:
+    """The rank with the fewest calls completed while others wait in the next one."""
+    waiting = [fact for fact in known.values() if fact.operation is not None]
+    number = max((fact.calls for fact in waiting), default=0)
+    ahead = [fact for fact in waiting if fact.calls == number]
+    if not ahead or max(fact.stood_s for fact in ahead) < still_s:
+        return None
+    witnesses = tuple(fact.rank for fact in ahead)
+    behind = [
+        fact
+        for fact in known.values()
+        if fact.calls < number or (fact.calls == number and fact.operation is None)
+    ]
+    if behind:
+        # Of ranks with as many calls, those in one wait for those in user code.
+        culprit = min(behind, key=lambda f: (f.calls, f.operation is not None, -f.stood_s, f.rank))
+        return Finding(Reason.BEHIND, (culprit.rank,), witnesses)
+    if unknown:
+        return Finding(Reason.UNKNOWN, tuple(unknown), witnesses)
+    return None
+
+
+def _out_of_step(known: dict[int, Facts]) -> Finding | None:
+    """Ranks in different calls with the same number."""
+    by_number: dict[int, list[Facts]] = {}
+    for fact in known.values():
+        if fact.operation is not None:
+            by_number.setdefault(fact.calls, []).append(fact)
+    for _, there in sorted(by_number.items()):
+        if len({fact.call for fact in there}) > 1:
+            ranks = tuple(fact.rank for fact in there)
+            odd = _odd_one_out(known)
+            return Finding(Reason.OUT_OF_STEP, ranks if odd is None else (odd,), ranks)
+    return None
+
+
+def _odd_one_out(known: dict[int, Facts]) -> int | None:
+    """The one rank whose present call differs from that of all others, of three or more."""
+    calls = {
+        rank: (fact.calls, fact.call) for rank, fact in known.items() if fact.operation is not None
+    }
+    counted = Counter(calls.values()).most_common()
+    if len(calls) < 3 or len(counted) != 2 or counted[1][1] != 1:
+        return None
+    if counted[0][0][0] != counted[1][0][0]:
+        return None  # Not the same number: one is ahead.
+    return next(rank for rank, call in calls.items() if call == counted[1][0])
+
+
+def _first_error(failed: _Failed) -> Finding:
+    """What the first error says, for want of anything better."""
+    if failed.naming:
+        return failed.blame(failed.naming[0][3])
+    first = sorted((error.when_s, rank) for rank, error in failed.errors)
+    return Finding(Reason.NOBODY, (), tuple(rank for _, rank in first[:1]))
