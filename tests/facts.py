@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ringreduce.testing import JobResult, ring_of_processes
+from ringreduce.testing import JobResult
+from tests.jobs import run_job
 
 __all__ = ["facts_in", "facts_of"]
 
@@ -33,4 +34,4 @@ def facts_in(output: str) -> Iterator[dict[str, Any]]:
 @cache
 def _job(program: str, size: int) -> JobResult:
     """How it ended, well or not: hundreds of tests ask, and must not each run it again."""
-    return ring_of_processes(size, [f"tests/programs/{program}.py"], timeout_s=60)
+    return run_job(size, [f"tests/programs/{program}.py"], timeout_s=60)

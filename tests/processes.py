@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
+
+from tests import forkserver
 
 __all__ = [
     "DEADLINE_S",
@@ -71,13 +73,25 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return kept | variables
 
 
-def _hear_ctrl_c() -> None:
+def _receive_ctrl_c() -> None:
     """In the child: what a shell starts in the background ignores SIGINT, and hands that on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Process:
-    """A child whose output is kept in files of `directory`; killed when the block ends."""
+    """A child whose output is kept in files of `directory`; killed when the block ends.
+
+    Args:
+        command: what to run; the program is found in PATH.
+        directory: the child's working folder, and where its output goes.
+        name: of the files that hold the output.
+        environment: all of it; ours without what belongs to a job by default.
+        pass_fds: descriptors that the child has too, under the same numbers.
+        stdin: nothing, or `subprocess.PIPE`.
+        worker: the command is ``[sys.executable, script, *arguments]`` and may be forked from a
+            process that has imported what scripts need (`tests.forkserver`).
+        output: another folder for the files.
+    """
 
     def __init__(
         self,
@@ -88,19 +102,25 @@ class Process:
         environment: Mapping[str, str] | None = None,
         pass_fds: tuple[int, ...] = (),
         stdin: int = subprocess.DEVNULL,
+        worker: bool = False,
+        output: Path | None = None,
     ) -> None:
-        self._paths = directory / f"{name}.out", directory / f"{name}.err"
+        output = output or directory
+        self._paths = output / f"{name}.out", output / f"{name}.err"
+        self._popen: subprocess.Popen[bytes] | forkserver.Forked
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
-            self._popen = subprocess.Popen(
-                list(command),
-                stdin=stdin,
-                stdout=out,
-                stderr=err,
-                cwd=directory,
-                env=dict(clean_environment() if environment is None else environment),
-                pass_fds=pass_fds,
-                preexec_fn=_hear_ctrl_c,
-            )
+            common: dict[str, Any] = {
+                "stdin": stdin,
+                "stdout": out.fileno(),
+                "stderr": err.fileno(),
+                "cwd": directory,
+                "env": dict(clean_environment() if environment is None else environment),
+                "pass_fds": pass_fds,
+            }
+            if worker and forkserver.is_wanted():
+                self._popen = forkserver.Forked(list(command)[1:], **common)
+            else:
+                self._popen = subprocess.Popen(list(command), preexec_fn=_receive_ctrl_c, **common)
         self.pid = self._popen.pid
 
     @property

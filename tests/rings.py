@@ -157,6 +157,7 @@ class Ring:
                     environment=clean_environment(**variables),
                     pass_fds=inherited,
                     stdin=subprocess.PIPE,
+                    worker=True,
                 )
                 self.workers.append(self._stack.enter_context(worker))
             self._stack = self._stack.pop_all()

@@ -1,4 +1,4 @@
-"""How a rank leaves when things are not as usual: in a call, after a failure, without a word."""
+"""How a rank leaves when things are not as usual: in a call, after a failure, without notice."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.keras.callbacks.together import _WRITERS
 from ringreduce.keras.metric_states import combined_results, states_of
-from ringreduce.testing import ring_of_processes, ring_of_threads
+from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
+from tests.jobs import run_job
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,7 +35,7 @@ def facts(request, tmp_path_factory):
     """What each case of programs/callbacks.py said, by rank."""
     size = request.param
     arguments = ["tests/programs/callbacks.py", str(tmp_path_factory.mktemp("callbacks"))]
-    result = ring_of_processes(size, arguments, timeout_s=60)
+    result = run_job(size, arguments, timeout_s=60)
     assert result.exit_code == 0, result.errors
     said = {"size": size}
     for fact in facts_in(result.output):

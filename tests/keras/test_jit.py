@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ringreduce.effects import native
-from ringreduce.testing import ring_of_processes
 from tests.facts import facts_in, facts_of
+from tests.jobs import run_job
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -174,7 +174,7 @@ def test_a_step_that_only_one_rank_compiles_is_a_mismatch(tmp_path, ways):
     """It would round otherwise, and weights would drift apart in silence."""
     program = tmp_path / "one_alone.py"
     program.write_text(ONE_ALONE.format(ways=ways))
-    result = ring_of_processes(2, [str(program)], timeout_s=60)
+    result = run_job(2, [str(program)], timeout_s=60)
     assert result.exit_code == 0, result.errors
     for fact in facts_in(result.output):
         assert "with jit_compile=True" in fact["text"], fact

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ringreduce.effects import native
-from ringreduce.testing import ring_of_processes
 from tests.facts import facts_of
+from tests.jobs import run_job
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -79,7 +79,7 @@ def test_digits_end_to_end_on_four_workers(tmp_path):
     """The example as a user runs it: equal digests, and it learns."""
     file = tmp_path / "out.json"
     arguments = ["examples/digits.py", "--epochs", "3", "--json", str(file)]
-    result = ring_of_processes(4, arguments)
+    result = run_job(4, arguments)
     assert result.exit_code == 0, result.errors
     out = json.loads(file.read_text())
     assert len(out["weights_sha256"]) == 4

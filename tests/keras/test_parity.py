@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ringreduce.effects import native
-from ringreduce.testing import ring_of_processes
+from tests.jobs import run_job
 from tests.models import MUON_TRAINS
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
@@ -62,7 +62,7 @@ def weights(tmp_path_factory):
 
     @cache
     def trained(size):
-        result = ring_of_processes(size, [PROGRAM, str(folder), *LEFT_OUT])
+        result = run_job(size, [PROGRAM, str(folder), *LEFT_OUT])
         assert result.exit_code == 0, result.errors
         found = []
         for rank in range(size):

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 import ringreduce
 import ringreduce.keras as rr
-from ringreduce.testing import ring_of_processes
 from ringreduce.vocabulary.errors import ConfigError
+from tests.jobs import run_job
 from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
@@ -108,7 +108,7 @@ def test_a_name_that_neither_has_is_an_attribute_error():
 
 def test_the_custom_loop_learns_and_its_workers_end_alike():
     """The example as a user runs it."""
-    result = ring_of_processes(2, ["examples/custom_loop.py", "--epochs", "4"])
+    result = run_job(2, ["examples/custom_loop.py", "--epochs", "4"])
     assert result.exit_code == 0, result.errors
     lines = [line.partition("] ")[2] for line in result.output.splitlines()]
     shown = json.loads("".join(line for line in lines if not line.startswith("epoch")))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.testing import ring_of_processes
+from tests.jobs import run_job
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -16,7 +16,7 @@ NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in E
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_ends_well_and_says_what_all_ended_with(name):
-    result = ring_of_processes(2, [str(EXAMPLES / f"{name}.py")])
+    result = run_job(2, [str(EXAMPLES / f"{name}.py")])
     assert result.exit_code == 0, result.errors
     digests = [line.split()[-1].strip('",') for line in result.output.splitlines()]
     digests = [word for word in digests if len(word) == 64]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ringreduce.keras as rr
-from ringreduce.testing import ring_of_processes
+from tests.jobs import run_job
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -35,7 +35,7 @@ def test_the_scripts_train_on_two_workers(name, tmp_path):
     text = text.replace("epochs=8", "epochs=2").replace('"mnist.keras"', f'"{tmp_path}/m.keras"')
     file = tmp_path / name
     file.write_text(text)
-    result = ring_of_processes(2, [str(file)])
+    result = run_job(2, [str(file)])
     assert result.exit_code == 0, result.errors
     assert result.output.count("Epoch 2/2") == 1
     assert (tmp_path / "m.keras").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.testing import ring_of_processes
+from tests.jobs import run_job
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ def test_every_python_block_has_a_name():
 def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     command = shlex.split(re.search(r"\$ (ringreduce run .*)", README).group(1))
     assert command == ["ringreduce", "run", "-n", "4", "train.py"]
-    result = ring_of_processes(4, [train])
+    result = run_job(4, [train])
     assert result.exit_code == 0, result.errors
     last = dict(re.findall(r"rank (\d) of 4: first weight (-?\d\.\d{6})", result.output))
     assert sorted(last) == ["0", "1", "2", "3"]
@@ -42,7 +42,7 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
 def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_path):
     file = tmp_path / "full.py"
     file.write_text(PROGRAMS["full.py"])
-    result = ring_of_processes(3, [str(file)])
+    result = run_job(3, [str(file)])
     assert result.exit_code == 0, result.errors
     losses = re.findall(r"loss over all of it: (\S+)", result.output)
     assert len(losses) == 3
@@ -53,7 +53,7 @@ def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_p
 def test_the_example_on_arrays_runs(size, tmp_path):
     file = tmp_path / "arrays.py"
     file.write_text(PROGRAMS["arrays.py"])
-    result = ring_of_processes(size, [str(file)])
+    result = run_job(size, [str(file)])
     assert result.exit_code == 0, result.errors
     assert result.output.count("Statistics(") == size
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringreduce.effects import native
-from ringreduce.testing import ring_of_processes
 from tests.facts import facts_in, facts_of
+from tests.jobs import run_job
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -102,7 +102,7 @@ def test_training_in_functions_of_a_function_is_the_same(training, case, way):
 @pytest.mark.parametrize("way", ["eager", "graph", pytest.param("jit", marks=needs_xla)])
 def test_an_order_that_is_tensorflows_is_never_silently_wrong(way):
     """With several targets it depends on what else was recorded, which only rank 0 has more of."""
-    result = ring_of_processes(2, ["tests/programs/swapped.py", way], timeout_s=60)
+    result = run_job(2, ["tests/programs/swapped.py", way], timeout_s=60)
     *attempts, last = [fact for fact in facts_in(result.output) if fact["rank"] == 1]
     for attempt in attempts:
         assert attempt["found"] == same(*(10**power for power in range(6)))

@@ -13,8 +13,9 @@ from ringreduce import ArrayError, MismatchError, NumericsError
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.tensorflow import GradientBridge
-from ringreduce.testing import ring_of_processes, ring_of_threads
+from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
+from tests.jobs import run_job
 
 SIZES = (1, 2, 3)
 # tests/programs/sparse.py runs each of these by every way.
@@ -254,7 +255,7 @@ def facts() -> dict[Any, Any]:
     """What programs/sparse.py said: by size and case a list, and in it by rank."""
     said: dict[Any, Any] = {}
     for size in SIZES:
-        result = ring_of_processes(size, ["tests/programs/sparse.py"], timeout_s=60)
+        result = run_job(size, ["tests/programs/sparse.py"], timeout_s=60)
         assert result.exit_code == 0, result.errors
         for fact in facts_in(result.output):
             of_case = said.setdefault((size, fact["case"]), {})

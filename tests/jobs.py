@@ -1,0 +1,103 @@
+"""Whole jobs in tests: every rank runs one script to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ringreduce.testing import JobResult
+from ringreduce.vocabulary.config import Config
+from tests.processes import Process, clean_environment, wait_until
+
+__all__ = ["run_job"]
+
+_ROOT = Path(__file__).parents[1]
+# A rank that fails takes the others with it sooner than this.
+_AFTER_A_FAILURE_S = 30.0
+
+
+def run_job(
+    size: int,
+    arguments: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    deadline_s: float = 500.0,
+    environment: Mapping[str, str] | None = None,
+) -> JobResult:
+    """Run ``python *arguments`` as `size` workers, as `ringreduce.testing.ring_of_processes` does.
+
+    Without the launcher, and forked, so that it starts at once (`tests.forkserver`).
+
+    Args:
+        size: number of workers.
+        arguments: a script, from the root of the repository, and its arguments.
+        timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
+        deadline_s: what still runs after this is killed, and the test fails.
+        environment: further variables.
+
+    Returns:
+        The first exit code that is not 0, and each rank's lines, marked with its rank.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.setblocking(False)
+        job_id, secret = secrets.token_hex(8), secrets.token_hex(32)
+        workers = []
+        for rank in range(size):
+            inherited = () if rank else (listener.fileno(),)
+            config = Config(
+                rank=rank,
+                size=size,
+                local_rank=rank,
+                local_size=size,
+                rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+                rendezvous_fd=None if rank else listener.fileno(),
+                job_id=job_id,
+                timeout_s=timeout_s,
+                secret=secret,
+            )
+            variables = {
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                **config.to_environment(),
+                **(environment or {}),
+            }
+            worker = Process(
+                [sys.executable, str(_ROOT / arguments[0]), *arguments[1:]],
+                _ROOT,
+                output=folder,
+                name=f"rank{rank}",
+                environment=clean_environment(**variables),
+                pass_fds=inherited,
+                worker=True,
+            )
+            workers.append(stack.enter_context(worker))
+        deadline = time.monotonic() + deadline_s
+        codes: dict[int, int] = {}
+        while len(codes) < size:
+            wait_until(
+                lambda: any(r not in codes and w.has_ended() for r, w in enumerate(workers)),
+                f"the end of {arguments}",
+                deadline - time.monotonic(),
+            )
+            for rank, worker in enumerate(workers):
+                if rank not in codes and worker.has_ended():
+                    codes[rank] = worker.wait()
+                    if codes[rank]:
+                        deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
+        output = [_marked(rank, worker.stdout) for rank, worker in enumerate(workers)]
+        errors = [_marked(rank, worker.stderr) for rank, worker in enumerate(workers)]
+        failed = next((code for code in codes.values() if code), 0)
+        return JobResult(failed, "".join(output), "".join(errors))
+
+
+def _marked(rank: int, text: str) -> str:
+    return "".join(f"[{rank}] {line}\n" for line in text.splitlines())
