@@ -28,7 +28,8 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.vocabulary.errors import ConfigError, MismatchError
+from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["evaluate", "predict"]
 
@@ -248,22 +249,21 @@ def _share_of(
             rows = min(rows, steps * (batch_size or _BATCH_SIZE))
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
         parts, is_empty = _map(lambda part: _rows_of(part, first, end), whole), first == end
-    gathered = ring.all_gather_object({"rows": rows, "is_empty": is_empty})
-    for rank, theirs in enumerate(gathered):
-        if theirs["rows"] != gathered[0]["rows"]:
-            unit = "batches" if isinstance(x, tf.data.Dataset) else "rows"
-            raise ring.fail(
-                MismatchError(
-                    f"found that rank 0 has passed {gathered[0]['rows']} {unit} and rank {rank} "
-                    f"{theirs['rows']}",
-                    rank=ring.rank,
-                    size=ring.size,
-                    peer=rank,
-                    operation="sharing out of data",
-                    remedy="Pass the same whole data on every rank; each takes its own share.",
+    unit = "batches" if isinstance(x, tf.data.Dataset) else "rows"
+
+    def compare(gathered: list[Any]) -> Difference | None:
+        whole = gathered[0][0]
+        for rank, (theirs, _) in enumerate(gathered):
+            if theirs != whole:
+                return Difference(
+                    rank,
+                    f"found that rank 0 has passed {whole} {unit} and rank {rank} {theirs}",
+                    "Pass the same whole data on every rank; each takes its own share.",
                 )
-            )
-    is_whole = all(theirs["is_empty"] for theirs in gathered)
+        return None
+
+    gathered = agree(ring, [rows, is_empty], compare, "sharing out of data")
+    is_whole = all(is_empty for _, is_empty in gathered)
     return _Share(parts, is_empty, is_whole)
 
 

@@ -25,7 +25,8 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
-from ringreduce.vocabulary.errors import ConfigError, MismatchError
+from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["join", "joined"]
 
@@ -164,19 +165,15 @@ def _samples(batch: Any) -> int:
 
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where one does not know."""
-    gathered = ring.all_gather_object([count, weighting])
-    for rank, (_, theirs) in enumerate(gathered):
-        if theirs != weighting:
-            raise ring.fail(
-                MismatchError(
-                    f"weights by {weighting}, rank {rank} by {theirs}",
-                    rank=ring.rank,
-                    size=ring.size,
-                    peer=rank,
-                    operation="join",
-                    remedy="Pass the same weighting on every rank.",
-                )
-            )
+
+    def compare(gathered: list[Any]) -> Difference | None:
+        for rank, (_, theirs) in enumerate(gathered):
+            if theirs != weighting:
+                text = f"weights by {weighting}, rank {rank} by {theirs}"
+                return Difference(rank, text, "Pass the same weighting on every rank.")
+        return None
+
+    gathered = agree(ring, [count, weighting], compare, "join")
     counts = [count for count, _ in gathered]
     endless = [rank for rank, n in enumerate(counts) if n == tf.data.INFINITE_CARDINALITY]
     if endless:

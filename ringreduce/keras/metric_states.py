@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
@@ -47,10 +47,10 @@ class MetricStates:
     results: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def layout(self) -> list[tuple[str, str, tuple[int, ...], str]]:
+    def layout(self) -> list[list[Any]]:
         """Path, dtype, shape and aggregation of each variable."""
         return [
-            (v.path, value.dtype.name, tuple(value.shape), v.aggregation)
+            [v.path, value.dtype.name, list(value.shape), v.aggregation]
             for v, value in zip(self.variables, self.values, strict=True)
         ]
 
@@ -87,26 +87,18 @@ def combined_results(
     Raises:
         MismatchError: the ranks' metrics are not the same, on all ranks.
     """
-    own = {"batches": states.batches, "layout": states.layout}
-    gathered = communicator.all_gather_object(own)
-    counted = [rank for rank, theirs in enumerate(gathered) if theirs["batches"]]
+    own = [states.batches, states.layout]
+    gathered = agree(communicator, own, _difference, "averaging of metrics")
+    counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
     if not counted:
         return {}
-    layouts = [[_entry(*e) for e in gathered[rank]["layout"]] for rank in counted]
-    for rank, layout in zip(counted, layouts, strict=True):
-        if _comparable(layout) != _comparable(layouts[0]):
-            raise _mismatch(
-                communicator,
-                f"found that rank {counted[0]} keeps metrics in {_words(layouts[0])} and rank "
-                f"{rank} in {_words(layout)}",
-                rank,
-            )
     is_first = communicator.rank == counted[0]
-    lengths = [int(np.prod(shape)) for _, _, shape, _ in layouts[0]]
+    layout = gathered[counted[0]][1]
+    lengths = [int(np.prod(shape)) for _, _, shape, _ in layout]
     # One array for all of them. In float64 counts are exact up to 2**53.
     packed = np.zeros(sum(lengths), np.float64)
     parts = np.split(packed, np.cumsum(lengths)[:-1]) if lengths else []
-    aggregations = [aggregation for *_, aggregation in layouts[0]]
+    aggregations = [aggregation for *_, aggregation in layout]
     if states.batches:
         for part, value, aggregation in zip(parts, states.values, aggregations, strict=True):
             if aggregation in ("sum", "mean") or (aggregation == "only_first_replica" and is_first):
@@ -218,29 +210,22 @@ def _results_with(
             variable.assign(value)
 
 
-def _entry(
-    path: str, dtype: str, shape: Sequence[int], aggregation: str
-) -> tuple[str, str, tuple[int, ...], str]:
-    return path, dtype, tuple(shape), aggregation
-
-
-def _comparable(layout: Sequence[tuple[str, str, tuple[int, ...], str]]) -> list[Any]:
-    # Without the path: numbers of automatic names depend on what else a process has made.
-    return [entry[1:] for entry in layout]
-
-
-def _words(layout: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
-    return ", ".join(f"{path} ({dtype} of shape {shape})" for path, dtype, shape, _ in layout)
-
-
-def _mismatch(communicator: Communicator, text: str, peer: int) -> Exception:
-    return communicator.fail(
-        MismatchError(
-            text,
-            rank=communicator.rank,
-            size=communicator.size,
-            peer=peer,
-            operation="averaging of metrics",
-            remedy="Compile the model with the same metrics on every rank.",
-        )
-    )
+def _difference(gathered: list[Any]) -> Difference | None:
+    """In what the variables of ranks differ that had batches."""
+    counted = [(rank, layout) for rank, (batches, layout) in enumerate(gathered) if batches]
+    for rank, layout in counted:
+        first, expected = counted[0]
+        # Without the path: numbers of automatic names depend on what else a process has made.
+        if [entry[1:] for entry in layout] != [entry[1:] for entry in expected]:
+            here, there = (
+                ", ".join(
+                    f"{path} ({dtype} of shape {tuple(shape)})" for path, dtype, shape, _ in each
+                )
+                for each in (expected, layout)
+            )
+            return Difference(
+                rank,
+                f"found that rank {first} keeps metrics in {here} and rank {rank} in {there}",
+                "Compile the model with the same metrics on every rank.",
+            )
+    return None

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.variables import path_of, value_of
-from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 
 __all__ = ["verify_replicas"]
 
@@ -44,28 +45,30 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator) -> Non
     if len(set(communicator.all_reduce(together).tolist())) == 1:
         return
     # All ranks have seen that, so all of them go on here.
-    counts = communicator.all_gather(np.array([own.size], np.int64)).tolist()
+    agree(communicator, own.tolist(), partial(_difference, variables), "verify_replicas")
+
+
+def _difference(variables: Sequence[Any], gathered: list[list[int]]) -> Difference:
+    """Which ranks differ, and in which of `variables`; from the hashes of every rank."""
+    counts = list(map(len, gathered))
     if len(set(counts)) > 1:
         differing = _minority(counts)
-        raise _error(
-            communicator,
+        return Difference(
+            differing[0],
             f"found {counts[differing[0]]} variables on {_names(differing)} and "
             f"{_usual(counts)} on the others",
-            differing,
             "Build the same model and optimizer on every rank.",
         )
-    hashes = communicator.all_gather(own).reshape(communicator.size, own.size)
-    bad = np.flatnonzero((hashes != hashes[0]).any(axis=0))
-    column = hashes[:, bad[0]].tolist()
+    columns = list(zip(*gathered, strict=True))
+    bad = [number for number, column in enumerate(columns) if len(set(column)) > 1]
+    differing = _minority(columns[bad[0]])
     variable = variables[bad[0]]
     value = value_of(variable)
-    whose = "its own value" if len(_minority(column)) == 1 else "values of their own"
-    raise _error(
-        communicator,
-        f"found that {_names(_minority(column))} {_have(_minority(column))} {whose} of "
-        f"{path_of(variable)} ({value.dtype.name} of shape {value.shape} here), and that "
-        f"{bad.size} of {own.size} variables differ",
-        _minority(column),
+    whose = "has its own value" if len(differing) == 1 else "have values of their own"
+    return Difference(
+        differing[0],
+        f"found that {_names(differing)} {whose} of {path_of(variable)} ({value.dtype.name} of "
+        f"shape {value.shape} here), and that {len(bad)} of {len(columns)} variables differ",
         "Look for code that changes weights on some ranks only: a callback that assigns, a "
         "layer that draws random numbers for its updates, a checkpoint loaded after the first "
         "step. Start again from a checkpoint, or call broadcast_variables.",
@@ -100,23 +103,3 @@ def _minority(values: Sequence[int]) -> list[int]:
 def _names(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 1, 3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _error(
-    communicator: Communicator, message: str, differing: Sequence[int], remedy: str
-) -> RingReduceError:
-    """The error to raise here; the other ranks raise it too, having found the same."""
-    return communicator.fail(
-        MismatchError(
-            message,
-            rank=communicator.rank,
-            size=communicator.size,
-            peer=differing[0],
-            operation="verify_replicas",
-            remedy=remedy,
-        )
-    )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import GradientSpec, first_difference
 from ringreduce.pure.wire import signature_of
-from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.tensorflow.agreement import Difference, agree
 
 __all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
 
@@ -35,30 +35,19 @@ def broadcast_variables(
         MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks
             run different versions of TensorFlow or Keras; on all ranks.
     """
-    own = [(path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables]
-    versions = _versions()
-    gathered = communicator.all_gather_object(
-        {"versions": versions, "variables": own}, signature=signature_of("variables")
+    own = {
+        "versions": _versions(),
+        "variables": [
+            (path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables
+        ],
+    }
+    agree(
+        communicator,
+        own,
+        lambda gathered: _difference(gathered, communicator.rank),
+        "broadcast of the initial weights",
+        signature_of("variables"),
     )
-    specs = [GradientSpec(*spec) for spec in own]
-    for rank, theirs in enumerate(gathered):
-        others = [GradientSpec(p, tuple(s), d) for p, s, d in theirs["variables"]]
-        # Ranks that never import Keras have no version of it.
-        for library in versions.keys() & theirs["versions"].keys():
-            here, there = versions[library], theirs["versions"][library]
-            if here != there:
-                text = f"runs {library} {here}, rank {rank} runs {library} {there}"
-                remedy = "Install the same versions on every rank: results would differ silently."
-                raise communicator.fail(_other_model(communicator, rank, text, remedy))
-        if difference := first_difference(specs, others, "variables"):
-            text = (
-                f"has another model than rank {rank}: here {difference[0]}; there {difference[1]}"
-            )
-            remedy = (
-                "Build the same model and optimizer on every rank, in the same order and under the "
-                "same names; only the numbers of automatic names may differ."
-            )
-            raise communicator.fail(_other_model(communicator, rank, text, remedy))
     differed = False
     for variable in variables:
         before = value_of(variable)
@@ -71,15 +60,28 @@ def broadcast_variables(
     return differed
 
 
-def _other_model(communicator: Communicator, peer: int, text: str, remedy: str) -> MismatchError:
-    return MismatchError(
-        text,
-        rank=communicator.rank,
-        size=communicator.size,
-        peer=peer,
-        operation="broadcast of the initial weights",
-        remedy=remedy,
-    )
+def _difference(gathered: list[Any], own: int) -> Difference | None:
+    """In what a rank's libraries or variables differ from those of rank `own`."""
+    ours = gathered[own]
+    specs = [[GradientSpec(p, tuple(s), d) for p, s, d in each["variables"]] for each in gathered]
+    for peer, theirs in enumerate(gathered):
+        # Ranks that never import Keras have no version of it.
+        for library in ours["versions"].keys() & theirs["versions"].keys():
+            here, there = ours["versions"][library], theirs["versions"][library]
+            if here != there:
+                return Difference(
+                    peer,
+                    f"runs {library} {here}, rank {peer} runs {library} {there}",
+                    "Install the same versions on every rank: results would differ silently.",
+                )
+        if difference := first_difference(specs[own], specs[peer], "variables"):
+            return Difference(
+                peer,
+                f"has another model than rank {peer}: here {difference[0]}; there {difference[1]}",
+                "Build the same model and optimizer on every rank, in the same order and under the "
+                "same names; only the numbers of automatic names may differ.",
+            )
+    return None
 
 
 def _versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.tensorflow.agreement import Difference, agree
 
 __all__ = ["MetricAverage"]
 
@@ -121,8 +121,7 @@ def _averaged(
     """All ranks' values of what is in `logs`, and in those of ranks that had data to validate."""
     local = {**training.results, **_as_validation(validation.results)}
     own = {"entries": entries_of(logs, local), "validated": validation_batches}
-    gathered = ring.all_gather_object(own)
-    _check_names(gathered, ring)
+    gathered = agree(ring, own, _difference, "averaging of metrics")
     together = combined_results(model, training, ring)
     if any(theirs["validated"] for theirs in gathered):
         together.update(_as_validation(combined_results(model, validation, ring)))
@@ -133,34 +132,29 @@ def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
     return {_VALIDATION + name: value for name, value in results.items()}
 
 
-def _check_names(gathered: Sequence[Mapping[str, Any]], ring: Communicator) -> None:
-    """Return if all ranks log under the same names, ranks with nothing to validate excepted."""
+def _difference(gathered: list[Any]) -> Difference | None:
+    """Which ranks log under other names, ranks with nothing to validate excepted."""
 
     def names(rank: int, *, validation: bool) -> list[str]:
         entries = gathered[rank]["entries"]
         return sorted(name for name in entries if name.startswith(_VALIDATION) is validation)
 
-    every = range(ring.size)
     for validation in (False, True):
         # 0 batches, not None: it validated, and found no data.
-        held = [r for r in every if not validation or gathered[r]["validated"] != 0]
-        for rank in held:
-            if names(rank, validation=validation) != names(held[0], validation=validation):
-                raise _mismatch(ring, gathered, held[0], rank)
-
-
-def _mismatch(
-    ring: Communicator, gathered: Sequence[Mapping[str, Any]], first: int, second: int
-) -> Exception:
-    here, there = (", ".join(sorted(gathered[r]["entries"])) or "nothing" for r in (first, second))
-    return ring.fail(
-        MismatchError(
-            f"found that rank {first} logs {here} and rank {second} logs {there}",
-            rank=ring.rank,
-            size=ring.size,
-            peer=second,
-            operation="averaging of metrics",
-            remedy="Compile the same metrics on every rank, give all of them validation data or "
-            "none, and let a train_step log under the same names everywhere.",
-        )
-    )
+        first, *rest = [
+            rank
+            for rank, theirs in enumerate(gathered)
+            if not validation or theirs["validated"] != 0
+        ] or [0]
+        for rank in rest:
+            if names(rank, validation=validation) != names(first, validation=validation):
+                here, there = (
+                    ", ".join(sorted(gathered[r]["entries"])) or "nothing" for r in (first, rank)
+                )
+                return Difference(
+                    rank,
+                    f"found that rank {first} logs {here} and rank {rank} logs {there}",
+                    "Compile the same metrics on every rank, give all of them validation data or "
+                    "none, and let a train_step log under the same names everywhere.",
+                )
+    return None

@@ -1,0 +1,58 @@
+"""What all ranks must have alike: compared, and a difference raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.vocabulary.errors import MismatchError, RingReduceError
+
+__all__ = ["Difference", "agree", "disagreement"]
+
+
+class Difference(NamedTuple):
+    """How a rank differs: the `peer` that a MismatchError names, its text, and what to do."""
+
+    peer: int
+    text: str
+    remedy: str
+
+
+def agree(
+    communicator: Communicator,
+    own: Any,
+    compare: Callable[[list[Any]], Difference | None],
+    operation: str,
+    signature: int = 0,
+) -> list[Any]:
+    """Gather a description from every rank; return them all, in rank order, if they agree.
+
+    Args:
+        communicator: whose ranks.
+        own: this rank's description, as `Communicator.all_gather_object` takes it.
+        compare: finds a difference in the gathered descriptions on every rank, or on none.
+        operation: what the ranks are about to do, for the error.
+        signature: 64 bits that say what is described.
+
+    Raises:
+        MismatchError: `compare` found a difference; on all ranks.
+    """
+    gathered = communicator.all_gather_object(own, signature=signature)
+    if (found := compare(gathered)) is not None:
+        raise disagreement(communicator, found, operation)
+    return gathered
+
+
+def disagreement(communicator: Communicator, found: Difference, operation: str) -> RingReduceError:
+    """The error to raise for a difference that every rank has found; it breaks the communicator."""
+    return communicator.fail(
+        MismatchError(
+            found.text,
+            rank=communicator.rank,
+            size=communicator.size,
+            peer=found.peer,
+            operation=operation,
+            remedy=found.remedy,
+        )
+    )
