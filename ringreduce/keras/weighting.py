@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.tensorflow import collectives
+from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -128,7 +128,7 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
     """
     compiling = is_compiling()
 
-    def mean(value: np.ndarray) -> Any:
+    def mean(value: np.ndarray) -> tuple[Any]:
         total = np.array([value], np.float64)
         communicator.all_reduce(total, ReduceOp.MEAN)
         if not total[0] > 0:
@@ -136,10 +136,11 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
                 # By now XLA may have done whatever does not depend on it.
                 raise communicator.fail(_nobody_has_data(communicator))
             raise StopIteration("no rank has any data left")
-        return np.float32(total[0])
+        return (np.float32(total[0]),)
 
     what = "exchange how much each rank's batch counts"
-    return Weight(own, collectives.call(communicator, what, mean, own, ()))
+    [average] = call(communicator, what, mean, [own], [((), tf.float32)])
+    return Weight(own, average)
 
 
 def _nobody_has_data(communicator: Communicator) -> ConfigError:

@@ -1,7 +1,6 @@
 """Collectives on tensors: eagerly and inside `tf.function`, with gradients.
 
-In a graph each is one stateful `tf.numpy_function`, eagerly the same Python function is
-called, and in what XLA compiles the engine calls it (`ringreduce.tensorflow.compiled`).
+Each is a call of a Python function (`ringreduce.tensorflow.calls`).
 They run in program order (`ringreduce.tensorflow.order`), also those of the backward pass and of
 the bridge; and the communicator waits for what its engine was given before it begins. So all ranks
 make the same calls in the same order when they run the same program. Nothing travels while tracing.
@@ -34,12 +33,13 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
-from ringreduce.tensorflow import compiled, failures, numbering, order, xla
-from ringreduce.tensorflow.places import is_in_loop, refuse_unreachable_places
+from ringreduce.tensorflow import numbering, xla
+from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.places import is_in_loop
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "call", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
 # Makes the signature of a call out of whatever must be equal on all ranks.
 _Sign = Callable[..., int]
@@ -339,63 +339,14 @@ def _numbered(
     def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
         *given, origin = arrays
         number, sign = numbers.next(int(origin))
-        return run(*given, sign), np.int64(number)
+        # On copies: TensorFlow's arrays may be shared. Scalars come as numpy's.
+        return run(*map(np.array, given), sign), np.int64(number)
 
     results = [(shape, value.dtype), ((), tf.int64)]
-    result, number = _call(communicator, what, numbered, [value, *others], results)
+    result, number = call(communicator, what, numbered, [value, *others], results)
     # What a loop leaves for its gradient cannot leave what XLA compiles; and in there the order
     # of a backward pass follows from that of the forward pass.
     return result, None if xla.is_compiling() and is_in_loop() else number
-
-
-def call(
-    communicator: Communicator, what: str, run: Callable[..., np.ndarray], value: Any, shape: Any
-) -> Any:
-    """The result of `run` on a copy of `value`, which may be written to.
-
-    Args:
-        communicator: that `run` uses.
-        what: it does, for the message where it cannot.
-        run: makes the collective; what it returns becomes TensorFlow's. `StopIteration` is given
-            on as `tf.errors.OutOfRangeError`.
-        value: a tensor; the result has its dtype.
-        shape: the static shape of the result.
-    """
-    results = [(shape, value.dtype)]
-    return _call(communicator, what, lambda array: (run(array),), [value], results)[0]
-
-
-def _call(
-    communicator: Communicator,
-    what: str,
-    run: Callable[..., Sequence[Any]],
-    arguments: Sequence[Any],
-    results: Sequence[tuple[Any, Any]],
-) -> list[Any]:
-    """The results of `run`, whose shapes and dtypes are given, on copies of `arguments`."""
-
-    def on_copies(*arrays: Any) -> Sequence[Any]:
-        # Arrays of our own: TensorFlow's may be shared. Scalars come as numpy's.
-        return run(*map(np.array, arrays))
-
-    failures.watch(communicator)
-    if tf.executing_eagerly():
-        try:
-            return [
-                tf.convert_to_tensor(found) for found in on_copies(*(t.numpy() for t in arguments))
-            ]
-        except StopIteration as end:
-            raise tf.errors.OutOfRangeError(None, None, str(end)) from None
-    refuse_unreachable_places(communicator, what)
-    if xla.is_compiling():
-        return compiled.call(communicator, what, run, arguments, results)
-    dtypes = [dtype for _, dtype in results]
-    with order.in_turn(communicator):
-        found = tf.numpy_function(on_copies, arguments, dtypes, stateful=True)
-    for result, (shape, _) in zip(found, results, strict=True):
-        result.set_shape(shape)
-    order.done(communicator, found)
-    return list(found)
 
 
 def _checked(tensor: Any) -> Any:

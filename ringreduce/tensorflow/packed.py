@@ -1,146 +1,85 @@
-"""A bucket plan whose buckets TensorFlow's threads pack and the engine reduces.
+"""A bucket plan as the engine knows it: TensorFlow's threads pack, the engine reduces.
 
-    gradients of bucket 0 --> start 0 --token--+--> wait 0 --> means of bucket 0
-                                 |  engine     |
-    gradients of bucket 1 --> start 1 --token--+--> wait 1 --> means of bucket 1
-
-A start runs as soon as its bucket's gradients are computed, while those of earlier layers are
-still under way. Every wait depends on every start, so that none can hold a thread that a
-start needs. Buckets lie in registered memory where ranks share some; a gradient that has one to
-itself in a step that XLA compiles stays where it is.
+Buckets lie in registered memory where ranks share some; a gradient that has one to itself in a
+step that XLA compiles stays where it is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import BucketItem, Layout
-from ringreduce.pure.buckets import BucketPlan
-from ringreduce.tensorflow import ops, order, xla
-from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.tensorflow.reducer import Reducer
 
-__all__ = ["PackedPlan"]
+__all__ = ["PackedPlan", "can_pack"]
 
 # What the kernels are registered for (native/src/tf_ops.c).
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
-class PackedPlan:
-    """A plan as the engine of one communicator knows it.
+def can_pack(gradients: Sequence[Any]) -> bool:
+    """Whether there are any `gradients`, all of dtypes that the kernels know."""
+    return bool(gradients) and all(g.dtype.name in _DTYPES for g in gradients)
 
-    Memory and registration last as long as this object; a graph that is run after that gets
-    an error that says so.
+
+class PackedPlan:
+    """The memory of a plan's buckets, registered with the engine.
+
+    Both last as long as this object; a graph that is run after that gets an error that says so.
 
     Args:
-        communicator: whose engine.
-        plan: which gradients lie where.
+        reducer: of the plan; called by the engine's thread.
         present: the gradients that there are, for their dtypes.
-        prepare: called by the engine's thread before the first bucket of each step.
-        numerics: looks at each bucket before it is reduced, and after.
+
+    Attributes:
+        plan: the bucket plan.
+        communicator: whose engine it is.
+        number: of the plan in the handoff queue.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        plan: BucketPlan,
-        present: Sequence[Any],
-        prepare: Callable[[], None],
-        numerics: NumericsCheck,
-    ) -> None:
-        self.communicator = communicator
-        self._plan = plan
+    def __init__(self, reducer: Reducer, present: Sequence[Any]) -> None:
+        self.plan, self.communicator = reducer.plan, reducer.communicator
+        buckets = self.plan.buckets
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
-        sizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+        nbytes = [bucket.count * dtypes[bucket.dtype].itemsize for bucket in buckets]
         memory = [
-            None
-            if bucket.in_place
-            else communicator.empty(bucket.count * sizes[bucket.dtype], np.uint8)
-            for bucket in plan.buckets
+            None if bucket.in_place else self.communicator.empty(size, np.uint8)
+            for bucket, size in zip(buckets, nbytes, strict=True)
         ]
-        nbytes = [bucket.count * sizes[bucket.dtype] for bucket in plan.buckets]
-        engine = communicator.engine
+        layouts = []
+        for whole, size, bucket in zip(memory, nbytes, buckets, strict=True):
+            each = dtypes[bucket.dtype].itemsize
+            spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
+            layouts.append(Layout(whole, size, spans))
+        engine = self.communicator.engine
         assert engine.native is not None
-        self._number = engine.native.register(
-            [
-                Layout(whole, size, [(s.start * each, s.count * each) for s in bucket.slots])
-                for whole, size, bucket in zip(memory, nbytes, plan.buckets, strict=True)
-                for each in (sizes[bucket.dtype],)
-            ]
-        )
-        self._prepare = prepare
-        # The engine must not keep alive an optimizer that everybody else has forgotten.
-        owner = weakref.ref(self)
+        self.number = engine.native.register(layouts)
 
         def reduce(item: BucketItem) -> None:
-            this, bucket = owner(), item.bucket
+            bucket = item.bucket
             if (whole := memory[bucket]) is None:
                 whole = item.view(nbytes[bucket])
-            array = whole.view(dtypes[plan.buckets[bucket].dtype])
-            if bucket == 0 and this is not None:
-                this._prepare()
-                numerics.begin_step()
-            numerics.check_own(communicator, plan, bucket, array)
-            communicator.all_reduce(array, ReduceOp.MEAN, signature=plan.signature)
-            numerics.check_mean(communicator, plan, bucket, array)
+            if bucket == 0:
+                reducer.begin_step()
+            reducer.reduce(bucket, whole.view(dtypes[buckets[bucket].dtype]))
 
-        engine.serve(self._number, reduce)
-        weakref.finalize(self, engine.forget, self._number).atexit = False
+        engine.serve(self.number, reduce)
+        weakref.finalize(self, engine.forget, self.number).atexit = False
 
-    @staticmethod
-    def can_take(gradients: Sequence[Any]) -> bool:
-        """Whether the kernels know the dtypes of all `gradients`."""
-        return bool(gradients) and all(g.dtype.name in _DTYPES for g in gradients)
+    def parts(self, dense: Sequence[Any]) -> list[list[Any]]:
+        """The gradients in each bucket."""
+        by_gradient = dict(zip(self.plan.present, dense, strict=True))
+        return [[by_gradient[slot.gradient] for slot in b.slots] for b in self.plan.buckets]
 
-    def start(self, gradients: Sequence[Any]) -> list[Any]:
-        """Add the ops that hand the buckets of one step over; return what `wait` needs.
-
-        Args:
-            gradients: one for each of the plan's, None where it is in no bucket.
-        """
-        parts = enumerate(self._parts(gradients))
-        if xla.is_compiling():
-            after = order.token(self.communicator)
-            return [
-                xla.start(self._number, bucket, part, after, self._plan.buckets[bucket].in_place)
-                for bucket, part in parts
-            ]
-        with order.in_turn(self.communicator):
-            return [ops.start(self._number, bucket, part) for bucket, part in parts]
-
-    def wait(self, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
-        """Add the ops that wait for the buckets; return the means of the gradients in them.
-
-        Args:
-            gradients, tokens: what `start` was given, and what it returned.
-        """
-        means: dict[int, Any] = {}
-        parts = self._parts(gradients)
-        over: list[Any] = []
-        for number, (bucket, part) in enumerate(zip(self._plan.buckets, parts, strict=True)):
-            if xla.is_compiling():
-                likes = [(gradient.shape, gradient.dtype) for gradient in part]
-                last = number == len(parts) - 1
-                # The last keeps the others from being dropped.
-                *reduced, token = xla.wait(
-                    self._number, number, likes, tokens, over if last else (), last
-                )
-                over.append(token)
-            else:
-                reduced = ops.wait(self._number, number, part, tokens)
-            for slot, mean in zip(bucket.slots, reduced, strict=True):
-                means[slot.gradient] = mean
-        if xla.is_compiling():
-            order.follow(self.communicator, over[-1])
-        else:
-            order.done(self.communicator, list(means.values()))
-        return [means[index] for index in self._plan.present]
-
-    def _parts(self, gradients: Sequence[Any]) -> list[list[Any]]:
-        """The gradients of each bucket."""
-        return [[gradients[slot.gradient] for slot in b.slots] for b in self._plan.buckets]
+    def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """The means of the dense gradients, in their order, from those in each bucket."""
+        means = {
+            slot.gradient: mean
+            for bucket, part in zip(self.plan.buckets, parts, strict=True)
+            for slot, mean in zip(bucket.slots, part, strict=True)
+        }
+        return [means[index] for index in self.plan.present]

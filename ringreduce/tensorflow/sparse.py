@@ -12,15 +12,15 @@ Gathered rows of all gradients travel in one message; every rank adds them up in
 that all get the same bits. A row that only some ranks have is divided by the number of ranks
 all the same: the others' gradient is zero there.
 
-In a graph all this is one stateful function of Python's, after the starts of all buckets and
-before the first wait. So whatever way the dense gradients take, ranks reduce them first.
+In a graph all this is Python, after the starts of all buckets and before the first wait. So
+whatever route the dense gradients take, ranks reduce them first.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
-from ringreduce.tensorflow import order
+from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.vocabulary.errors import ArrayError
@@ -89,11 +89,7 @@ class SparseMean:
         self._memory = Memory()
 
     def mean(
-        self,
-        communicator: Communicator,
-        plan: BucketPlan,
-        slices: Sequence[tf.IndexedSlices],
-        prepare: Callable[[], None],
+        self, communicator: Communicator, plan: BucketPlan, slices: Sequence[tf.IndexedSlices]
     ) -> list[tf.IndexedSlices]:
         """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
@@ -101,8 +97,6 @@ class SparseMean:
             communicator: whose ranks.
             plan: of the whole step. Its `sparse` says which gradients these are.
             slices: of tensors, of a float dtype; indices may occur several times and in any order.
-            prepare: called before anything travels if the plan has no buckets, whose first use
-                would have called it.
 
         Returns:
             For each a new one with the same dtypes and `dense_shape`, whose indices are rising
@@ -113,39 +107,43 @@ class SparseMean:
             ArrayError: an index is outside the table; on all ranks.
             RingReduceError: eagerly, what went wrong; out of a graph when that is run.
         """
+        if not slices:
+            return []
 
-        def reduce(*arrays: np.ndarray) -> list[np.ndarray]:
+        def run(*arrays: np.ndarray) -> list[np.ndarray]:
             started = time.perf_counter()
             try:
-                if not plan.buckets:
-                    prepare()
-                    self._numerics.begin_step()
-                return self._reduce(communicator, plan, arrays)
+                return self.reduce(communicator, plan, arrays)
             finally:
                 communicator.blocked_for(time.perf_counter() - started)
 
-        tensors = [tensor for one in slices for tensor in (one.indices, one.values)]
-        if tf.executing_eagerly():
-            means = [tf.convert_to_tensor(a) for a in reduce(*(t.numpy() for t in tensors))]
-        else:
-            # On the CPU, where indices and values of whatever device are copied to. Between the
-            # starts and the waits of buckets, if there are any: that is their order too.
-            with order.in_turn(communicator):
-                means = tf.numpy_function(
-                    reduce, tensors, [t.dtype for t in tensors], stateful=True
-                )
-            order.done(communicator, means)
-            for mean, tensor in zip(means, tensors, strict=True):
-                mean.set_shape([None, *tensor.shape[1:]])
+        parts = self.parts(slices)
+        return self.joined(
+            slices, call(communicator, "reduce gradients", run, parts, self.results(parts))
+        )
+
+    @staticmethod
+    def parts(slices: Sequence[tf.IndexedSlices]) -> list[Any]:
+        """Indices and values of each of `slices`, in turn: what `reduce` takes, and returns."""
+        return [tensor for one in slices for tensor in (one.indices, one.values)]
+
+    @staticmethod
+    def results(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The static shapes and dtypes of what `reduce` returns for `parts`."""
+        return [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
+
+    @staticmethod
+    def joined(slices: Sequence[tf.IndexedSlices], parts: Sequence[Any]) -> list[Any]:
+        """The means of `slices` from their `parts`."""
         return [
             tf.IndexedSlices(values, indices, one.dense_shape)
-            for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
+            for one, indices, values in zip(slices, parts[::2], parts[1::2], strict=True)
         ]
 
-    def _reduce(
+    def reduce(
         self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Indices and values of the means, in turn, in memory of their own."""
+        """Indices and values of the means, in turn, in memory of their own; see `parts`."""
         specs = [plan.gradients[index] for index in plan.sparse]
         own = [
             _merged(communicator, spec, indices, values)

@@ -101,8 +101,7 @@ concrete = tf.function(
 concrete(tf.ones(3))
 memory = ring._engine._plans
 assert len(memory) == 1
-bridge_plans = made._packed
-bridge_plans.clear()
+made._routes.clear()
 gc.collect()
 assert len(memory) == 0
 attempt("result", lambda: concrete(tf.ones(3)))

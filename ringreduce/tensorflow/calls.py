@@ -1,0 +1,56 @@
+"""A call of a Python function that communicates: eagerly, in a graph, and in what XLA compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.tensorflow import compiled, failures, order, xla
+from ringreduce.tensorflow.places import refuse_unreachable_places
+
+__all__ = ["call"]
+
+
+def call(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    results: Sequence[tuple[Any, Any]],
+) -> list[Any]:
+    """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
+
+    Args:
+        communicator: that `run` uses; calls on it run in the program's order.
+        what: it does, for the message where it cannot.
+        run: gets the values of `arguments`, which it must not change, and returns arrays, whose
+            memory becomes TensorFlow's. `StopIteration` is given on as
+            `tf.errors.OutOfRangeError`.
+        arguments: tensors.
+        results: static shape and dtype of each; at least one.
+
+    Raises:
+        ConfigError: in a place where ranks could not all take part.
+        RingReduceError: eagerly, what `run` raised; out of a graph when that is run.
+    """
+    failures.watch(communicator)
+    if tf.executing_eagerly():
+        try:
+            found = run(*(tensor.numpy() for tensor in arguments))
+        except StopIteration as end:
+            raise tf.errors.OutOfRangeError(None, None, str(end)) from None
+        return [tf.convert_to_tensor(value) for value in found]
+    refuse_unreachable_places(communicator, what)
+    if xla.is_compiling():
+        return compiled.call(communicator, what, run, arguments, results)
+    dtypes = [dtype for _, dtype in results]
+    # On the CPU, where arguments from whatever device are copied to.
+    with order.in_turn(communicator):
+        tensors = tf.numpy_function(run, arguments, dtypes, stateful=True)
+    order.done(communicator, tensors)
+    for tensor, (shape, _) in zip(tensors, results, strict=True):
+        tensor.set_shape(shape)
+    return list(tensors)

@@ -1,0 +1,81 @@
+"""A step's gradients through one Python function: eagerly, and where there are no native ops.
+
+The step waits for it. One function and not one per bucket: stateful ops run in program order, so
+more would not overlap, and each that blocks holds a thread that another may need.
+
+The means are views of the bucket's memory, which TensorFlow may keep as long as it likes. So that
+memory is used again only when nothing refers to it any more (`ringreduce.tensorflow.memory`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.memory import Memory
+from ringreduce.tensorflow.reducer import Reducer
+from ringreduce.tensorflow.sparse import SparseMean
+
+__all__ = ["PythonRoute"]
+
+
+class PythonRoute:
+    """One way for the gradients of one plan.
+
+    Args:
+        reducer: of the plan.
+        sparse: for its sparse gradients.
+        memory: for the buckets.
+    """
+
+    def __init__(self, reducer: Reducer, sparse: SparseMean, memory: Memory) -> None:
+        self._reducer, self._sparse, self._memory = reducer, sparse, memory
+
+    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The means of the plan's dense gradients, and of its sparse ones, in their order."""
+        parts = self._sparse.parts(slices)
+        # One more result: with no gradients at all the ranks agree on that too.
+        results = [((), tf.int32)]
+        results += [(gradient.shape, gradient.dtype) for gradient in dense]
+        results += self._sparse.results(parts)
+        _, *means = call(
+            self._reducer.communicator, "reduce gradients", self._run, [*dense, *parts], results
+        )
+        return means[: len(dense)], self._sparse.joined(slices, means[len(dense) :])
+
+    def _run(self, *arrays: np.ndarray) -> list[Any]:
+        communicator, plan = self._reducer.communicator, self._reducer.plan
+        started = time.perf_counter()
+        try:
+            self._reducer.begin_step()
+            means = self._reduce(arrays[: len(plan.present)])
+            if plan.sparse:
+                means += self._sparse.reduce(communicator, plan, arrays[len(plan.present) :])
+        finally:
+            communicator.blocked_for(time.perf_counter() - started)
+        return [np.int32(len(means)), *means]
+
+    def _reduce(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Pack, reduce bucket by bucket, and hand out views."""
+        plan = self._reducer.plan
+        by_gradient = dict(zip(plan.present, arrays, strict=True))
+        means: dict[int, np.ndarray] = {}
+        for number, bucket in enumerate(plan.buckets):
+            dtype = by_gradient[bucket.slots[0].gradient].dtype
+            memory = self._memory.take(bucket.count * dtype.itemsize).view(dtype)
+            filled = 0
+            for slot in bucket.slots:
+                memory[filled : slot.start] = 0  # Padding travels too; it must be a number.
+                filled = slot.start + slot.count
+                memory[slot.start : filled] = by_gradient[slot.gradient].reshape(-1)
+            memory[filled:] = 0
+            self._reducer.reduce(number, memory)
+            for slot in bucket.slots:
+                view = memory[slot.start : slot.start + slot.count]
+                means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
+        return [means[index] for index in plan.present]
