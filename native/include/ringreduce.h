@@ -332,9 +332,11 @@ RR_EXPORT int rr_tensorflow_register(const char *path, char *why);
  * ------------------------------------------------------------------------------------------ */
 
 /* Register the custom calls ringreduce_start and ringreduce_wait for XLA's platform Host, with the
- * XLA in the TensorFlow whose libtensorflow_framework is at `path` and loaded already. As
- * rr_tensorflow_register; -ENOSYS also: XLA's interface is of another version. */
-RR_EXPORT int rr_xla_register(const char *path, char *why);
+ * XLA in the library at `path`, TensorFlow's libtensorflow_framework or libtensorflow_cc, which is
+ * loaded already. `futures_at` is the place of XLA_FFI_Future_Create among the functions of
+ * XLA_FFI_Api, in the header that came with this XLA. As rr_tensorflow_register; -ENOSYS also:
+ * XLA's interface is none of those that are known. */
+RR_EXPORT int rr_xla_register(const char *path, int futures_at, char *why);
 
 #ifdef __cplusplus
 }

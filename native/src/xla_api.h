@@ -1,9 +1,12 @@
 /* The part of XLA's foreign function interface that xla_calls.c uses, declared here.
  *
- * It is a C ABI with versions (xla/ffi/api/c_api.h, 0.2), made for libraries that do not link
- * XLA; its headers are there only where TensorFlow is installed. tests/tensorflow/test_tf_api.py
- * compares every structure and value with those of the TensorFlow that is installed. Fields that
- * are not used are declared only for their room.
+ * It is a C ABI with versions (xla/ffi/api/c_api.h), made for libraries that do not link XLA; its
+ * headers are there only where TensorFlow is installed. tests/tensorflow/test_tf_api.py compares
+ * every structure and value with those of the TensorFlow that is installed. Fields that are not
+ * used are declared only for their room.
+ *
+ * Declared as in 0.2. Between 0.1 and that two structures differ: XLA_FFI_Metadata had no
+ * state_type_id, and the table of TensorFlow 2.18 had no XLA_FFI_ThreadPool_NumThreads.
  */
 #ifndef RR_XLA_API_H
 #define RR_XLA_API_H
@@ -11,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { RR_XLA_MAJOR = 0, RR_XLA_MINOR = 2 };
+enum { RR_XLA_MAJOR = 0, RR_XLA_MINOR = 2 }; /* the newest that is known */
 
 typedef enum { XLA_FFI_Extension_Metadata = 1 } XLA_FFI_Extension_Type;
 
@@ -202,9 +205,10 @@ struct XLA_FFI_Api {
     XLA_FFI_Error *(*XLA_FFI_Future_Create)(XLA_FFI_Future_Create_Args *);
     XLA_FFI_Error *(*XLA_FFI_Future_SetAvailable)(XLA_FFI_Future_SetAvailable_Args *);
     XLA_FFI_Error *(*XLA_FFI_Future_SetError)(XLA_FFI_Future_SetError_Args *);
+    /* TensorFlow may have more behind these. */
 };
 
-/* Exported by libtensorflow_framework: the interface of the XLA that it holds. */
+/* Exported by libtensorflow_framework or libtensorflow_cc: the interface of the XLA in there. */
 typedef const XLA_FFI_Api *rr_xla_get_api(void);
 
 #endif

@@ -35,14 +35,15 @@
 /* An argument structure of XLA's begins with its size. */
 #define NEW(type) {.struct_size = sizeof(type)}
 
-static const XLA_FFI_Api *xla;
+/* XLA's functions, in the layout of xla_api.h, and the version of its interface. */
+static XLA_FFI_Api xla;
 
 static XLA_FFI_Error *failure(const char *why)
 {
     XLA_FFI_Error_Create_Args create = NEW(XLA_FFI_Error_Create_Args);
     create.message = why;
     create.errc = XLA_FFI_Error_Code_UNKNOWN; /* as tf_ops.c; ringreduce/tensorflow/failures.py */
-    return xla->XLA_FFI_Error_Create(&create);
+    return xla.XLA_FFI_Error_Create(&create);
 }
 
 static uint64_t size_of(XLA_FFI_DataType type)
@@ -150,7 +151,7 @@ static void destroy(XLA_FFI_Error *error)
 {
     XLA_FFI_Error_Destroy_Args args = NEW(XLA_FFI_Error_Destroy_Args);
     args.error = error;
-    xla->XLA_FFI_Error_Destroy(&args);
+    xla.XLA_FFI_Error_Destroy(&args);
 }
 
 /* NULL: XLA has been told. */
@@ -159,12 +160,12 @@ static XLA_FFI_Error *tell(XLA_FFI_Future *future, int code, const char *why)
     if (code == RR_DONE) {
         XLA_FFI_Future_SetAvailable_Args set = NEW(XLA_FFI_Future_SetAvailable_Args);
         set.future = future;
-        return xla->XLA_FFI_Future_SetAvailable(&set);
+        return xla.XLA_FFI_Future_SetAvailable(&set);
     }
     XLA_FFI_Future_SetError_Args set = NEW(XLA_FFI_Future_SetError_Args);
     set.future = future;
     set.error = failure(why);
-    XLA_FFI_Error *error = xla->XLA_FFI_Future_SetError(&set);
+    XLA_FFI_Error *error = xla.XLA_FFI_Future_SetError(&set);
     if (error != NULL)
         destroy(set.error);
     return error;
@@ -191,7 +192,7 @@ static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
     struct call call;
     XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
     XLA_FFI_Error *error = open_call(&call, frame, frame->rets.rets, frame->rets.size - 1);
-    if (error == NULL && (error = xla->XLA_FFI_Future_Create(&create)) != NULL)
+    if (error == NULL && (error = xla.XLA_FFI_Future_Create(&create)) != NULL)
         free(call.parts);
     if (error != NULL) {
         rr_handoff_let_go();
@@ -219,8 +220,8 @@ static bool answers_metadata(const XLA_FFI_CallFrame *frame)
     if (extension == NULL)
         return false;
     XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
-    metadata->api_version.major_version = RR_XLA_MAJOR;
-    metadata->api_version.minor_version = RR_XLA_MINOR;
+    metadata->api_version.major_version = xla.api_version.major_version;
+    metadata->api_version.minor_version = xla.api_version.minor_version;
     metadata->traits = 0;
     return true;
 }
@@ -240,7 +241,7 @@ static int refused(XLA_FFI_Error *error, char *why)
 {
     XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
     get.error = error;
-    xla->XLA_FFI_Error_GetMessage(&get);
+    xla.XLA_FFI_Error_GetMessage(&get);
     snprintf(why, RR_WHY_BYTES, "%s", get.message);
     destroy(error);
     return -EINVAL;
@@ -258,7 +259,7 @@ static int try_futures(char *why)
         XLA_FFI_Error *error = NULL;
         if (tried[told] == NULL) {
             XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
-            error = xla->XLA_FFI_Future_Create(&create);
+            error = xla.XLA_FFI_Future_Create(&create);
             tried[told] = create.future;
         }
         if (error == NULL)
@@ -276,50 +277,89 @@ static int register_call(const char *name, XLA_FFI_Handler *handler, char *why)
     args.name = (XLA_FFI_ByteSpan){name, strlen(name)};
     args.platform = (XLA_FFI_ByteSpan){platform, strlen(platform)};
     args.bundle.execute = handler;
-    XLA_FFI_Error *error = xla->XLA_FFI_Handler_Register(&args);
+    XLA_FFI_Error *error = xla.XLA_FFI_Handler_Register(&args);
     return error == NULL ? RR_DONE : refused(error, why);
 }
 
-static int register_all(const char *path, char *why)
+/* The tables that are known. Neither version nor size tells the first two apart. */
+static const struct layout {
+    int minor;
+    size_t struct_size; /* as the table states it; the first two do not count all functions */
+    int futures_at;     /* place of XLA_FFI_Future_Create among the functions */
+} layouts[] = {
+    {1, 88, 12},  /* TensorFlow 2.18 */
+    {1, 88, 13},  /* TensorFlow 2.19 */
+    {1, 192, 13}, /* TensorFlow 2.20 */
+    {2, 192, 13}, /* TensorFlow 2.21 */
+};
+
+/* Copy XLA's table. `futures_at` is what the header that came with this XLA says. */
+static int read_table(const XLA_FFI_Api *found, int futures_at, char *why)
 {
+    const XLA_FFI_Api_Version *version = &found->api_version;
+    const struct layout *layout = layouts, *end = layouts + sizeof layouts / sizeof *layouts;
+    while (layout < end &&
+           (version->major_version != RR_XLA_MAJOR || version->minor_version != layout->minor ||
+            found->struct_size != layout->struct_size || futures_at != layout->futures_at))
+        layout++;
+    if (layout == end) {
+        snprintf(why, RR_WHY_BYTES,
+                 "this TensorFlow's XLA has version %d.%d of the interface for custom calls, with "
+                 "a table of %zu bytes and its futures at %d; this ringreduce knows none like it "
+                 "up to %d.%d",
+                 version->major_version, version->minor_version, found->struct_size, futures_at,
+                 RR_XLA_MAJOR, RR_XLA_MINOR);
+        return -ENOSYS;
+    }
+    const size_t functions = offsetof(XLA_FFI_Api, XLA_FFI_Error_Create);
+    const size_t futures = offsetof(XLA_FFI_Api, XLA_FFI_Future_Create);
+    memcpy(&xla, found, functions + (size_t)futures_at * sizeof(void *));
+    memcpy((char *)&xla + futures,
+           (const char *)found + functions + (size_t)futures_at * sizeof(void *),
+           sizeof xla - futures);
+    return RR_DONE;
+}
+
+/* A pointer to a function goes through memory: C has no cast for it. */
+static rr_xla_get_api *find_api(void *library)
+{
+    static const char *const names[] = {"XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv"};
+    void *symbol = dlsym(library, names[0]);
+    if (symbol == NULL)
+        symbol = dlsym(library, names[1]); /* the same function, as C++ names it */
+    rr_xla_get_api *get_api;
+    memcpy(&get_api, &symbol, sizeof symbol);
+    return get_api;
+}
+
+static int register_all(const char *path, int futures_at, char *why)
+{
+    /* Never closed: handlers live as long as the process. */
     void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (library == NULL) {
         snprintf(why, RR_WHY_BYTES, "%s is not loaded", path);
         return -ENOENT;
     }
-    /* Never closed: handlers live as long as the process. A pointer to a function goes through
-     * memory: C has no cast for it. */
-    void *symbol = dlsym(library, "XLA_FFI_GetApi");
-    rr_xla_get_api *get_api;
-    memcpy(&get_api, &symbol, sizeof symbol);
-    if (symbol == NULL) {
+    rr_xla_get_api *get_api = find_api(library);
+    if (get_api == NULL) {
         snprintf(why, RR_WHY_BYTES, "this TensorFlow has no XLA_FFI_GetApi");
         return -ENOSYS;
     }
-    const XLA_FFI_Api *found = get_api();
-    const XLA_FFI_Api_Version *version = &found->api_version;
-    if (version->major_version != RR_XLA_MAJOR || version->minor_version < RR_XLA_MINOR ||
-        found->struct_size < sizeof *found) {
-        snprintf(why, RR_WHY_BYTES,
-                 "this TensorFlow's XLA has version %d.%d of the interface for custom calls; "
-                 "this ringreduce knows %d.%d",
-                 version->major_version, version->minor_version, RR_XLA_MAJOR, RR_XLA_MINOR);
-        return -ENOSYS;
-    }
-    xla = found;
-    int code = try_futures(why);
+    int code = read_table(get_api(), futures_at, why);
+    if (code == RR_DONE)
+        code = try_futures(why);
     if (code == RR_DONE)
         code = register_call("ringreduce_start", handle_start, why);
     return code == RR_DONE ? register_call("ringreduce_wait", handle_wait, why) : code;
 }
 
-int rr_xla_register(const char *path, char *why)
+int rr_xla_register(const char *path, int futures_at, char *why)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     static bool is_done;
     why[0] = '\0';
     pthread_mutex_lock(&lock);
-    const int code = is_done ? RR_DONE : register_all(path, why);
+    const int code = is_done ? RR_DONE : register_all(path, futures_at, why);
     is_done = code == RR_DONE;
     pthread_mutex_unlock(&lock);
     return code;

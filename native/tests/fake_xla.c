@@ -113,9 +113,7 @@ XLA_FFI_Handler *fake_handler(const char *name)
     return NULL;
 }
 
-static XLA_FFI_Api api = {
-    .struct_size = sizeof api,
-    .api_version = {.major_version = RR_XLA_MAJOR, .minor_version = RR_XLA_MINOR},
+static const XLA_FFI_Api functions = {
     .XLA_FFI_Error_Create = error_create,
     .XLA_FFI_Error_GetMessage = error_get_message,
     .XLA_FFI_Error_Destroy = error_destroy,
@@ -135,13 +133,25 @@ void fake_refuse_futures(const char *why)
     future_refusal = why;
 }
 
-void fake_version(int major, int minor)
+/* Longer than the table, as TensorFlow's is. */
+static struct {
+    XLA_FFI_Api api;
+    void *more[2];
+} shown;
+
+void fake_table(int major, int minor, size_t struct_size, int futures_at)
 {
-    api.api_version.major_version = major;
-    api.api_version.minor_version = minor;
+    const size_t first = offsetof(XLA_FFI_Api, XLA_FFI_Error_Create);
+    const size_t futures = offsetof(XLA_FFI_Api, XLA_FFI_Future_Create);
+    shown.api = functions;
+    shown.api.struct_size = struct_size;
+    shown.api.api_version.major_version = major;
+    shown.api.api_version.minor_version = minor;
+    memmove((char *)&shown + first + (size_t)futures_at * sizeof(void *),
+            (const char *)&functions + futures, sizeof functions - futures);
 }
 
 const XLA_FFI_Api *XLA_FFI_GetApi(void)
 {
-    return &api;
+    return &shown.api;
 }

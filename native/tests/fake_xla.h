@@ -20,10 +20,11 @@ FAKE void fake_future_free(XLA_FFI_Future *future);
 /* What was registered under a name; NULL: nothing. */
 FAKE XLA_FFI_Handler *fake_handler(const char *name);
 
-/* The next registrations fail with this text, or errors of futures; the version that is shown. */
+/* The next registrations fail with this text, or errors of futures. */
 FAKE void fake_refuse(const char *why);
 FAKE void fake_refuse_futures(const char *why);
-FAKE void fake_version(int major, int minor);
+/* The table that is shown, and where in it the futures are. */
+FAKE void fake_table(int major, int minor, size_t struct_size, int futures_at);
 
 FAKE rr_xla_get_api XLA_FFI_GetApi;
 

@@ -283,27 +283,34 @@ static void test_metadata_is_answered(void)
                                             .metadata = &metadata};
     XLA_FFI_CallFrame frame = {.extension_start = &extension.extension_base};
     CHECK(start_handler(&frame) == NULL && wait_handler(&frame) == NULL);
-    CHECK(metadata.api_version.major_version == 0 && metadata.api_version.minor_version == 2);
+    CHECK(metadata.api_version.major_version == 0 && metadata.api_version.minor_version == 1);
 }
 
 int main(int count, char **arguments)
 {
     CHECK(count == 2);
-    CHECK(rr_xla_register("/no/such/library", why) == -ENOENT && why[0] != '\0');
-    fake_version(1, 0);
-    CHECK(rr_xla_register(arguments[1], why) == -ENOSYS && strstr(why, "1.0") != NULL);
-    fake_version(0, 1);
-    CHECK(rr_xla_register(arguments[1], why) == -ENOSYS);
-    fake_version(0, 3);
+    CHECK(rr_xla_register("/no/such/library", 13, why) == -ENOENT && why[0] != '\0');
+    static const struct {
+        int major, minor;
+        size_t size;
+        int futures_at;
+    } unknown[] = {{1, 2, 192, 13}, {0, 0, 192, 13}, {0, 3, 192, 13},
+                   {0, 2, 88, 13},  {0, 2, 200, 13}, {0, 2, 192, 12}};
+    for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
+        fake_table(unknown[i].major, unknown[i].minor, unknown[i].size, unknown[i].futures_at);
+        CHECK(rr_xla_register(arguments[1], unknown[i].futures_at, why) == -ENOSYS);
+    }
+    CHECK(strstr(why, "0.2") != NULL && strstr(why, "192 bytes") != NULL);
+    fake_table(0, 1, 88, 12); /* as in TensorFlow 2.18 */
     fake_refuse_futures("of another size");
-    CHECK(rr_xla_register(arguments[1], why) == -EINVAL && strcmp(why, "of another size") == 0);
+    CHECK(rr_xla_register(arguments[1], 12, why) == -EINVAL && strcmp(why, "of another size") == 0);
     CHECK(fake_handler("ringreduce_start Host") == NULL);
     fake_refuse_futures(NULL);
     fake_refuse("no more names");
-    CHECK(rr_xla_register(arguments[1], why) == -EINVAL && strcmp(why, "no more names") == 0);
+    CHECK(rr_xla_register(arguments[1], 12, why) == -EINVAL && strcmp(why, "no more names") == 0);
     fake_refuse(NULL);
-    CHECK(rr_xla_register(arguments[1], why) == RR_DONE);
-    CHECK(rr_xla_register(arguments[1], why) == RR_DONE);
+    CHECK(rr_xla_register(arguments[1], 12, why) == RR_DONE);
+    CHECK(rr_xla_register(arguments[1], 12, why) == RR_DONE);
     start_handler = fake_handler("ringreduce_start Host");
     wait_handler = fake_handler("ringreduce_wait Host");
     CHECK(start_handler != NULL && wait_handler != NULL);

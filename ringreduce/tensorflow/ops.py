@@ -27,7 +27,7 @@ def are_available() -> bool:
     """Whether this process has the ops; they are registered by the first call."""
     if native.library() is None:
         return False
-    why = framework.why_not_registered("rr_tensorflow_register")
+    why = framework.ops_missing()
     if why is not None:
         _log.warning("gradients go through Python, since the native ops cannot be used: %s", why)
     return why is None

@@ -90,7 +90,7 @@ def why_not() -> str | None:
     """Why this process has no custom calls; None: it has. They are registered by the first call."""
     if native.library() is not None and tf.config.get_visible_devices("GPU"):
         return "XLA compiles for the GPU here, where the ring cannot be called from."
-    why = framework.why_not_registered("rr_xla_register")
+    why = framework.custom_calls_missing()
     if why is None or native.library() is None:
         return why
     return f"XLA cannot call the ring: {why}."
