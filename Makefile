@@ -5,12 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types native check check-without-native check-lowest-keras soak clean
+.PHONY: demo test lint types native check check-without-native check-lowest soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint types native check check-lowest-keras check-without-native soak
+test: lint types native check check-lowest check-without-native soak
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -41,18 +41,21 @@ AGAIN := --last-failed --last-failed-no-failures none
 check: $(VENV)/.installed
 	$(PYTEST) $(IN_TWO) || $(PYTEST) $(AGAIN)
 
-# What depends on Keras, with the lowest that is supported, which lies beside the environment's own.
-LOWEST_KERAS := build/keras-3.12
+# What depends on Keras, with the lowest versions that are supported.
+LOWEST := build/lowest
+# There is no TensorFlow before 2.20, and no numpy before 2.1, for Python 3.13.
+LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*", "numpy==1.26.*", \
+    "numba==0.60.*") if sys.version_info < (3, 13) else ("tensorflow==2.20.*", "numpy==2.1.*"))')
 
-check-lowest-keras: $(LOWEST_KERAS)/.installed
-	export PYTHONPATH=$(abspath $(LOWEST_KERAS)); \
-	$(BIN)/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
-	{ $(PYTEST) $(IN_TWO) -m keras || $(PYTEST) -m keras $(AGAIN); }
+check-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
+	{ $(LOWEST)/bin/python -m pytest $(IN_TWO) -m keras || \
+	  $(LOWEST)/bin/python -m pytest -m keras $(AGAIN); }
 
-$(LOWEST_KERAS)/.installed: $(VENV)/.installed
-	rm -rf $(LOWEST_KERAS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    --target $(LOWEST_KERAS) "keras==3.12.*"
+$(LOWEST)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" \
+	    "keras==3.12.*" $(LOWEST_VERSIONS)
 	touch $@
 
 # Everything works without the native library, over sockets and Python.
