@@ -14,7 +14,7 @@ from bench import sweep
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
 from bench.systems import ENTRIES
-from ringreduce.commands.cli import Transport
+from ringreduce.vocabulary.config import SETTINGS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -37,7 +37,12 @@ Warmup = Annotated[int, typer.Option("-w", "--warmup", min=1, help="Calls before
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write rows here.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype")]
 Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
-TransportOption = Annotated[Transport, typer.Option(help="How ranks reach each other.")]
+Transport = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(SETTINGS["transport"].values), help="How ranks reach each other."
+    ),
+]
 
 
 def _register(name: str, summary: str) -> None:
@@ -49,7 +54,7 @@ def _register(name: str, summary: str) -> None:
         dtype: Dtype = "float32",
         op: Op = "sum",
         warmup: Warmup = 5,
-        transport: TransportOption = Transport.auto,
+        transport: Transport = "auto",
         registered: Annotated[
             bool, typer.Option("--registered", help="Buffers of communicator.empty.")
         ] = False,
@@ -63,7 +68,7 @@ def _register(name: str, summary: str) -> None:
             dtype=dtype,
             op=op,
             warmup=warmup,
-            transport=transport.value,
+            transport=transport,
             registered=registered,
             json_file=json_file,
         )
@@ -163,7 +168,7 @@ def train(
     jit: Annotated[
         bool, typer.Option("--jit", help="Also with jit_compile=True, where that works.")
     ] = False,
-    transport: TransportOption = Transport.auto,
+    transport: Transport = "auto",
     link: Annotated[
         str | None,
         typer.Option(metavar="RATE", help="ringreduce on hosts with links of this rate: 1gbit."),
@@ -181,7 +186,7 @@ def train(
             workers=workers,
             rounds=rounds,
             steps=steps,
-            transport=transport.value,
+            transport=transport,
             link=rate_of(link) if link else None,
             ceiling=ceiling,
             jit=jit,

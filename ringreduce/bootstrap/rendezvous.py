@@ -37,7 +37,7 @@ from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import MECHANISMS, Authenticator, Security
-from ringreduce.vocabulary.config import ENCRYPTIONS, INTEGRITIES, TIMES, TRANSPORTS, Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,
@@ -164,13 +164,9 @@ def meet(
         host=config.host_id or host_identity(),
         memory=memory,
         settings={
-            "segment_bytes": config.segment_bytes,
-            "streams": config.streams,
-            "transport": TRANSPORTS.index(config.transport),
-            "encryption": ENCRYPTIONS.index(config.encryption),
+            **config.agreed(),
             # Follows from the address, which may look different on different hosts.
             "mechanism": MECHANISMS.index(security.mechanism),
-            "integrity": INTEGRITIES.index(config.integrity),
         },
         key=security.public,
         python=platform.python_version(),

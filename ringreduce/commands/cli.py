@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import supervisor
-from ringreduce.vocabulary.config import log_dir_wanted
+from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
 __all__ = ["app", "main"]
@@ -24,20 +23,13 @@ app = typer.Typer(
 )
 
 
-class Transport(str, enum.Enum):
-    """`config.TRANSPORTS`, as typer wants choices."""
-
-    auto = "auto"
-    shm = "shm"
-    zmq = "zmq"
-
-
-class Encryption(str, enum.Enum):
-    """`config.ENCRYPTIONS`, as typer wants choices."""
-
-    auto = "auto"
-    on = "on"
-    off = "off"
+def _option(name: str, *flags: str, **limits: Any) -> Any:
+    """The option for a setting of the workers: help and possible values are the table's."""
+    setting = SETTINGS[name]
+    if setting.values:
+        limits["metavar"] = "|".join(setting.values)  # `Config` refuses others.
+    text = f"{setting.help[0].upper()}{setting.help[1:]}."
+    return typer.Option(*flags, help=text, show_default=False, **limits)
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,24 +65,14 @@ def run(
     ] = False,
     threads_per_worker: Annotated[
         int | None,
-        typer.Option(min=1, help="Compute threads of each worker [default: cores / workers]."),
+        typer.Option(
+            min=1, help="Compute threads of each worker; by default the cores shared out."
+        ),
     ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Seconds without progress before a collective gives up."),
-    ] = None,
-    transport: Annotated[
-        Transport | None,
-        typer.Option(help="How ranks reach each other [default: auto]."),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for what workers print, and for flight records."),
-    ] = None,
-    encryption: Annotated[
-        Encryption | None,
-        typer.Option(help="Whether data between ranks is encrypted [default: auto]."),
-    ] = None,
+    timeout: Annotated[float | None, _option("timeout_s", "--timeout", min=0.001)] = None,
+    transport: Annotated[str | None, _option("transport")] = None,
+    log_dir: Annotated[Path | None, _option("log_dir")] = None,
+    encryption: Annotated[str | None, _option("encryption")] = None,
 ) -> None:
     """Run a script as N workers on this host that form a ring.
 
@@ -104,9 +86,9 @@ def run(
             workers,
             threads=threads_per_worker,
             timeout_s=timeout,
-            transport=None if transport is None else transport.value,
+            transport=transport,
             log_dir=str(log_dir or log_dir_wanted()) or None,
-            encryption=None if encryption is None else encryption.value,
+            encryption=encryption,
         )
     except RingReduceError as error:
         typer.echo(f"ringreduce: {error}", err=True)

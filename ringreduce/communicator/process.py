@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from inspect import signature
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import Config, describe
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
 
 __all__ = [
@@ -50,49 +51,14 @@ def init(
 
     Called again while the default is open, it returns the same communicator.
 
-    Args:
-        rank, size: this process's number and how many there are.
-        local_rank, local_size: the same among the processes of this host.
-        rendezvous: ``host:port`` of rank 0, free to listen on there.
-        job_id: any text, equal on all ranks of the job.
-        timeout_s: seconds without progress after which a collective gives up (30).
-        join_timeout_s: seconds for all ranks to meet (120, or `timeout_s` where given).
-        link_timeout_s: seconds that a connection may carry nothing of what is due (2).
-        segment_bytes: payload of a full frame, equal on all ranks.
-        transport: ``"auto"`` (shared memory within a host, ZeroMQ between hosts), ``"shm"`` or
-            ``"zmq"``; equal on all ranks.
-        integrity: ``"crc32"`` or ``"off"``: whether frames over ZeroMQ carry a checksum;
-            ``"auto"``: those that leave the host do, unless encrypted. Equal on all ranks.
-        host_id: name of this host, where the system's own does not tell hosts apart.
-        secret: text of 16 characters or more that only ranks of this job know; needed where
-            the rendezvous is not a loopback address. Not to be written into a program that
-            others can read: leave it to ``RINGREDUCE_SECRET_FILE``.
-        encryption: ``"auto"`` (between hosts), ``"on"`` or ``"off"``; equal on all ranks.
-        log_dir: folder for flight records; see ``ringreduce report``.
+    Args: settings, see `Config`.
 
     Raises:
         ConfigError: settings are impossible or incomplete, or differ from the open default's.
         RendezvousError, MismatchError, PeerError, NativeError: as `Communicator`.
     """
     global _default
-    config = Config.from_environment(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        rendezvous=rendezvous,
-        job_id=job_id,
-        timeout_s=timeout_s,
-        join_timeout_s=join_timeout_s,
-        link_timeout_s=link_timeout_s,
-        segment_bytes=segment_bytes,
-        transport=transport,
-        integrity=integrity,
-        host_id=host_id,
-        secret=secret,
-        encryption=encryption,
-        log_dir=log_dir,
-    )
+    config = Config.from_environment(**locals())
     with _lock:
         if _default is not None and not _default.closed:
             if _default.config != config:
@@ -103,6 +69,11 @@ def init(
             return _default
         _default = Communicator(config)
         return _default
+
+
+init.__doc__ = (init.__doc__ or "").replace(
+    " settings, see `Config`.\n", f"\n{describe(signature(init).parameters)}\n"
+)
 
 
 def shutdown() -> None:

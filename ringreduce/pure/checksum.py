@@ -34,7 +34,7 @@ def is_wanted(integrity: str, *, encrypted: bool, loopback: bool) -> bool:
     """Whether a ring's frames carry checksums.
 
     Args:
-        integrity: the setting of that name, one of `ringreduce.vocabulary.config.INTEGRITIES`.
+        integrity: the setting of that name, ``auto``, ``crc32`` or ``off``.
         encrypted: whether every message has an authentication code already.
         loopback: whether the ring's frames never leave this host.
     """

@@ -1,80 +1,42 @@
 """Settings of one communicator, and the only reader of the environment.
 
-Explicit arguments come first, then the variables below, then the defaults. With none of
-the launch variables set a process is a world of one; with some set and others missing it
-is a broken launch, and `ConfigError` says so rather than letting it train alone.
+Explicit arguments come first, then the variables, then the defaults. With none of the launch
+variables set a process is a world of one; with some set and others missing it is a broken
+launch, and `ConfigError` says so rather than letting it train alone.
+
+Each setting is listed once, as a field of `Config`: its variable, the launcher's option, what
+is checked and what ranks compare when they meet follow from there.
 """
 
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Collection, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.secret import check_secret, read_secret
 from ringreduce.vocabulary.times import Times
 
 __all__ = [
-    "ENCRYPTIONS",
-    "INTEGRITIES",
+    "SETTINGS",
     "TIMES",
-    "TRANSPORTS",
     "Config",
+    "Setting",
     "color_wanted",
     "configured_secret",
+    "describe",
+    "host_and_port",
     "log_dir_wanted",
     "native_wanted",
     "time_scale",
     "worker_environment",
 ]
 
-
 # Without these four a rank does not know its place.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
-
-# Limits and choices: no place in the ring, so the user's own pass on to the workers.
-_CHOICES = (
-    "RINGREDUCE_TIMEOUT_S",
-    "RINGREDUCE_JOIN_TIMEOUT_S",
-    "RINGREDUCE_LINK_TIMEOUT_S",
-    "RINGREDUCE_SEGMENT_BYTES",
-    "RINGREDUCE_STREAMS",
-    "RINGREDUCE_TRANSPORT",
-    "RINGREDUCE_INTEGRITY",
-    "RINGREDUCE_HOST_ID",
-    "RINGREDUCE_LOG_DIR",
-    "RINGREDUCE_SECRET",
-    "RINGREDUCE_ENCRYPTION",
-)
-
-# How ranks reach each other: `auto` takes shared memory within a host where it can be had and
-# ZeroMQ between hosts; `shm` insists on it; `zmq` is ZeroMQ everywhere.
-TRANSPORTS = ("auto", "shm", "zmq")
-
-# What crosses a network: `auto` is encrypted between hosts and not on loopback addresses; `on`
-# encrypts everywhere; `off` nowhere, for networks that are trusted. Ranks prove who they are
-# in each of them (`ringreduce.transport.security`).
-ENCRYPTIONS = ("auto", "on", "off")
-# Whether frames over ZeroMQ carry a checksum of their payload: `auto` where they leave the host
-# and nothing else guards them (`ringreduce.pure.checksum.is_wanted`).
-INTEGRITIES = ("auto", "crc32", "off")
-
-# 16 characters of base64 are 96 bits. What is longer than 4096 is no secret but a wrong file.
-_SECRET_CHARACTERS_MIN, _SECRET_CHARACTERS_MAX = 16, 4096
-
-# A job that is merely slow should survive a long validation or checkpoint on one rank; a job
-# that hangs should not burn money for minutes.
-TIMEOUT_S = 30.0
-# Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
-JOIN_TIMEOUT_S = 120.0
-# Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
-# than 512 KiB, and 2 MiB is slower again (docs/performance.md).
-SEGMENT_BYTES = 1 << 20
-# More make no difference beyond noise on the machine and the links that were measured
-# (docs/performance.md); a single connection that cannot fill a fast, long line is what they
-# are for.
-STREAMS = 1
 
 
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
@@ -107,59 +69,147 @@ _THREAD_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Config:
-    """Settings of one communicator; see each field. Checked when made.
+class Setting:
+    """What there is to know of a field of `Config`, beside its name and its default.
 
     Attributes:
-        rank: this process's number, 0 <= rank < size.
-        size: number of processes in the job.
-        local_rank: this process's number among those on its host; None: counted when the
-            ring forms.
-        local_size: number of processes on this host; None: counted when the ring forms.
-        rendezvous: ``host:port`` that rank 0 listens on while the ring forms.
-        rendezvous_fd: a listening socket that rank 0 inherited for it; the launcher opens it
-            so that the port is taken before anyone needs it.
-        job_id: equal on all ranks of a job, different from any other job's.
-        timeout_s: seconds without progress after which a call gives up.
-        join_timeout_s: seconds for all ranks to meet.
-        link_timeout_s: seconds that a connection may carry nothing of what is due before it
-            counts as dead, while both its ends are alive.
-        segment_bytes: payload of a full frame; equal on all ranks.
-        streams: connections to the next rank that large messages are spread over, each with
-            an I/O thread of its own; equal on all ranks.
-        transport: one of `TRANSPORTS`; equal on all ranks.
-        integrity: one of `INTEGRITIES`; equal on all ranks.
-        host_id: name of this host, equal for the ranks that share its memory; empty: the
-            system's own. Different names make processes of one host act as if they were on
-            several, which is how tests form rings of hosts.
-        log_dir: folder for flight records (`ringreduce report`), written when the ring breaks
-            and on SIGUSR1; made when it is not there; empty: none are written.
-        secret: what only ranks of this job know; needed off the loopback interface. It is never
-            shown, logged or passed as an argument of a program.
-        encryption: one of `ENCRYPTIONS`; equal on all ranks.
+        help: what it means, in a clause.
+        reads: makes its value from the text of a variable.
+        accepts: whether a value is possible, whatever the others are.
+        accepted: the possible values, in words.
+        values: all of them, where they are few.
+        is_choice: whether it is a choice of the user's, rather than a rank's place in the job.
+        is_agreed: whether it must be equal on all ranks.
+    """
+
+    help: str
+    reads: Callable[[str], object] = str
+    accepts: Callable[[Any], bool] = lambda value: True
+    accepted: str = ""
+    values: tuple[str, ...] = ()
+    is_choice: bool = True
+    is_agreed: bool = False
+
+
+def _place(default: Any, help: str, reads: Callable[[str], object] = int) -> Any:
+    """A field of `Config` that says which rank this is, and how it meets the others."""
+    return field(default=default, metadata={"setting": Setting(help, reads, is_choice=False)})
+
+
+def _choice(
+    default: Any, help: str, accepted: str = "", accepts: Any = lambda value: True, **more: Any
+) -> Any:
+    """A field of `Config` that is the user's choice, read as what its default is."""
+    setting = Setting(help, type(default), accepts, accepted, **more)
+    return field(default=default, metadata={"setting": setting})
+
+
+def _one_of(values: tuple[str, ...], help: str) -> Any:
+    """A field of `Config` that is one of `values`, by default the first; equal on all ranks."""
+    return _choice(
+        values[0], help, ", ".join(values), values.__contains__, values=values, is_agreed=True
+    )
+
+
+def _seconds(default: float, help: str, least: float = 0.0) -> Any:
+    """A field of `Config` that is a time limit."""
+    if least:
+        return _choice(default, help, f"at least {least:g} seconds", lambda value: value >= least)
+    return _choice(default, help, "more than 0 seconds", lambda value: value > 0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one communicator, checked when made.
 
     Raises:
         ConfigError: a value is out of range; the text says which and where it came from.
     """
 
-    rank: int = 0
-    size: int = 1
-    local_rank: int | None = None
-    local_size: int | None = None
-    rendezvous: str = ""
-    rendezvous_fd: int | None = None
-    job_id: str = ""
-    timeout_s: float = TIMEOUT_S
-    join_timeout_s: float = JOIN_TIMEOUT_S
-    link_timeout_s: float = TIMES.link_timeout_s
-    segment_bytes: int = SEGMENT_BYTES
-    streams: int = STREAMS
-    transport: str = "auto"
-    integrity: str = "auto"
-    host_id: str = ""
-    log_dir: str = ""
-    secret: str = field(default="", repr=False)
-    encryption: str = "auto"
+    rank: int = _place(0, "this process's number, 0 <= rank < size")
+    size: int = _place(1, "number of processes in the job")
+    local_rank: int | None = _place(
+        None, "this process's number on its host; None: counted when the ring forms"
+    )
+    local_size: int | None = _place(
+        None, "number of processes on this host; None: counted when the ring forms"
+    )
+    rendezvous: str = _place("", "`host:port` that rank 0 listens on while the ring forms", str)
+    # The launcher opens it, so that the port is taken before anyone needs it.
+    rendezvous_fd: int | None = _place(None, "a listening socket that rank 0 inherited for it")
+    job_id: str = _place(
+        "", "any text, equal on all ranks of a job and different between jobs", str
+    )
+    # A job that is merely slow should survive a long validation or checkpoint on one rank; a job
+    # that hangs should not burn money for minutes.
+    timeout_s: float = _seconds(30.0, "seconds without progress before a collective gives up")
+    # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
+    join_timeout_s: float = _seconds(
+        120.0, "seconds for all ranks to meet; `timeout_s` where only that is given"
+    )
+    link_timeout_s: float = _seconds(
+        TIMES.link_timeout_s,
+        "seconds that a connection may carry nothing of what is due, while both its ends are "
+        "alive, before it counts as dead",
+        TIMES.link_timeout_min_s,
+    )
+    # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
+    # than 512 KiB, and 2 MiB is slower again (docs/performance.md). Multiples of 64 keep every
+    # element whole and every segment aligned.
+    segment_bytes: int = _choice(
+        1 << 20,
+        "payload of a full frame, equal on all ranks",
+        "a multiple of 64 up to 4194304",
+        lambda value: value % 64 == 0 and 64 <= value <= 1 << 22,
+        is_agreed=True,
+    )
+    # More make no difference beyond noise on the machine and the links that were measured
+    # (docs/performance.md); they are for a fast, long line that a single connection cannot fill.
+    streams: int = _choice(
+        1,
+        "connections to the next rank that large messages are spread over, equal on all ranks",
+        "1 to 16",
+        lambda value: 1 <= value <= 16,
+        is_agreed=True,
+    )
+    transport: str = _one_of(
+        ("auto", "shm", "zmq"),
+        "how ranks reach each other: auto (shared memory within a host, ZeroMQ between hosts), "
+        "shm or zmq (that alone); equal on all ranks",
+    )
+    integrity: str = _one_of(
+        ("auto", "crc32", "off"),
+        "whether frames over ZeroMQ carry a checksum: auto (where they leave the host and are "
+        "not encrypted), crc32 or off; equal on all ranks",
+    )
+    # Different names make processes of one host act as if they were on several.
+    host_id: str = _choice(
+        "",
+        "name of this host, where the system's own does not tell hosts apart",
+        "at most 255 characters",
+        lambda value: len(value) <= 255,
+    )
+    log_dir: str = _choice(
+        "", "folder for flight records (`ringreduce report`), made if needed; empty: none"
+    )
+    # Never shown, logged or passed as an argument of a program.
+    secret: str = field(
+        default="",
+        repr=False,
+        metadata={
+            "setting": Setting(
+                "text of 16 characters or more that only ranks of this job know; needed off the "
+                "loopback interface. Leave it to RINGREDUCE_SECRET_FILE rather than write it "
+                "into a program"
+            )
+        },
+    )
+    # Ranks prove who they are whichever it is (`ringreduce.transport.security`).
+    encryption: str = _one_of(
+        ("auto", "on", "off"),
+        "whether data between ranks is encrypted: auto (between hosts), on or off (for networks "
+        "that are trusted); equal on all ranks",
+    )
 
     def __post_init__(self) -> None:
         self._require("size", self.size >= 1, "at least 1")
@@ -170,21 +220,10 @@ class Config:
         if self.local_rank is not None:
             limit = (self.local_size or self.size) - 1
             self._require("local_rank", 0 <= self.local_rank <= limit, f"0 to {limit}")
-        self._require("timeout_s", self.timeout_s > 0, "more than 0 seconds")
-        self._require("join_timeout_s", self.join_timeout_s > 0, "more than 0 seconds")
-        least_s = TIMES.link_timeout_min_s
-        self._require(
-            "link_timeout_s", self.link_timeout_s >= least_s, f"at least {least_s:g} seconds"
-        )
-        # Multiples of 64 keep every element whole and every segment aligned.
-        aligned = self.segment_bytes % 64 == 0 and 64 <= self.segment_bytes <= 1 << 22
-        self._require("segment_bytes", aligned, "a multiple of 64 up to 4194304")
-        self._require("streams", 1 <= self.streams <= 16, "1 to 16")
-        self._require("transport", self.transport in TRANSPORTS, ", ".join(TRANSPORTS))
-        self._require("integrity", self.integrity in INTEGRITIES, ", ".join(INTEGRITIES))
-        self._require("host_id", len(self.host_id) <= 255, "at most 255 characters")
-        self._require("encryption", self.encryption in ENCRYPTIONS, ", ".join(ENCRYPTIONS))
-        _check_secret(self.secret, "the argument secret or the variable RINGREDUCE_SECRET")
+        for name, setting in SETTINGS.items():
+            self._require(name, setting.accepts(getattr(self, name)), setting.accepted)
+        if self.secret:
+            check_secret(self.secret, "the argument secret or the variable RINGREDUCE_SECRET")
         if self.size > 1:
             host_and_port(self.rendezvous)
 
@@ -210,42 +249,69 @@ class Config:
                 range, or launch variables of which only some are set.
         """
         variables = os.environ if environment is None else environment
-        names = {field.name for field in fields(cls)}
-        if unknown := sorted(set(arguments) - names):
+        if unknown := sorted(set(arguments) - set(SETTINGS)):
             raise ConfigError(
                 f"got the unknown setting {', '.join(unknown)}",
-                remedy=f"Known are {', '.join(sorted(names))}.",
+                remedy=f"Known are {', '.join(sorted(SETTINGS))}.",
             )
         values = {name: value for name, value in arguments.items() if value is not None}
-        given = {_variable(name) for name in values}
-        present = [name for name in _LAUNCH if name in variables or name in given]
-        missing = [name for name in _LAUNCH if name not in present]
-        alone = values.get("size", 1) == 1 and not any(name in variables for name in _LAUNCH)
-        if present and missing and not alone:
-            raise ConfigError(
-                f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, "
-                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
-                remedy="Start the workers with `ringreduce run -n N script.py`, or set all of "
-                f"{', '.join(_LAUNCH)}; set none of them for a single process.",
-            )
-        for setting in fields(cls):
-            text = variables.get(_variable(setting.name))
-            if setting.name not in values and text is not None:
-                values[setting.name] = _parse(_variable(setting.name), text, str(setting.type))
+        _refuse_half_a_launch(values, variables)
+        for name, setting in SETTINGS.items():
+            text = variables.get(_variable(name))
+            if name not in values and text is not None:
+                values[name] = _read(_variable(name), text, setting)
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
-        if "timeout_s" in values and "join_timeout_s" not in values:
+        if "timeout_s" in values:
             # Who sets one limit means it for the meeting too.
-            values["join_timeout_s"] = values["timeout_s"]
+            values.setdefault("join_timeout_s", values["timeout_s"])
         return cls(**values)  # type: ignore[arg-type]
 
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` makes this Config again."""
+        values = {name: getattr(self, name) for name in SETTINGS}
+        return {_variable(name): str(value) for name, value in values.items() if value is not None}
+
+    def agreed(self) -> dict[str, int]:
+        """What must be equal on all ranks, as numbers: of a word, which of its values it is."""
         return {
-            _variable(setting.name): str(value)
-            for setting in fields(self)
-            if (value := getattr(self, setting.name)) is not None
+            name: setting.values.index(value) if setting.values else value
+            for name, setting in SETTINGS.items()
+            if setting.is_agreed
+            for value in (getattr(self, name),)
         }
+
+
+# All settings by name, in the order of the fields of `Config`.
+SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each in fields(Config)}
+
+
+def describe(names: Collection[str]) -> str:
+    """These settings for a docstring: a line or more for each."""
+    lines = []
+    for name in names:
+        default = getattr(Config, name)
+        shown = f" ({default})" if isinstance(default, float | int) else ""
+        text = f"{name}: {SETTINGS[name].help}{shown}."
+        lines.append(textwrap.fill(text, 96, initial_indent=" " * 8, subsequent_indent=" " * 12))
+    return "\n".join(lines)
+
+
+Config.__doc__ = f"{Config.__doc__}\n    Attributes:\n{describe(SETTINGS)}\n    "
+
+
+def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, str]) -> None:
+    given = {_variable(name) for name in values}
+    present = [name for name in _LAUNCH if name in variables or name in given]
+    missing = [name for name in _LAUNCH if name not in present]
+    alone = values.get("size", 1) == 1 and not any(name in variables for name in _LAUNCH)
+    if present and missing and not alone:
+        raise ConfigError(
+            f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
+            remedy="Start the workers with `ringreduce run -n N script.py`, or set all of "
+            f"{', '.join(_LAUNCH)}; set none of them for a single process.",
+        )
 
 
 def configured_secret(environment: Mapping[str, str] | None = None) -> str:
@@ -255,54 +321,11 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
         ConfigError: it is too short, or the file is not one that its owner alone may read.
     """
     variables = os.environ if environment is None else environment
+    if secret := variables.get("RINGREDUCE_SECRET"):
+        check_secret(secret, "the variable RINGREDUCE_SECRET")
+        return secret
     path = variables.get("RINGREDUCE_SECRET_FILE")
-    if (secret := variables.get("RINGREDUCE_SECRET")) or not path:
-        _check_secret(secret or "", "the variable RINGREDUCE_SECRET")
-        return secret or ""
-    secret = _read_secret(path)
-    _check_secret(secret, f"the file {path} of RINGREDUCE_SECRET_FILE", is_required=True)
-    return secret
-
-
-def _read_secret(path: str) -> str:
-    """What the file at `path` holds, without white space around it."""
-    named = f"the file {path} of RINGREDUCE_SECRET_FILE"
-    try:
-        # Neither a pipe nor a device must hold us up.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            # Of what was opened, since the name may stand for another file by now.
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{named} is no regular file")
-            # Root's files are fine: root can read everything, and mounted secrets are root's.
-            if status.st_uid not in (os.geteuid(), 0):
-                raise ConfigError(f"{named} belongs to another user", remedy="Make a copy.")
-            if status.st_mode & 0o077:
-                raise ConfigError(
-                    f"{named} may be read or changed by other users "
-                    f"(its mode is {stat.S_IMODE(status.st_mode):o})",
-                    remedy=f"chmod 600 {path}",
-                )
-            data = file.read(_SECRET_CHARACTERS_MAX * 4 + 1)
-        return data.decode().strip()
-    except OSError as error:
-        raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        # Without the cause, whose text would hold what was read.
-        raise ConfigError(f"{named} is no text") from None
-
-
-def _check_secret(secret: str, source: str, *, is_required: bool = False) -> None:
-    """Refuse what is too short to be kept secret; the error does not show it."""
-    if (secret or is_required) and not (
-        _SECRET_CHARACTERS_MIN <= len(secret) <= _SECRET_CHARACTERS_MAX
-    ):
-        raise ConfigError(
-            f"the secret has {len(secret)} characters, from {source}; "
-            f"accepted: {_SECRET_CHARACTERS_MIN} to {_SECRET_CHARACTERS_MAX}",
-            remedy="`openssl rand -hex 32` makes a good one.",
-        )
+    return read_secret(path) if path else ""
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -332,11 +355,11 @@ def worker_environment(
     Args:
         config: the worker's settings.
         threads: compute threads it may use. Thread variables the user has set are kept.
-        decided: names of limits and choices (`timeout_s`, `transport`) that `config` decides;
-            the others stay as the user's variables have them, if they do.
+        decided: names of the user's choices (`timeout_s`, `transport`) that `config` decides; the
+            others stay as the user's variables have them, if they do.
     """
     # A launcher that is itself a worker must not hand on its own place.
-    places = {_variable(setting.name) for setting in fields(Config)} - set(_CHOICES)
+    places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
     environment = {name: value for name, value in os.environ.items() if name not in places}
     ours = places | {_variable(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
@@ -367,10 +390,9 @@ def _variable(setting: str) -> str:
     return f"RINGREDUCE_{setting.upper()}"
 
 
-def _parse(variable: str, text: str, kind: str) -> object:
-    convert = float if "float" in kind else int if "int" in kind else str
+def _read(variable: str, text: str, setting: Setting) -> object:
     try:
-        return convert(text)
+        return setting.reads(text)
     except ValueError:
-        noun = "a number" if convert is float else "a whole number"
+        noun = "a number" if setting.reads is float else "a whole number"
         raise ConfigError(f"{variable} is {text[:80]!r}; accepted: {noun}") from None

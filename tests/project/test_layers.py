@@ -172,9 +172,7 @@ def test_only_the_integrations_import_tensorflow_or_keras() -> None:
 
 
 def test_only_the_launcher_starts_processes() -> None:
-    assert importers_of("subprocess", "multiprocessing") == {
-        "ringreduce.commands.launch.supervisor"
-    }
+    assert importers_of("subprocess", "multiprocessing") == {"ringreduce.commands.launch.processes"}
 
 
 def test_nothing_is_unpickled() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce.vocabulary import config
 from tests.jobs import run_job
 
 ROOT = Path(__file__).parents[2]
@@ -67,12 +68,19 @@ def test_make_targets_exist(target):
 
 @pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", README))))
 def test_variables_are_settings(variable):
-    from ringreduce import Config
-    from ringreduce.vocabulary import config
-
     # One that is no setting of a communicator is read by its full name.
     by_name = f'"{variable}"' in Path(config.__file__).read_text(encoding="utf-8")
-    assert by_name or hasattr(Config(), variable.removeprefix("RINGREDUCE_").lower())
+    assert by_name or variable.removeprefix("RINGREDUCE_").lower() in config.SETTINGS
+
+
+# What the launcher alone sets is left out.
+@pytest.mark.parametrize("name", [name for name in config.SETTINGS if name != "rendezvous_fd"])
+def test_every_setting_is_in_the_table_with_its_values_and_default(name):
+    [row] = re.findall(rf"^\| .*`RINGREDUCE_{name.upper()}`.* \|$", README, re.MULTILINE)
+    assert all(f"`{value}`" in row for value in config.SETTINGS[name].values)
+    default = getattr(config.Config, name)
+    if config.SETTINGS[name].reads in (int, float) and config.SETTINGS[name].is_choice:
+        assert re.search(rf"\({default:.0f}[),]", row)
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|bench)/[\w.]+)`", README))))

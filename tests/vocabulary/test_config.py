@@ -198,11 +198,11 @@ members = st.integers(1, 1000).flatmap(
         join_timeout_s=st.floats(1e-3, 1e6),
         segment_bytes=st.integers(1, 1 << 16).map(lambda lines: 64 * lines),
         streams=st.integers(1, 16),
-        transport=st.sampled_from(config_module.TRANSPORTS),
-        integrity=st.sampled_from(config_module.INTEGRITIES),
+        transport=st.sampled_from(config_module.SETTINGS["transport"].values),
+        integrity=st.sampled_from(config_module.SETTINGS["integrity"].values),
         host_id=st.text("abc-_0", max_size=20),
         secret=st.just("") | st.text("abc-_0", min_size=16, max_size=64),
-        encryption=st.sampled_from(config_module.ENCRYPTIONS),
+        encryption=st.sampled_from(config_module.SETTINGS["encryption"].values),
     )
 )
 

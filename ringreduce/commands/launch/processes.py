@@ -1,0 +1,205 @@
+"""The processes of a job: its workers, and the guard that ends them if the launcher is killed.
+
+Each worker is the leader of a session of its own, so that a Ctrl-C in the terminal reaches the
+launcher alone (which passes it on) and so that a worker's own children end with it.
+
+No worker outlives the launcher, however it ends: the kernel kills a worker whose launcher
+died (PR_SET_PDEATHSIG, Linux), and a guard process kills the workers' groups with their
+children, on every system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from ringreduce.commands.launch import guard
+from ringreduce.commands.launch.failure import Failure, is_traceback_start, last_traceback
+from ringreduce.commands.launch.output import LineBuffer
+
+__all__ = ["Guard", "Stream", "Worker"]
+
+_TAIL_LINES = 400
+_PR_SET_PDEATHSIG = 1
+
+
+class Stream:
+    """Standard output or error of one worker.
+
+    Attributes:
+        file: not blocking.
+        is_error: whether it is standard error.
+        has_ended: whether all of it has been read.
+    """
+
+    def __init__(self, worker: Worker, file: IO[bytes] | None, is_error: bool) -> None:
+        assert file is not None
+        os.set_blocking(file.fileno(), False)
+        self.worker, self.file, self.is_error, self.has_ended = worker, file, is_error, False
+        self._lines = LineBuffer()
+
+    def read(self) -> list[str] | None:
+        """The whole lines that have come; None: nothing is there now."""
+        data = None if self.has_ended else self.file.read(1 << 16)
+        if data is None:
+            return None
+        self.has_ended = not data
+        lines = self._lines.feed(data) if data else self._lines.flush()
+        if self.is_error:
+            self.worker.note(lines)
+        return lines
+
+
+class Worker:
+    """A worker process, started, and what is known of it.
+
+    Args:
+        rank: its number in the job.
+        command, environment: as for `subprocess.Popen`.
+        inherited: descriptors that it gets.
+        ignored: signals that it ignores until it says otherwise.
+
+    Attributes:
+        exit_s: when it ended, on `time.monotonic`; None while it runs.
+        was_stopped: whether the launcher has ended it.
+        streams: its standard output and error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        inherited: Collection[int],
+        ignored: Sequence[int],
+    ) -> None:
+        self.rank = rank
+        self.exit_s: float | None = None
+        self.was_stopped = False
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._traceback_s: float | None = None
+        self._process = subprocess.Popen(
+            list(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=inherited,
+            preexec_fn=_prepare(os.getpid(), ignored=ignored),
+        )
+        self.streams = (
+            Stream(self, self._process.stdout, is_error=False),
+            Stream(self, self._process.stderr, is_error=True),
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of the group that it leads."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return self.exit_s is None
+
+    def send(self, number: int) -> None:
+        """Signal the worker and the children in its group; nothing if they are gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def ask_for_record(self) -> None:
+        """Have the worker write its flight record; its children would die of the signal."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def stop(self, number: int) -> None:
+        """End it: what it ends with is no failure of its own."""
+        self.was_stopped = True
+        self.send(number)
+
+    def has_exited(self) -> bool:
+        """Whether it has ended; left unreaped, so that its number stays its own."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.pid, flags) is not None
+
+    def reap(self) -> None:
+        """Take note of its end, and end the children that it left, if any."""
+        self.send(signal.SIGKILL)
+        self._process.wait()
+        self.exit_s = time.monotonic()
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Remember what it wrote to standard error."""
+        self._tail.extend(lines)
+        if any(map(is_traceback_start, lines)):
+            self._traceback_s = time.monotonic()
+
+    def failure(self) -> Failure | None:
+        """How it failed, or None if it did not, or only because it was stopped."""
+        code = self._process.returncode
+        if self.exit_s is None or code == 0 or self.was_stopped:
+            return None
+        when_s = self.exit_s if self._traceback_s is None else self._traceback_s
+        return Failure(self.rank, code, when_s, last_traceback(list(self._tail)))
+
+
+class Guard:
+    """A process that kills the workers once the launcher is gone; runs within its context."""
+
+    def __enter__(self) -> Guard:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def add(self, worker: Worker) -> None:
+        """Guard a worker from now on."""
+        self._write(f"+{worker.pid}\n")
+
+    def remove(self, worker: Worker) -> None:
+        """A worker has ended, so its number may become somebody else's."""
+        self._write(f"-{worker.pid}\n")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def _prepare(parent: int, *, ignored: Sequence[int]) -> Callable[[], None] | None:
+    """What the child runs before its program: have the kernel kill it when the launcher dies."""
+    on_linux = sys.platform == "linux"
+    if not on_linux and not ignored:
+        return None
+    prctl = ctypes.CDLL(None).prctl if on_linux else None
+
+    def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        if prctl is None:
+            return
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # It died before we asked.
+            os._exit(1)
+
+    return prepare

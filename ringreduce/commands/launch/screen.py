@@ -1,0 +1,95 @@
+"""Where the lines of all workers go: to the launcher's own output, marked, and into files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ringreduce.vocabulary.config import color_wanted
+from ringreduce.vocabulary.errors import ConfigError
+
+__all__ = ["Screen"]
+
+_COLORS = (36, 33, 32, 35, 34, 31)
+
+
+class Screen:
+    """Shows the lines of `size` workers.
+
+    Args:
+        size: number of workers.
+        stdout, stderr: where lines go.
+        prefix: whether lines begin with the rank that wrote them.
+    """
+
+    def __init__(self, size: int, stdout: TextIO, stderr: TextIO, *, prefix: bool) -> None:
+        self._stdout, self._stderr, self._prefix = stdout, stderr, prefix
+        self._width = len(str(size - 1))
+        self._size = size
+        self._kept: list[TextIO] = []
+
+    def keep(self, folder: Path) -> None:
+        """Write what each worker prints into a file of `folder` too, as it comes.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(self._size):
+                self._kept.append((folder / f"rank-{rank}.log").open("w", encoding="utf-8"))
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"cannot keep the workers' output in {folder}: {error}",
+                remedy="Give --log-dir, or RINGREDUCE_LOG_DIR, a folder that can be written to.",
+            ) from error
+
+    def close(self) -> None:
+        """Close the files of `keep`."""
+        kept, self._kept = self._kept, []
+        for file in kept:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def show(self, rank: int, lines: Sequence[str], *, is_error: bool) -> None:
+        """Write whole lines of one worker."""
+        target = self._stderr if is_error else self._stdout
+        mark = self._mark(rank, target)
+        _write(target, "".join(f"{mark}{line}\n" for line in lines))
+        if not self._kept:
+            return
+        try:
+            self._kept[rank].writelines(f"{line}\n" for line in lines)
+            self._kept[rank].flush()
+        except OSError as error:
+            # The job is worth more than its log; the lines were shown.
+            self.say(f"no longer keeps the workers' output: {error}")
+            self.close()
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        _write(self._stderr, f"ringreduce: {text}\n")
+
+    def _mark(self, rank: int, target: TextIO) -> str:
+        if not self._prefix:
+            return ""
+        mark = f"[{rank:>{self._width}}]"
+        if target.isatty() and color_wanted():
+            mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}\x1b[0m"
+        return mark + " "
+
+
+def _write(target: TextIO, text: str) -> None:
+    """Write and flush; a reader that has gone, as in `| head`, must not end the job."""
+    try:
+        target.write(text)
+        target.flush()
+    except OSError:
+        # What is left in the buffer would fail again when Python flushes it at its end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, target.fileno())
+        os.close(nowhere)
