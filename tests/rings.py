@@ -14,11 +14,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ringreduce.bootstrap import rendezvous
+import msgspec
+
+from ringreduce.bootstrap.messages import Table
+from ringreduce.bootstrap.rendezvous import Meeting
 from ringreduce.vocabulary.config import Config
 from tests.processes import Process, clean_environment, wait_until
 from tests.proxy import Proxy, ask
@@ -225,23 +228,24 @@ def go_through_proxy(port: int) -> None:
     Every address in the table, whatever it is for, is replaced by those of new ways, which
     belong to this rank alone: so both ends of each connection are in its way's name.
     """
-    meet = rendezvous.meet
+    advance = Meeting.advance
 
-    def meet_and_detour(config: Config, *arguments: Any, **options: Any) -> Any:
-        table, finish = meet(config, *arguments, **options)
+    def advance_and_detour(meeting: Meeting) -> Table | None:
+        table = advance(meeting)
+        if table is None:
+            return None
+        rank = meeting._config.rank
         detours = {
-            field.name: tuple(
-                _detour(port, address, f"{config.rank}>{rank}/{field.name}")
-                if rank != config.rank
-                else address
-                for rank, address in enumerate(getattr(table, field.name))
+            name: tuple(
+                _detour(port, address, f"{rank}>{other}/{name}") if other != rank else address
+                for other, address in enumerate(getattr(table, name))
             )
-            for field in fields(table)
-            if _holds_addresses(getattr(table, field.name))
+            for name in table.__struct_fields__
+            if _holds_addresses(getattr(table, name))
         }
-        return replace(table, **detours), finish
+        return msgspec.structs.replace(table, **detours)
 
-    rendezvous.meet = meet_and_detour
+    Meeting.advance = advance_and_detour  # type: ignore[method-assign]
 
 
 def _holds_addresses(column: object) -> bool:

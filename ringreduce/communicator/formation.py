@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringreduce.bootstrap import rendezvous
+from ringreduce.bootstrap.messages import Table
+from ringreduce.bootstrap.rendezvous import Meeting, bind_address
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
@@ -46,8 +46,7 @@ class Formed:
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         shares_memory: whether this rank shares memory with another.
         local_rank, local_size: this rank's place on its host, as the table has it.
-        finish: call it after the first barrier; until then rank 0 may still be answering, and
-            ranks may still be connecting. Nobody can afterwards.
+        meeting, link: what `finish` ends.
     """
 
     collectives: Collectives
@@ -56,7 +55,16 @@ class Formed:
     shares_memory: bool
     local_rank: int
     local_size: int
-    finish: Callable[[], None]
+    meeting: Meeting
+    link: ZmqLink
+
+    def finish(self) -> None:
+        """Let nobody connect any more; call it after the first barrier.
+
+        Until then rank 0 may still be answering, and ranks may still be connecting.
+        """
+        self.meeting.close()
+        self.link.lock()
 
 
 def form(config: Config) -> Formed:
@@ -76,7 +84,7 @@ def form(config: Config) -> Formed:
         shared = _shared_memory(config)
         if shared is not None:
             undo.callback(shared.close)
-        bind = rendezvous.bind_address(config)
+        bind = bind_address(config)
         link = ZmqLink(
             rank=config.rank,
             size=config.size,
@@ -97,15 +105,12 @@ def form(config: Config) -> Formed:
         )
         undo.callback(control.close)
 
-        def meanwhile() -> None:
+        memory = shared.name if shared else ""
+        meeting = Meeting(config, link.address, control.address, memory, security)
+        undo.callback(meeting.close)
+        while (table := meeting.advance()) is None:
             link.read_events()
             control.read_events()
-
-        memory = shared.name if shared else ""
-        table, leave = rendezvous.meet(
-            config, link.address, control.address, memory, security, meanwhile
-        )
-        undo.callback(leave)
         security.learn(table.keys)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         placement = place(table.hosts, domains)
@@ -113,10 +118,6 @@ def form(config: Config) -> Formed:
         control.connect(table.controls)
         collectives = _connect(config, table, placement, link, shared)
         undo.pop_all()
-
-    def finish() -> None:
-        leave()
-        link.lock()
 
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
@@ -130,7 +131,8 @@ def form(config: Config) -> Formed:
         shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
         local_rank=here.index(config.rank),
         local_size=len(here),
-        finish=finish,
+        meeting=meeting,
+        link=link,
     )
 
 
@@ -179,7 +181,7 @@ def _refuse_impossible(config: Config, placement: Placement) -> None:
 
 def _connect(
     config: Config,
-    table: rendezvous.Table,
+    table: Table,
     placement: Placement,
     link: ZmqLink,
     shared: HostLink | None,
@@ -212,7 +214,7 @@ def _connect(
     return HierarchicalCollectives(host, ring, placement, rank)
 
 
-def _ring(config: Config, table: rendezvous.Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
+def _ring(config: Config, table: Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, in which this rank is one."""
     checked = checksum.is_wanted(
         config.integrity,

@@ -132,7 +132,7 @@ class Control:
                 unconfirmed_ms_max=self._link_timeout_ms,
             )
             self._outgoing[neighbour] = pushing
-            self._authenticator.allow(_domain(neighbour), [neighbour])
+            self._authenticator.allow(_domain(neighbour), self._security.credentials(neighbour))
         self._poller.register(self._awake, zmq.POLLIN)
         ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
         for end in ends:

@@ -1,9 +1,9 @@
-"""Who may connect: keys made from the job's secret, and the authenticator that asks for them.
+"""Who may connect: keys made from the job's secret, and what a rank shows of them.
 
 A job has one secret, known to its ranks alone. Three things follow from it:
 
 - The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret
-  and the job id, so whoever lacks either cannot finish the handshake; keys are announced there.
+  and the job id, so one that lacks either cannot finish the handshake; keys are announced there.
 - Every rank makes a fresh key pair for each ring and announces its public half. Each socket that
   others connect to has a domain and a list of the ranks that are due there, and a rank is
   whoever holds the key that was announced for it.
@@ -11,49 +11,38 @@ A job has one secret, known to its ranks alone. Three things follow from it:
   the connecting side by a password that holds for this sender, this receiver and these keys;
   NULL, without a secret, proves nothing and is for loopback addresses alone.
 
-libzmq asks the authenticator over ZAP (https://rfc.zeromq.org/spec/27) before it lets a connection
-in. Once it is closed there is nobody to ask, and libzmq refuses everyone (ZAP_ENFORCE_DOMAIN).
+`ringreduce.transport.authenticator` compares what others show with what is expected here.
 
 Nothing here logs, shows or raises a key, a password or the secret.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import logging
-import secrets
 import struct
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from ringreduce.transport.address import is_loopback, resolve
+from ringreduce.transport.authenticator import Authenticator, Credentials
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Authenticator", "Security"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Security"]
 
 MECHANISMS = ("NULL", "PLAIN", "CURVE")
 # What CURVE adds to a message is 33 bytes.
 OVERHEAD_BYTES = 64
-MEETING = "meeting"
+_MEETING = "meeting"
 
 _BACKLOG = 128
 _KEY_BYTES = 32
 _KEY_TEXT = 40
-# Requests that may wait for the ranks to meet; a rank expects one connection for each domain.
-_HELD_MAX = 1024
-_LOGGED_EACH = 8
 
 
 class Security:
@@ -198,31 +187,31 @@ class Security:
             socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self._rank, peer))
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
-        """Who answers for all sockets of `context`; have it before the first of them binds."""
-        return Authenticator(
-            None if self.mechanism == "NULL" else context, self._is_rank, self._hold_s
-        )
+        """What answers for all sockets of `context`; have it before the first of them binds."""
+        return Authenticator(None if self.mechanism == "NULL" else context, self._hold_s)
+
+    def credentials(self, rank: int) -> Credentials:
+        """What `rank` shows when it connects to us; call it after `learn`."""
+        if self.mechanism == "CURVE":
+            return Credentials(rank, b"CURVE", (z85.decode(self._keys[rank]),))
+        if self.mechanism == "PLAIN":
+            password = self._password(rank, self._rank)
+            return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
+        return Credentials(rank, b"NULL", ())
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
-        """Rank 0's side of the rendezvous: let in whoever has the secret; before ``bind``."""
+        """Rank 0's side of the rendezvous: let ranks in that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self._size))
         if self.mechanism == "NULL":
-            return Authenticator(None, _nobody, 0.0)
-        member, _ = self._derived(b"rr member")
-        keeper = Authenticator(
-            context,
-            lambda _, mechanism, shown: (
-                mechanism == b"CURVE"
-                and len(shown) == 1
-                and hmac.compare_digest(_text_of(shown[0]), member)
-            ),
-            0.0,
-        )
-        keeper.allow(MEETING, [0])
+            return Authenticator(None, 0.0)
+        authenticator = Authenticator(context, 0.0)
+        public, _ = self._derived(b"rr member")
+        member = Credentials(0, b"CURVE", (z85.decode(public),))
+        authenticator.allow(_MEETING, member)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._derived(b"rr rank 0")[1])
-        _enforce(socket, MEETING)
-        return keeper
+        _enforce(socket, _MEETING)
+        return authenticator
 
     def join_meeting(self, socket: zmq.Socket[Any]) -> None:
         """The other ranks' side of the rendezvous; before ``connect``."""
@@ -245,171 +234,6 @@ class Security:
         digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
         return digest.hexdigest().encode()
 
-    def _is_rank(self, rank: int, mechanism: bytes, shown: list[bytes]) -> bool:
-        """Whether credentials are those of `rank`."""
-        if mechanism.decode(errors="replace") != self.mechanism or not self._keys:
-            return False
-        if self.mechanism == "CURVE":
-            return len(shown) == 1 and hmac.compare_digest(_text_of(shown[0]), self._keys[rank])
-        return (
-            len(shown) == 2
-            and hmac.compare_digest(shown[0], str(rank).encode())
-            and hmac.compare_digest(shown[1], self._password(rank, self._rank))
-        )
-
-
-@dataclass
-class _Held:
-    """Someone who waits for the ranks to meet."""
-
-    envelope: list[bytes]
-    request: list[bytes]
-    until_s: float
-
-
-class Authenticator:
-    """A thread that decides who gets in, for all sockets of one context; see `Security`.
-
-    Thread: its own, from making to `close`. `allow` and `close` may be called from any.
-
-    Args:
-        context: whose sockets it answers for; None: nobody is asked, and nothing is done.
-        is_rank: whether ``(rank, mechanism, credentials)`` are that rank's.
-        hold_s: how long a request may wait for its domain to be allowed.
-
-    Attributes:
-        refused: number of those who were turned away.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[Any] | None,
-        is_rank: Callable[[int, bytes, list[bytes]], bool],
-        hold_s: float,
-    ) -> None:
-        self.refused = 0
-        self._is_rank, self._hold_s = is_rank, hold_s
-        self._allowed: dict[bytes, tuple[int, ...]] = {}
-        self._held: list[_Held] = []
-        self._logged_s = 0.0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        if context is None:
-            return
-        name = f"inproc://authenticator.{secrets.token_hex(8)}"
-        with contextlib.ExitStack() as opened:
-            # A router rather than the usual REP, so that one who is kept waiting keeps nobody else.
-            self._requests = opened.enter_context(context.socket(zmq.ROUTER))
-            self._requests.setsockopt(zmq.LINGER, 0)
-            self._requests.bind("inproc://zeromq.zap.01")
-            self._bell = opened.enter_context(context.socket(zmq.PAIR))
-            self._bell.setsockopt(zmq.LINGER, 0)
-            self._bell.bind(name)
-            self._button = opened.enter_context(context.socket(zmq.PAIR))
-            self._button.setsockopt(zmq.LINGER, 0)
-            self._button.connect(name)
-            opened.pop_all()
-        self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
-        self._thread.start()
-
-    def allow(self, domain: str, ranks: Collection[int]) -> None:
-        """Let `ranks` into the sockets of `domain`, those included who wait already."""
-        with self._lock:
-            if self._thread is not None:
-                self._allowed[domain.encode()] = tuple(ranks)
-                self._ring(b"allow")
-
-    def close(self) -> None:
-        """End; whoever connects from now on is refused. Call it before the context goes."""
-        with self._lock:
-            if self._thread is None:
-                return
-            self._ring(b"close")
-            self._thread.join()
-            self._button.close()
-            self._thread = None
-
-    def _ring(self, word: bytes) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # The thread has ended already.
-            self._button.send(word, zmq.DONTWAIT)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._requests, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll(self._wait_ms()))
-                if self._bell in ready and self._bell.recv() == b"close":
-                    return
-                if self._requests in ready:
-                    parts = self._requests.recv_multipart()
-                    held = _Held(parts[:2], parts[2:], time.monotonic() + self._hold_s)
-                    self._held.append(held)
-                waiting, self._held = self._held, []
-                for held in waiting:
-                    self._answer(held)
-        except zmq.ZMQError as error:
-            # The context has ended under us: nobody is let in, which is what remains to be done.
-            _log.debug("the authenticator ends: %s", error.strerror)
-        finally:
-            self._requests.close()
-            self._bell.close()
-
-    def _wait_ms(self) -> int | None:
-        if not self._held:
-            return None
-        until_s = min(held.until_s for held in self._held)
-        return max(1, int((until_s - time.monotonic()) * 1000))
-
-    def _answer(self, held: _Held) -> None:
-        """Say yes or no, or keep waiting."""
-        request = held.request
-        if (
-            len(held.envelope) != 2
-            or held.envelope[1] != b""
-            or not 6 <= len(request) <= 8
-            or request[0] != b"1.0"
-            or any(len(part) > 255 for part in request)
-        ):
-            self._reply(held, None, "that asks in another way than ZAP 1.0")
-            return
-        domain, mechanism, shown = request[2], request[5], request[6:]
-        ranks = self._allowed.get(domain)
-        if ranks is None:
-            if time.monotonic() < held.until_s and len(self._held) < _HELD_MAX:
-                self._held.append(held)
-            else:
-                self._reply(held, None, "that came before the ranks had met")
-            return
-        # All are compared, whichever it is, so that the time tells nothing.
-        fitting = [rank for rank in ranks if self._is_rank(rank, mechanism, shown)]
-        if fitting:
-            self._reply(held, fitting[0], "")
-        else:
-            self._reply(held, None, "without the key of a rank that is due there")
-
-    def _reply(self, held: _Held, rank: int | None, why: str) -> None:
-        number = held.request[1] if len(held.request) > 1 else b""
-        verdict = (b"400", b"refused", b"") if rank is None else (b"200", b"OK", b"%d" % rank)
-        # Counted before it is said: whoever has been refused finds it counted.
-        self.refused += rank is None
-        with contextlib.suppress(zmq.ZMQError):  # Whoever asked may have left.
-            self._requests.send_multipart([*held.envelope, b"1.0", number, *verdict, b""])
-        if rank is None:
-            self._tell(held.request, why)
-
-    def _tell(self, request: list[bytes], why: str) -> None:
-        """Log a refusal: the first few, then now and then with their number."""
-        now = time.monotonic()
-        if self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s:
-            self._logged_s = now
-            sender = request[3][:64].decode(errors="replace") if len(request) > 3 else "unknown"
-            _log.warning(
-                "refused a connection from %s %s (%d so far)",
-                *(sender.encode("unicode_escape").decode(), why, self.refused),
-            )
-
 
 def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:
     """Bound what those who have proven nothing yet can cost a listening socket."""
@@ -421,15 +245,6 @@ def _enforce(socket: zmq.Socket[Any], domain: str) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
     # Without it a socket whose context has no authenticator lets everybody in.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-
-def _nobody(rank: int, mechanism: bytes, shown: list[bytes]) -> bool:
-    return False
-
-
-def _text_of(key: bytes) -> bytes:
-    """A key as ZAP gives it, as Z85 text; nothing of the right form when it is none."""
-    return z85.encode(key) if len(key) == _KEY_BYTES else b""
 
 
 def _is_key(text: bytes) -> bool:

@@ -205,7 +205,8 @@ class ZmqLink:
             self._channels[channel, loop.RECEIVER] = self._incoming[channel].socket.underlying
         self._addresses = tuple(addresses[member] for member in self._members)
         for channel in range(len(self._distances)):
-            self._authenticator.allow(_domain(channel), [self._behind(channel)[0]])
+            expected = self._security.credentials(self._behind(channel)[0])
+            self._authenticator.allow(_domain(channel), expected)
 
     def lock(self) -> None:
         """Let nobody connect any more; call it once all ranks have taken part in a call.

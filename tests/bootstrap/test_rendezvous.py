@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from ringreduce._version import __version__
-from ringreduce.bootstrap import rendezvous
+from ringreduce.bootstrap.rendezvous import bind_address
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
@@ -96,7 +96,7 @@ def handmade_member(meeting: Meeting) -> Iterator[zmq.Socket[bytes]]:
 def hello(**fields: Any) -> bytes:
     """A Hello as rank 1 of 2 would say it, but for `fields`."""
     usual = {
-        "type": "_Hello",
+        "type": "Hello",
         "version": __version__,
         "wire_version": WIRE_VERSION,
         "job_id": "ours",
@@ -133,7 +133,7 @@ def test_rank_that_came_before_rank_0_is_welcomed(meeting):
         early.send(hello())
         first = meeting.join(0, 2, timeout_s=0.5)
         welcome = answer(early)
-    assert welcome["type"] == "_Welcome"
+    assert welcome["type"] == "Table"
     assert welcome["addresses"][1] == "tcp://127.0.0.1:9"  # as it said itself
     # No ring comes of it, since nobody listens there.
     assert isinstance(first.exception(), PeerError)
@@ -251,7 +251,7 @@ def test_another_python_or_numpy_is_one_warning_that_names_the_rank(meeting, cap
         ours = {"python": platform.python_version(), "numpy": np.__version__}
         member.send(hello(size=3, **ours))
         member.send(hello(size=3, rank=2, **{**ours, library: "2.7.99"}))
-        assert answer(member)["type"] == "_Welcome"
+        assert answer(member)["type"] == "Table"
     # These members have no sockets; what matters is that they were let in.
     with pytest.raises(RendezvousError, match="has not 2 ports"):
         first.result()
@@ -346,7 +346,7 @@ def test_foreign_bytes_at_the_port_do_not_hurt_the_job(meeting, garbage):
         b"",
         b"\xc1",
         os.urandom(1000),
-        msgspec.msgpack.encode({"type": "_Hello"}),
+        msgspec.msgpack.encode({"type": "Hello"}),
         msgspec.msgpack.encode([1] * 100_000),
         hello(rank="one"),
         hello(settings={"segment_bytes": "many"}),
@@ -411,10 +411,10 @@ def test_rank_0_on_another_host_than_the_rendezvous_is_told_so():
     ("service", "text"),
     [
         (b"hello from something else", "not ringreduce's"),
-        (msgspec.msgpack.encode({"type": "_Welcome", "job": 1}), "not ringreduce's"),
+        (msgspec.msgpack.encode({"type": "Table", "job": 1}), "not ringreduce's"),
         (
             msgspec.msgpack.encode(
-                {"type": "_Welcome", "job": 1, "addresses": ["tcp://127.0.0.1:9"], "hosts": ["a"]}
+                {"type": "Table", "job": 1, "addresses": ["tcp://127.0.0.1:9"], "hosts": ["a"]}
             ),
             "not ringreduce's",
         ),
@@ -449,7 +449,7 @@ def test_answer_that_is_no_welcome_is_refused(service, text):
 )
 def test_job_on_one_host_listens_on_loopback_only(rank, address, bound):
     config = Config(rank=rank, size=2, rendezvous=address, job_id="ours")
-    assert rendezvous.bind_address(config) == bound
+    assert bind_address(config) == bound
 
 
 def test_job_identity_is_new_for_each_ring():

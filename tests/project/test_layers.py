@@ -154,6 +154,7 @@ def test_only_config_reads_the_environment() -> None:
 def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.bootstrap.rendezvous",
+        "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
         "ringreduce.transport.control",
         "ringreduce.transport.descriptors",

@@ -29,7 +29,8 @@ import pytest
 import zmq
 
 from ringreduce._version import __version__
-from ringreduce.bootstrap import rendezvous
+from ringreduce.bootstrap.admission import Members
+from ringreduce.bootstrap.messages import read_hello
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import wire
 from ringreduce.testing import ring_of_threads
@@ -502,7 +503,7 @@ def test_news_that_cannot_be_read_are_an_error_of_bounded_length(chance: random.
 
 def hello(**fields: Any) -> bytes:
     usual = {
-        "type": "_Hello",
+        "type": "Hello",
         "version": __version__,
         "wire_version": wire.WIRE_VERSION,
         "job_id": "ours",
@@ -571,10 +572,10 @@ HELLOS: dict[str, list[bytes]] = {
     "nothing": [b""],
     "no msgpack": [b"\xc1"],
     "random bytes": [random.Random(3).randbytes(1000)],
-    "another type": [msgspec.msgpack.encode({"type": "_Welcome"})],
-    "few fields": [msgspec.msgpack.encode({"type": "_Hello"})],
+    "another type": [msgspec.msgpack.encode({"type": "Table"})],
+    "few fields": [msgspec.msgpack.encode({"type": "Hello"})],
     "great depth": [b"\x91" * 100_000],
-    "great depth inside": [b"\x82\xa4type\xa6_Hello\xa5extra" + b"\x91" * 100_000 + b"\xc0"],
+    "great depth inside": [b"\x82\xa4type\xa5Hello\xa5extra" + b"\x91" * 100_000 + b"\xc0"],
     "a map of 2^32": [b"\xdf\xff\xff\xff\xff" + bytes(1000)],
     "a text of 2^32": [b"\xdb\xff\xff\xff\xff" + bytes(1000)],
     "a long list": [msgspec.msgpack.encode([1] * 100_000)],
@@ -678,37 +679,25 @@ def test_a_rank_with_an_impossible_address_is_a_named_error(address: str) -> Non
         assert len(str(error)) < 2000
 
 
-class _Answers:
-    """Stands in for the rendezvous's socket, which only answers."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-    def send_multipart(self, parts: list[bytes]) -> None:
-        self.sent += len(parts)
-
-
 def test_mutated_hellos_admit_nobody_who_has_no_place(chance: random.Random) -> None:
-    own = msgspec.msgpack.decode(hello(rank=0), type=rendezvous._Hello)
+    own = read_hello(hello(rank=0))
+    assert own is not None
     config = Config(size=2, rendezvous="127.0.0.1:1", job_id="ours")
     longest = 0
     for _ in range(20_000):
-        data = mutate_bytes(chance, hello(rank=chance.choice((0, 1, 2))))
-        try:
-            said = msgspec.msgpack.decode(data, type=rendezvous._Hello)
-        except rendezvous._UNREADABLE:
+        said = read_hello(mutate_bytes(chance, hello(rank=chance.choice((0, 1, 2)))))
+        if said is None:
             continue
-        members: dict[int, Any] = {0: (b"", own)}
-        refused: list[str] = []
+        members = Members(config, own)
         try:
-            rendezvous._admit(_Answers(), config, own, members, refused, b"x", said)  # type: ignore[arg-type]
+            refusal = members.admit(b"x", said)
         except RingReduceError as error:
             longest = max(longest, len(str(error)))
             continue
-        assert set(members) <= {0, 1}
-        assert members[0][1] is own
-        assert (1 in members) != bool(refused)
-        if 1 in members:
+        assert members.complete == (refusal is None)
+        assert members.identities == ([b"x"] if refusal is None else [])
+        if refusal is None:
+            assert said.rank == 1
             assert (said.job_id, said.size, said.settings) == ("ours", 2, own.settings)
     assert longest < 2000
 

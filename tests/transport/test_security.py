@@ -19,7 +19,8 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door
 from ringreduce.transport.address import is_loopback, listens_on_loopback
-from ringreduce.transport.security import Authenticator, Security
+from ringreduce.transport.authenticator import Authenticator
+from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError, RingReduceError
 
@@ -42,12 +43,17 @@ class Port:
     """A socket of rank 0 at which others try to connect."""
 
     def __init__(self, security: Security) -> None:
+        self.security = security
         self.context = zmq.Context()
         self.authenticator: Authenticator = security.authenticator(self.context)
         self.socket = self.context.socket(zmq.PULL)
         security.serve(self.socket, "data")
         self.socket.setsockopt(zmq.RCVTIMEO, _SOON_MS)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def allow(self, rank: int | None, domain: str = "data") -> None:
+        expected = None if rank is None else self.security.credentials(rank)
+        self.authenticator.allow(domain, expected)
 
     def __enter__(self) -> Port:
         return self
@@ -106,7 +112,7 @@ def is_encrypted(request: pytest.FixtureRequest) -> bool:
 def test_the_rank_that_is_due_is_let_in_and_named(is_encrypted: bool) -> None:
     first, second, _ = members(3, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
             assert visitor.is_admitted()
             visitor.socket.send(b"hello")
@@ -119,7 +125,7 @@ def test_the_rank_that_is_due_is_let_in_and_named(is_encrypted: bool) -> None:
 def test_a_rank_that_is_not_due_there_is_refused(is_encrypted: bool) -> None:
     first, _, third = members(3, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         assert not port.admits(lambda socket: third.join(socket, 0))
         assert port.authenticator.refused == 1
 
@@ -130,7 +136,7 @@ def test_a_rank_of_another_ring_is_refused(is_encrypted: bool, other: dict[str, 
     first, _ = members(2, is_encrypted=is_encrypted)
     _, stranger = members(2, is_encrypted=is_encrypted, **other)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         assert not port.admits(lambda socket: stranger.join(socket, 0))
 
 
@@ -145,7 +151,7 @@ def test_a_key_made_up_on_the_way_is_refused() -> None:
         socket.setsockopt(zmq.CURVE_SECRETKEY, private)
 
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         assert not port.admits(prepare)
 
 
@@ -158,7 +164,7 @@ def test_without_a_key_nobody_is_let_in(is_encrypted: bool, mechanism: str) -> N
 
     first, _ = members(2, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         assert not port.admits(prepare)
 
 
@@ -166,10 +172,10 @@ def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(is_encrypted
     first, second, third = members(3, is_encrypted=is_encrypted)
     with Port(first) as port, port.attempt(lambda socket: second.join(socket, 0)) as early:
         # A stranger who is answered shows that the one before has been heard, and is not.
-        port.authenticator.allow("other", [1])
+        port.allow(1, "other")
         assert not early.events.poll(200)
         with port.attempt(lambda socket: third.join(socket, 0)) as wrong:
-            port.authenticator.allow("data", [1])
+            port.allow(1)
             assert early.is_admitted()
             assert not wrong.is_admitted()
 
@@ -183,7 +189,7 @@ def test_waiting_comes_to_an_end() -> None:
 def test_after_the_authenticator_has_gone_nobody_is_let_in(is_encrypted: bool) -> None:
     first, second = members(2, is_encrypted=is_encrypted)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         with port.attempt(lambda socket: second.join(socket, 0)) as inside:
             assert inside.is_admitted()
             port.authenticator.close()
@@ -197,7 +203,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
     assert first.mechanism == "NULL"
     assert first.public == ""
     with Port(first) as port:
-        port.authenticator.allow("data", [])
+        port.allow(None)
         assert port.admits(lambda socket: second.join(socket, 0))
 
 
@@ -218,7 +224,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
 def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: list[bytes]) -> None:
     first, second = members(2)
     with Port(first) as port:
-        port.authenticator.allow("data", [1])
+        port.allow(1)
         asking = port.context.socket(zmq.DEALER)
         asking.setsockopt(zmq.RCVTIMEO, _SOON_MS)
         asking.connect("inproc://zeromq.zap.01")
@@ -232,7 +238,7 @@ def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: li
 def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
     first, second = members(2)
     with Port(first) as port, caplog.at_level(logging.WARNING):
-        port.authenticator.allow("data", [])
+        port.allow(None)
         for _ in range(30):
             assert not port.admits(lambda socket: second.join(socket, 0))
         assert port.authenticator.refused == 30

@@ -1,0 +1,145 @@
+"""Rank 0's list of the ranks that have come, and who gets on it. No sockets.
+
+A hello of another job, or for a rank that is taken, is turned away alone; the job goes on
+waiting for the right one. A rightful member that runs another version or other settings
+ends the formation on every rank, since the ring can never be right.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+
+from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import MismatchError, RendezvousError
+
+__all__ = ["Members"]
+
+_log = logging.getLogger(__name__)
+
+# Strangers may knock; remembering and reporting a few is enough.
+_REFUSALS_KEPT = 8
+# Further ones are not even answered. Ranks of other jobs are told why they are turned away.
+_REFUSALS_ANSWERED = 256
+
+
+class Members:
+    """The ranks that have come, rank 0 first.
+
+    Args:
+        config: rank 0's settings.
+        own: what rank 0 would say of itself; the others must agree with it.
+    """
+
+    def __init__(self, config: Config, own: Hello) -> None:
+        self._config, self._own = config, own
+        self._hellos = {0: own}
+        self._refused: list[str] = []
+        # By which the socket knows them.
+        self.identities: list[bytes] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come."""
+        return len(self._hellos) == self._config.size
+
+    def admit(self, identity: bytes, hello: Hello) -> Refusal | None:
+        """Add a rank, or turn it away: what to answer then, if anything.
+
+        Raises:
+            MismatchError: the hello shows that the job is wrong.
+        """
+        config, own = self._config, self._own
+        who = f"rank {hello.rank} ({shown(hello.host)})"
+        theirs, ours = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
+        if not hmac.compare_digest(theirs, ours):
+            why = f"{who} belongs to another job"
+        elif not 0 <= hello.rank < max(hello.size, config.size):
+            why = f"{who} has no place in a ring of {config.size}"
+        elif hello.rank in self._hellos and hello.size == own.size:
+            why = f"rank {hello.rank} came twice, the second time from {shown(hello.host)}"
+        else:
+            self._compare(hello)
+            self._hellos[hello.rank] = hello
+            self.identities.append(identity)
+            return None
+        self.note(why)
+        if len(self._refused) > _REFUSALS_ANSWERED:
+            return None
+        return Refusal(text=f"was turned away by rank 0: {why}", mismatch=False, peer=0)
+
+    def note(self, why: str) -> None:
+        """Remember that somebody was turned away, and log the first few."""
+        if len(self._refused) <= _REFUSALS_ANSWERED:
+            self._refused.append(why)
+        if len(self._refused) <= _REFUSALS_KEPT:
+            _log.warning("rendezvous turned away: %s", why)
+
+    def _compare(self, hello: Hello) -> None:
+        for what, other, this in (
+            ("ringreduce", hello.version, self._own.version),
+            ("wire version", hello.wire_version, self._own.wire_version),
+            ("size", hello.size, self._own.size),
+            ("settings", hello.settings, self._own.settings),
+        ):
+            if other != this:
+                raise MismatchError(
+                    f"found that rank {hello.rank} has {what} {shown(other)}, rank 0 has {this}",
+                    rank=0,
+                    size=self._config.size,
+                    peer=hello.rank,
+                    remedy="Start all ranks with the same ringreduce and the same RINGREDUCE_* "
+                    "settings.",
+                )
+
+    def incomplete(self, failed_handshakes: int) -> RendezvousError:
+        """The error when not all have come in time."""
+        config, missing = self._config, set(range(self._config.size)) - set(self._hellos)
+        named = ", ".join(map(str, sorted(missing)[:16])) + (", ..." if len(missing) > 16 else "")
+        text = (
+            f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
+            f"{'rank' if len(missing) == 1 else 'ranks'} {named} did not come"
+        )
+        refusals = self._refused[:_REFUSALS_KEPT]
+        if failed_handshakes:
+            refusals.append(f"{failed_handshakes} connections that could not show the job's secret")
+        if refusals:
+            text += f" (turned away: {'; '.join(refusals)})"
+        return RendezvousError(
+            text,
+            rank=0,
+            size=config.size,
+            peer=min(missing),
+            remedy="Read the log of the missing ranks; raise RINGREDUCE_JOIN_TIMEOUT_S if they "
+            "start slowly.",
+        )
+
+    def table(self) -> Table:
+        """What all ranks are to know, once they are complete."""
+        hellos = [self._hellos[rank] for rank in range(self._config.size)]
+        self._warn_of_versions(hellos)
+        return Table(
+            job=secrets.randbits(64),
+            addresses=tuple(hello.address for hello in hellos),
+            controls=tuple(hello.control for hello in hellos),
+            hosts=tuple(hello.host for hello in hellos),
+            memory=tuple(hello.memory for hello in hellos),
+            keys=tuple(hello.key for hello in hellos),
+        )
+
+    def _warn_of_versions(self, hellos: list[Hello]) -> None:
+        """Name ranks that run another Python or numpy than rank 0, which can change results."""
+        own = self._own
+        others = [
+            f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
+            for hello in hellos
+            if hello.python and (hello.python, hello.numpy) != (own.python, own.numpy)
+        ]
+        if others:
+            _log.warning(
+                "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+                "numpy %s; %s",
+                *(len(hellos), own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+            )

@@ -1,0 +1,201 @@
+"""The thread that libzmq asks who may connect.
+
+libzmq asks over ZAP (https://rfc.zeromq.org/spec/27) before it lets a connection in. Once the
+authenticator is closed there is nobody to ask, and libzmq refuses everyone
+(ZAP_ENFORCE_DOMAIN). Nothing here logs, shows or raises a key or a password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from ringreduce.vocabulary.config import TIMES
+
+__all__ = ["Authenticator", "Credentials"]
+
+_log = logging.getLogger(__name__)
+
+# Requests that may wait for the ranks to meet; a rank expects one connection for each domain.
+_HELD_MAX = 1024
+_LOGGED_EACH = 8
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a rank shows when it connects, in libzmq's words.
+
+    Attributes:
+        rank: whose.
+        mechanism: ``CURVE`` or ``PLAIN``.
+        shown: a public key of 32 bytes; or a name and a password.
+    """
+
+    rank: int
+    mechanism: bytes
+    shown: tuple[bytes, ...] = field(repr=False)
+
+    def fit(self, mechanism: bytes, shown: Sequence[bytes]) -> bool:
+        """Whether these are they; takes as long for a near miss as for any other."""
+        return (
+            mechanism == self.mechanism
+            and len(shown) == len(self.shown)
+            and all([hmac.compare_digest(*pair) for pair in zip(shown, self.shown, strict=True)])
+        )
+
+
+@dataclass
+class _Held:
+    """A connection that waits for the ranks to meet."""
+
+    envelope: list[bytes]
+    request: list[bytes]
+    until_s: float
+
+
+class Authenticator:
+    """A thread that decides who gets in, for all sockets of one context; see `Security`.
+
+    Thread: its own, from making to `close`. `allow` and `close` may be called from any.
+
+    Args:
+        context: whose sockets it answers for; None: nobody is asked, and nothing is done.
+        hold_s: how long a request may wait for `allow`.
+
+    Attributes:
+        refused: number of those who were turned away.
+    """
+
+    def __init__(self, context: zmq.Context[Any] | None, hold_s: float) -> None:
+        self.refused = 0
+        self._hold_s = hold_s
+        self._allowed: dict[bytes, Credentials | None] = {}
+        self._held: list[_Held] = []
+        self._logged_s = 0.0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if context is None:
+            return
+        name = f"inproc://authenticator.{secrets.token_hex(8)}"
+        with contextlib.ExitStack() as opened:
+            # A router rather than the usual REP, so that one who is kept waiting keeps nobody else.
+            self._requests = opened.enter_context(context.socket(zmq.ROUTER))
+            self._requests.setsockopt(zmq.LINGER, 0)
+            self._requests.bind("inproc://zeromq.zap.01")
+            self._awake = opened.enter_context(context.socket(zmq.PAIR))
+            self._awake.setsockopt(zmq.LINGER, 0)
+            self._awake.bind(name)
+            self._waker = opened.enter_context(context.socket(zmq.PAIR))
+            self._waker.setsockopt(zmq.LINGER, 0)
+            self._waker.connect(name)
+            opened.pop_all()
+        self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
+        self._thread.start()
+
+    def allow(self, domain: str, credentials: Credentials | None) -> None:
+        """Let the rank with these credentials, or nobody, into the sockets of `domain`.
+
+        That rank may be waiting already.
+        """
+        with self._lock:
+            if self._thread is not None:
+                self._allowed[domain.encode()] = credentials
+                self._wake(b"allow")
+
+    def close(self) -> None:
+        """End; all who connect from now on are refused. Call it before the context goes."""
+        with self._lock:
+            if self._thread is None:
+                return
+            self._wake(b"close")
+            self._thread.join()
+            self._waker.close()
+            self._thread = None
+
+    def _wake(self, order: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # The thread has ended already.
+            self._waker.send(order, zmq.DONTWAIT)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._awake, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(self._wait_ms()))
+                if self._awake in ready and self._awake.recv() == b"close":
+                    return
+                if self._requests in ready:
+                    parts = self._requests.recv_multipart()
+                    held = _Held(parts[:2], parts[2:], time.monotonic() + self._hold_s)
+                    self._held.append(held)
+                waiting, self._held = self._held, []
+                for held in waiting:
+                    self._answer(held)
+        except zmq.ZMQError as error:
+            # The context has ended under us: nobody is let in, which is what remains to be done.
+            _log.debug("the authenticator ends: %s", error.strerror)
+        finally:
+            self._requests.close()
+            self._awake.close()
+
+    def _wait_ms(self) -> int | None:
+        if not self._held:
+            return None
+        until_s = min(held.until_s for held in self._held)
+        return max(1, int((until_s - time.monotonic()) * 1000))
+
+    def _answer(self, held: _Held) -> None:
+        """Say yes or no, or keep waiting."""
+        request = held.request
+        if (
+            len(held.envelope) != 2
+            or held.envelope[1] != b""
+            or not 6 <= len(request) <= 8
+            or request[0] != b"1.0"
+            or any(len(part) > 255 for part in request)
+        ):
+            self._reply(held, None, "that asks in another way than ZAP 1.0")
+            return
+        domain, mechanism, shown = request[2], request[5], request[6:]
+        if domain not in self._allowed:
+            if time.monotonic() < held.until_s and len(self._held) < _HELD_MAX:
+                self._held.append(held)
+            else:
+                self._reply(held, None, "that came before the ranks had met")
+            return
+        credentials = self._allowed[domain]
+        if credentials is not None and credentials.fit(mechanism, shown):
+            self._reply(held, credentials.rank, "")
+        else:
+            self._reply(held, None, "without the key of a rank that is due there")
+
+    def _reply(self, held: _Held, rank: int | None, why: str) -> None:
+        number = held.request[1] if len(held.request) > 1 else b""
+        verdict = (b"400", b"refused", b"") if rank is None else (b"200", b"OK", b"%d" % rank)
+        # Counted before it is said: one that has been refused finds it counted.
+        self.refused += rank is None
+        with contextlib.suppress(zmq.ZMQError):  # The one that asked may have left.
+            self._requests.send_multipart([*held.envelope, b"1.0", number, *verdict, b""])
+        if rank is None:
+            self._log_refusal(held.request, why)
+
+    def _log_refusal(self, request: list[bytes], why: str) -> None:
+        """Log a refusal: the first few, then now and then with their number."""
+        now = time.monotonic()
+        if self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s:
+            self._logged_s = now
+            sender = request[3][:64].decode(errors="replace") if len(request) > 3 else "unknown"
+            _log.warning(
+                "refused a connection from %s %s (%d so far)",
+                *(sender.encode("unicode_escape").decode(), why, self.refused),
+            )
