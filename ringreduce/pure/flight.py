@@ -14,6 +14,7 @@ __all__ = [
     "FILE_BYTES_MAX",
     "FORMAT",
     "FRAMES_MAX",
+    "NAME_MAX",
     "TEXT_MAX",
     "THREADS_MAX",
     "Call",
@@ -32,11 +33,12 @@ FORMAT = 1
 # A dump with every list at its limit stays below the file's.
 FILE_BYTES_MAX = 1 << 24
 TEXT_MAX = 4096
+NAME_MAX = 512
 FRAMES_MAX = 48
 THREADS_MAX = 256
 
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
-_Name = Annotated[str, msgspec.Meta(max_length=512)]
+_Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]

@@ -1,0 +1,84 @@
+"""Where the threads of this process are, as frames that a flight record can hold."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, TEXT_MAX, THREADS_MAX, Frame, Stack
+
+__all__ = ["cut", "stacks", "trace"]
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+# Of Python and of installed packages, on whatever system.
+_LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
+
+
+def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
+    """Where each thread is, the main one first, the one that asks last.
+
+    Args:
+        asking: files of those that ask: their frames are left out.
+        unless: a thread that is left out.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, own = threading.main_thread().ident, threading.get_ident()
+    frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
+    result = []
+    for thread, frame in frames[:THREADS_MAX]:
+        if thread == unless:
+            continue
+        name = cut(names.get(thread, f"thread {thread}"), NAME_MAX)
+        found = _frames(frame)
+        if thread == own:
+            while found and found[-1].file in (*asking, __file__):
+                found.pop()
+        result.append(Stack(thread=name, main=thread == main, frames=found[-FRAMES_MAX:]))
+    return result
+
+
+def trace(error: BaseException) -> list[Frame]:
+    """The innermost frames that `error` has passed on its way to where it was caught."""
+    kept: deque[TracebackType] = deque(maxlen=FRAMES_MAX)
+    traceback = error.__traceback__
+    while traceback is not None:
+        kept.append(traceback)
+        traceback = traceback.tb_next
+    return [_frame(passed.tb_frame, passed.tb_lineno) for passed in kept]
+
+
+def _frames(innermost: FrameType | None) -> list[Frame]:
+    found: list[Frame] = []
+    frame = innermost
+    # A few more than are kept, for those that ask.
+    while frame is not None and len(found) < FRAMES_MAX + 8:
+        found.append(_frame(frame, frame.f_lineno or 0))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _frame(frame: FrameType, line: int) -> Frame:
+    file = frame.f_code.co_filename
+    library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
+    # Nobody asks for the source of a library; reading it would take longer than all the rest.
+    text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
+    return Frame(
+        file=cut(file),
+        line=line,
+        function=cut(frame.f_code.co_name, NAME_MAX),
+        text=cut(text, NAME_MAX),
+        library=library,
+    )
+
+
+def cut(text: str, length: int = TEXT_MAX) -> str:
+    """`text` as a flight record can hold it."""
+    # File names may hold bytes that are no text; JSON may not.
+    whole = text.encode(errors="replace").decode()
+    return whole if len(whole) <= length else whole[: length - 3] + "..."
