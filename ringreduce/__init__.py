@@ -27,7 +27,7 @@ from ringreduce.vocabulary.errors import (
 )
 
 if TYPE_CHECKING:
-    from ringreduce.communicator.communicator import Communicator, Statistics
+    from ringreduce.communicator.communicator import Communicator
     from ringreduce.communicator.process import (
         default_communicator,
         init,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from ringreduce.communicator.statistics import Statistics
     from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = [
@@ -72,7 +73,7 @@ __all__ = [
 _PROCESS = "ringreduce.communicator.process"
 _LATER = {
     "Communicator": "ringreduce.communicator.communicator",
-    "Statistics": "ringreduce.communicator.communicator",
+    "Statistics": "ringreduce.communicator.statistics",
     "ReduceOp": "ringreduce.vocabulary.types",
 } | dict.fromkeys(
     (

@@ -21,7 +21,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,21 +28,16 @@ import numpy as np
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
+from ringreduce.communicator import varying
 from ringreduce.communicator.formation import form
+from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.buckets import ALIGNMENT
-from ringreduce.pure.payload import (
-    bounds_of,
-    checked_lengths,
-    checked_root,
-    decode,
-    encode,
-    flat_view,
-)
-from ringreduce.pure.wire import Kind, signature_of
+from ringreduce.pure.payload import checked_root, decode, encode, flat_view
+from ringreduce.pure.wire import Kind
 from ringreduce.transport.news import write_goodbye
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -53,37 +47,14 @@ from ringreduce.vocabulary.errors import (
     PeerLostError,
     RingReduceError,
 )
-from ringreduce.vocabulary.types import ReduceOp, dtype_code, reduce_op
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
-__all__ = ["Communicator", "Statistics"]
+__all__ = ["Communicator"]
 
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Explanation = Callable[[MismatchError], RingReduceError | None]
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a communicator has done since it was formed.
-
-    Attributes:
-        collectives: calls completed.
-        seconds: wall time spent in them.
-        frames_received: segments that arrived.
-        bytes_sent, bytes_received: payload on this rank's links, headers not counted.
-        reducing_s: wall time in which gradients were reduced, in whatever thread.
-        waited_s: wall time in which training steps were blocked for that. What is less than
-            `reducing_s` was hidden behind computation.
-    """
-
-    collectives: int
-    seconds: float
-    frames_received: int
-    bytes_sent: int
-    bytes_received: int
-    reducing_s: float = 0.0
-    waited_s: float = 0.0
 
 
 class Communicator:
@@ -289,15 +260,14 @@ class Communicator:
         flat = flat_view(array, "all_reduce")
         self._check_mean(how, array.dtype)
         _check_signature(signature)
-        if async_op:
-            return self.engine.submit(lambda: self._all_reduce(array, flat, how, signature))
-        return self._all_reduce(array, flat, how, signature)
 
-    def _all_reduce(
-        self, array: np.ndarray, flat: np.ndarray, op: ReduceOp, signature: int
-    ) -> np.ndarray:
-        self._call("all_reduce", array.nbytes, self._collectives.all_reduce, flat, op, signature)
-        return array
+        def run() -> np.ndarray:
+            self._call(
+                "all_reduce", array.nbytes, self._collectives.all_reduce, flat, how, signature
+            )
+            return array
+
+        return self.engine.submit(run) if async_op else run()
 
     def reduce_scatter(
         self,
@@ -329,17 +299,12 @@ class Communicator:
         flat = flat_view(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
         _check_signature(signature)
-        arguments = (
-            "reduce_scatter",
-            array.nbytes,
-            self._collectives.reduce_scatter,
-            flat,
-            how,
-            signature,
-        )
-        if async_op:
-            return self.engine.submit(lambda: self._call(*arguments))
-        return self._call(*arguments)
+
+        def run() -> np.ndarray:
+            reduce_scatter = self._collectives.reduce_scatter
+            return self._call("reduce_scatter", array.nbytes, reduce_scatter, flat, how, signature)
+
+        return self.engine.submit(run) if async_op else run()
 
     def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
         """Join the arrays of all ranks along the first dimension, in rank order.
@@ -361,29 +326,12 @@ class Communicator:
         """
         flat = flat_view(array, "all_gather", writable=False)
         _check_signature(signature)
-        arguments = ("all_gather", array.nbytes, self._all_gather, array, flat, signature)
-        if async_op:
-            return self.engine.submit(lambda: self._call(*arguments))
-        return self._call(*arguments)
+        arguments = self._collectives, array, flat, self.rank, self.size, signature
 
-    def _all_gather(self, array: np.ndarray, flat: np.ndarray, given: int) -> np.ndarray:
-        rest = array.shape[1:]
-        width = math.prod(rest)
-        # The dtype and the other dimensions go round with the first dimensions, as signature.
-        signature = signature_of("all_gather", dtype_code(array.dtype), rest, given)
-        rows = self._gather_counts(Kind.ALL_GATHER, array.shape[0] if array.shape else 1, signature)
-        bounds = bounds_of([row * width for row in rows])
-        try:
-            gathered = np.empty(bounds[-1], array.dtype)
-        except (MemoryError, ValueError) as error:
-            raise ArrayError(
-                f"cannot hold the {bounds[-1]} elements that the ranks gathered",
-                rank=self.rank,
-                size=self.size,
-            ) from error
-        gathered[bounds[self.rank] : bounds[self.rank + 1]] = flat
-        self._collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
-        return gathered.reshape(sum(rows), *rest)
+        def run() -> np.ndarray:
+            return self._call("all_gather", array.nbytes, varying.all_gather, *arguments)
+
+        return self.engine.submit(run) if async_op else run()
 
     def broadcast(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
@@ -440,16 +388,10 @@ class Communicator:
         root = checked_root(root, self.rank, self.size)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
 
-        def run() -> np.ndarray:
-            length = np.array([payload.size], np.int64)
-            self._collectives.broadcast(Kind.BROADCAST_OBJECT, length, root)
-            received = (
-                payload if self.rank == root else np.empty(checked_lengths(length)[0], np.uint8)
-            )
-            self._collectives.broadcast(Kind.BROADCAST_OBJECT, received, root)
-            return received
-
-        received = self._call("broadcast_object", payload.size, run)
+        arguments = self._collectives, payload, self.rank, root
+        received = self._call(
+            "broadcast_object", payload.size, varying.broadcast_object, *arguments
+        )
         return value if self.rank == root else decode(received)
 
     def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
@@ -468,16 +410,11 @@ class Communicator:
         """
         payload = encode(value)
 
-        def run() -> tuple[np.ndarray, tuple[int, ...]]:
-            lengths = self._gather_counts(Kind.ALL_GATHER_OBJECT, payload.size, signature)
-            bounds = bounds_of(checked_lengths(lengths))
-            gathered = np.empty(bounds[-1], np.uint8)
-            gathered[bounds[self.rank] : bounds[self.rank + 1]] = payload
-            self._collectives.all_gather(Kind.ALL_GATHER_OBJECT, gathered, bounds)
-            return gathered, bounds
-
-        gathered, bounds = self._call("all_gather_object", payload.size, run)
-        return [decode(gathered[bounds[r] : bounds[r + 1]]) for r in range(self.size)]
+        arguments = self._collectives, payload, self.rank, self.size, signature
+        gathered = self._call(
+            "all_gather_object", payload.size, varying.all_gather_object, *arguments
+        )
+        return [decode(each) for each in gathered]
 
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring because of `error`, which a layer above has found.
@@ -717,17 +654,6 @@ class Communicator:
     def _dump(self, why: str) -> None:
         """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
         self._flight.dump(why)
-
-    def _gather_counts(self, kind: Kind, count: int, signature: int) -> list[int]:
-        """One number from each rank, in rank order; checked not to be negative."""
-        counts = np.zeros(self.size, np.int64)
-        counts[self.rank] = count
-        self._collectives.all_gather(kind, counts, tuple(range(self.size + 1)), signature)
-        if counts.min() < 0:
-            raise MismatchError(
-                f"received the lengths {counts.tolist()}", rank=self.rank, size=self.size
-            )
-        return [int(number) for number in counts]
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Refuse a mean whose divisor the dtype cannot hold, before anything travels."""

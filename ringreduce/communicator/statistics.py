@@ -1,0 +1,30 @@
+"""What a communicator has done, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a communicator has done since it was formed.
+
+    Attributes:
+        collectives: calls completed.
+        seconds: wall time spent in them.
+        frames_received: segments that arrived.
+        bytes_sent, bytes_received: payload on this rank's links, headers not counted.
+        reducing_s: wall time in which gradients were reduced, in whatever thread.
+        waited_s: wall time in which training steps were blocked for that. What is less than
+            `reducing_s` was hidden behind computation.
+    """
+
+    collectives: int
+    seconds: float
+    frames_received: int
+    bytes_sent: int
+    bytes_received: int
+    reducing_s: float = 0.0
+    waited_s: float = 0.0
