@@ -19,9 +19,9 @@ __all__ = ["Members"]
 
 _log = logging.getLogger(__name__)
 
-# Strangers may knock; remembering and reporting a few is enough.
+# Strangers may connect; remembering and reporting a few is enough.
 _REFUSALS_KEPT = 8
-# Further ones are not even answered. Ranks of other jobs are told why they are turned away.
+# Further ones are not even answered. Ranks of other jobs learn why they are turned away.
 _REFUSALS_ANSWERED = 256
 
 

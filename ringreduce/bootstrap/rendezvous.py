@@ -4,7 +4,7 @@ Every rank but 0 sends a hello to rank 0's rendezvous address. Rank 0 compares t
 (`ringreduce.bootstrap.admission`), and when all have come answers each with the same table of
 addresses. Then the rendezvous closes; no data passes through it.
 
-With a secret all of it is encrypted, and nobody gets to say anything who has not got it
+With a secret all of it is encrypted, and only those that have it can send anything
 (`ringreduce.transport.security`); each rank announces the key by which it is known afterwards.
 """
 
@@ -214,7 +214,7 @@ class Meeting:
         refused = self._failures.count() >= _FAILED_HANDSHAKES or self._failures.is_final
         if not refused and time.monotonic() < self._deadline:
             return
-        # A hello that nobody takes must not hold up the closing.
+        # A hello that was not received must not hold up the closing.
         self._socket.setsockopt(zmq.LINGER, 0)
         if refused:
             raise self._error(
@@ -254,7 +254,7 @@ def bind_address(config: Config) -> str:
 
 
 class _Failures:
-    """Counts the handshakes at `socket` that failed; such connections are never heard of else."""
+    """Counts the handshakes at `socket` that failed; libzmq reports them in no other way."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, self._count = socket, 0

@@ -4,10 +4,13 @@ Every collective must be called by all ranks in the same order with agreeing arg
 call either completes on this rank or raises; once one has failed for any reason but a bad
 argument, the communicator is broken and each later call raises that error again at once.
 
-Threads: calls from several threads take turns; which goes first must not differ between
+Threads: calls from several threads exclude each other; which goes first must not differ between
 ranks, so one thread per communicator is the rule. A call runs in the caller's thread, after
 all that was handed to the engine before it; with ``async_op`` it is handed to the engine
 itself (`ringreduce.engine.engine`). The engine's thread and the link's I/O threads end in `close`.
+
+Longer than other files: the methods are the public interface, and the life cycle that they share
+(who breaks, leaves and closes, under which lock) has to be read in one place.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ class Communicator:
                     standing=self._recorder.standing,
                     flow=self._collectives.flow,
                     progress=self._collectives.traffic,
-                    tell=self._hear,
+                    tell=self._notified,
                 )
             except BaseException:  # No thread is to be had, say.
                 formed.control.close()
@@ -439,14 +442,14 @@ class Communicator:
         # Else this is a signal handler's, and the call that it has interrupted breaks the ring.
         return error
 
-    def _hear(self, error: RingReduceError) -> None:
+    def _notified(self, error: RingReduceError) -> None:
         """The watcher has found that the ring is at its end; in its thread, so without the lock."""
         if self._failure is None:
             self._failure = error
         self._collectives.interrupt(error)
         engine = self._engine
         if engine is not None:
-            # Not `error`, where a call has found another before: whoever waits is told that too.
+            # The first failure, which a call may have found before: every waiter sees the same.
             engine.fail(self._failure)
         if self._recorder.standing().operation is None:
             # A call that fails is recorded when it does; in user code there is none.
@@ -457,8 +460,8 @@ class Communicator:
         """Have a method asked what it means when ranks are seen to be in different calls.
 
         For integrations, which know what signatures stand for. Asked in the thread of the call
-        that failed, before the other ranks are told: what it returns, if anything, is raised
-        there and here instead. Only a weak reference is kept.
+        that failed, before the other ranks are notified: what it returns, if anything, is
+        raised there and here instead. Only a weak reference is kept.
         """
         self._explanations.append(weakref.WeakMethod(explain))
 
@@ -518,14 +521,14 @@ class Communicator:
             self._closed = True
             calls = self._recorder.calls
             if self._failure is not None and not self._has_aborted:
-                # Heard of in user code. A goodbye would look as if this rank had left by itself.
+                # It came in user code. A goodbye would look as if this rank had left by itself.
                 self._has_aborted = True
                 self._collectives.abort(self._failure)
-            # Asked before the others hear of it: what they make of it is no failure of this rank's.
-            word = b"" if self._failure is not None else write_goodbye(calls, why)
+            # Read first: what the others make of the leaving is no failure of this rank's.
+            goodbye = b"" if self._failure is not None else write_goodbye(calls, why)
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
-            self._collectives.close(word)
+            self._collectives.close(goodbye)
             if self._watcher is not None:
                 self._watcher.join()
             self._flight.close()
@@ -543,7 +546,7 @@ class Communicator:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close; the others are told of the exception that ended the block, if one did."""
+        """Close; the other ranks receive the exception that ended the block, if one did."""
         self._end_with(value)
 
     def __repr__(self) -> str:
@@ -638,11 +641,11 @@ class Communicator:
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
-            # Last: the others and whoever waits here need not wait for a disk.
+            # Last: neither the other ranks nor the threads that wait here wait for a disk.
             self._dump(_described(error))
 
     def _end_with(self, error: BaseException | None) -> None:
-        """Leave, because of `error` if there is one: with a flight record, and a word of it."""
+        """Leave, because of `error` if there is one: it is recorded, and sent to the others."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._leave("")  # The usual end of a program.
             return

@@ -1,8 +1,8 @@
-"""How a rank comes by its collectives: what it offers, whom it meets, what is chosen.
+"""How a rank gets its collectives: what it offers, whom it meets, what is chosen.
 
 A rank first makes what it can be reached by (a port, and memory to share where that can be
-had), so that the meeting tells everybody everything. Then all ranks make the same choice
-from the same table, without another word.
+had), so that the meeting's table holds all of it. Then all ranks make the same choice from
+the same table, without another message.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Formed:
     link: ZmqLink
 
     def finish(self) -> None:
-        """Let nobody connect any more; call it after the first barrier.
+        """Refuse further connections; call it after the first barrier.
 
         Until then rank 0 may still be answering, and ranks may still be connecting.
         """

@@ -2,7 +2,7 @@
 
 Kept in memory at all times, so it must cost next to nothing beside a collective of a few
 microseconds: no lock, no formatting, no clock but the monotonic one. The calls of one
-communicator take turns, so there is one writer at a time. Readers in other threads need no
+communicator exclude each other, so there is one writer at a time. Readers in other threads need no
 lock either: every record and the present state is a tuple that is replaced as a whole, never
 changed. What reads it: heartbeats, error reports, `ringreduce.effects.dumping`.
 """
@@ -72,13 +72,13 @@ class Recorder:
     """What one communicator did last.
 
     Args:
-        rank, size: its place, for those who read the recorder.
+        rank, size: the communicator's, for readers.
 
     Attributes:
         seconds: wall time spent in completed collectives.
         elapsed_s: wall time of the last one of them.
         mishap: what broke the communicator; None while it works.
-        peers: set by whoever hears of other ranks: returns what was last known of each, as a
+        peers: set once there is a watcher: returns what was last known of each rank, as a
             dictionary with ``rank`` and, where known, ``calls``, ``operation`` (None: in user
             code), ``since_s`` (seconds it had stood there) and ``heard_s`` (seconds ago).
     """

@@ -117,7 +117,7 @@ class _Listener:
             thread, self.thread = self.thread, None
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ends[1], b"\0")
-            # It may be in the midst of a dump to a slow disk, which nobody need wait for.
+            # It may be dumping to a slow disk, which is not waited for.
             thread.join(TIMES.join_thread_s)
             if thread.is_alive() or threading.current_thread() is not threading.main_thread():
                 return

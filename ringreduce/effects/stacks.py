@@ -66,7 +66,7 @@ def _frames(innermost: FrameType | None) -> list[Frame]:
 def _frame(frame: FrameType, line: int) -> Frame:
     file = frame.f_code.co_filename
     library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
-    # Nobody asks for the source of a library; reading it would take longer than all the rest.
+    # Of libraries the source is not needed; reading it would take longer than all the rest.
     text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
     return Frame(
         file=cut(file),

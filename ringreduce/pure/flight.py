@@ -1,7 +1,7 @@
 """What a flight record on disk holds: the format that one side writes and another reads.
 
-One JSON file for each rank. Whoever reads it may find a truncated file, one of another
-program or one made to harm: it is decoded into typed records with limits, or refused.
+One JSON file for each rank. A reader may find a truncated file, one of another program or
+one made to harm: it is decoded into typed records with limits, or refused.
 """
 
 from __future__ import annotations

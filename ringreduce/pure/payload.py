@@ -22,7 +22,7 @@ __all__ = [
     "flat_view",
 ]
 
-# An object is a setting, a file name, a metric: whoever sends more wants an array.
+# An object is a setting, a file name, a metric: for more there are arrays.
 OBJECT_BYTES_MAX = 64 << 20
 
 

@@ -68,7 +68,7 @@ class Authenticator:
     Thread: its own, from making to `close`. `allow` and `close` may be called from any.
 
     Args:
-        context: whose sockets it answers for; None: nobody is asked, and nothing is done.
+        context: whose sockets it answers for; None: it does nothing.
         hold_s: how long a request may wait for `allow`.
 
     Attributes:
@@ -87,7 +87,7 @@ class Authenticator:
             return
         name = f"inproc://authenticator.{secrets.token_hex(8)}"
         with contextlib.ExitStack() as opened:
-            # A router rather than the usual REP, so that one who is kept waiting keeps nobody else.
+            # A router rather than the usual REP, so that one that waits holds up no other.
             self._requests = opened.enter_context(context.socket(zmq.ROUTER))
             self._requests.setsockopt(zmq.LINGER, 0)
             self._requests.bind("inproc://zeromq.zap.01")
@@ -142,7 +142,7 @@ class Authenticator:
                 for held in waiting:
                     self._answer(held)
         except zmq.ZMQError as error:
-            # The context has ended under us: nobody is let in, which is what remains to be done.
+            # The context has ended: all are refused, as they should be.
             _log.debug("the authenticator ends: %s", error.strerror)
         finally:
             self._requests.close()

@@ -5,8 +5,8 @@ A job has one secret, known to its ranks alone. Three things follow from it:
 - The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret
   and the job id, so one that lacks either cannot finish the handshake; keys are announced there.
 - Every rank makes a fresh key pair for each ring and announces its public half. Each socket that
-  others connect to has a domain and a list of the ranks that are due there, and a rank is
-  whoever holds the key that was announced for it.
+  others connect to has a domain and a list of the ranks that may connect there; a rank
+  is known by the key that was announced for it.
 - What the data sockets speak is `mechanism`: CURVE proves both sides and encrypts; PLAIN proves
   the connecting side by a password that holds for this sender, this receiver and these keys;
   NULL, without a secret, proves nothing and is for loopback addresses alone.
@@ -49,11 +49,11 @@ class Security:
     """One rank's keys, and what it asks of those who connect.
 
     Args:
-        secret: the job's; empty: nobody is asked for anything.
+        secret: the job's; empty: nothing is asked for.
         job_id: what the job is called.
         rank, size: this rank, and the number of ranks.
         is_encrypted: whether data sockets speak CURVE rather than PLAIN; needs a secret.
-        hold_s: how long someone who connects before the ranks have met is kept waiting.
+        hold_s: how long a connection that comes before the ranks have met is kept waiting.
 
     Attributes:
         mechanism: one of `MECHANISMS`, of the data sockets.
@@ -133,7 +133,7 @@ class Security:
         return self._public.decode()
 
     def learn(self, keys: Sequence[str]) -> None:
-        """Take over every rank's `public`, as the meeting has told them.
+        """Take over every rank's `public`, as the meeting's table has them.
 
         Raises:
             RendezvousError: they are not one key for each rank, with this rank's own in place.
@@ -160,7 +160,7 @@ class Security:
         """Have `socket` ask those who will connect to it; call it before ``bind``.
 
         Args:
-            domain: what an authenticator of the socket's context is told to `Authenticator.allow`.
+            domain: the name of the socket for `Authenticator.allow`.
         """
         _limit(socket)
         if self.mechanism == "CURVE":
@@ -236,7 +236,7 @@ class Security:
 
 
 def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:
-    """Bound what those who have proven nothing yet can cost a listening socket."""
+    """Bound what connections that have proven nothing yet can cost a listening socket."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(TIMES.handshake_s))
     socket.setsockopt(zmq.BACKLOG, backlog)
 

@@ -263,7 +263,7 @@ class Config:
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if "timeout_s" in values:
-            # Who sets one limit means it for the meeting too.
+            # A user who sets one limit means it for the meeting too.
             values.setdefault("join_timeout_s", values["timeout_s"])
         return cls(**values)  # type: ignore[arg-type]
 
@@ -273,7 +273,7 @@ class Config:
         return {_variable(name): str(value) for name, value in values.items() if value is not None}
 
     def agreed(self) -> dict[str, int]:
-        """What must be equal on all ranks, as numbers: of a word, which of its values it is."""
+        """What must be equal on all ranks, as numbers: a name by its index among the values."""
         return {
             name: setting.values.index(value) if setting.values else value
             for name, setting in SETTINGS.items()

@@ -107,7 +107,7 @@ class RingReduceError(Exception):
         if self.rank is not None:
             who = f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
             if self.origin is not None and where:
-                # What another rank has told has a place of its own.
+                # What another rank has sent has a clause of its own.
                 who, where = f"{who}{where},", ""
             text = f"{who} {text}"
         text += where

@@ -514,5 +514,5 @@ def test_news_after_a_failure_answers_background_work_with_that_failure(monkeypa
         told = []
         monkeypatch.setattr(communicator.engine, "fail", told.append)
         first = communicator.fail(ringreduce.ConfigError("found here"))
-        communicator._hear(ringreduce.ConfigError("heard of later"))
+        communicator._notified(ringreduce.ConfigError("heard of later"))
         assert told == [first, first]

@@ -66,7 +66,7 @@ class Worker:
         rank: its number in the job.
         command, environment: as for `subprocess.Popen`.
         inherited: descriptors that it gets.
-        ignored: signals that it ignores until it says otherwise.
+        ignored: signals that it ignores until it sets a handler.
 
     Attributes:
         exit_s: when it ended, on `time.monotonic`; None while it runs.
@@ -176,7 +176,7 @@ class Guard:
         self._write(f"+{worker.pid}\n")
 
     def remove(self, worker: Worker) -> None:
-        """A worker has ended, so its number may become somebody else's."""
+        """A worker has ended, so the system may give its number to another process."""
         self._write(f"-{worker.pid}\n")
 
     def _write(self, line: str) -> None:

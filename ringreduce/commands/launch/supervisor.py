@@ -44,8 +44,8 @@ def run(
 ) -> int:
     """Run `command` as `size` local workers of one job; return the job's exit code.
 
-    0 when all workers ended with 0. Otherwise the code of the first failure in time, as a
-    shell shows it; every other worker has been stopped by then. After a signal that ends
+    0 when all workers ended with 0, else the code of the first failure, as a shell shows it;
+    every other worker has been stopped by then. After a signal that ends
     the job, 128 plus its number.
 
     Must be called from the main thread, since it receives the signals.
@@ -229,7 +229,7 @@ class _Job:
         now = time.monotonic()
         if self._asked_s is None:
             self._asked_s = now
-            # One in user code may not notice by itself, and where it is may tell something.
+            # One in user code may not notice by itself, and where it is may help.
             for worker in self._running():
                 worker.ask_for_record()
         return now - self._asked_s >= TIMES.record_s
