@@ -5,12 +5,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types native check check-without-native check-lowest soak clean
+.PHONY: demo test test-full lint types native native-sanitized check check-full check-without-native \
+    check-lowest soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint types native check check-lowest check-without-native soak
+# What every change must pass.
+test: lint types native check
+
+# What is slow and rare besides: the lowest versions, no native library, sanitizers, real time, chance.
+test-full: check-full native-sanitized check-without-native check-lowest soak
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
@@ -20,10 +25,12 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-# The C library's own tests, plain and under two sanitizers.
-native: $(VENV)/.installed
+# The C library's own tests, plain, and under two sanitizers.
+native: SANITIZERS := ""
+native-sanitized: SANITIZERS := address thread
+native native-sanitized: $(VENV)/.installed
 	@if ! command -v cc > /dev/null; then echo "no C compiler: the C tests are skipped"; exit 0; fi; \
-	for sanitizer in "" address thread; do \
+	for sanitizer in $(SANITIZERS); do \
 	    $(BIN)/cmake -S native -B build/native$$sanitizer -G Ninja -DRINGREDUCE_TESTS=ON \
 	        -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DRINGREDUCE_SANITIZE=$$sanitizer > /dev/null && \
 	    $(BIN)/cmake --build build/native$$sanitizer && \
@@ -35,13 +42,24 @@ native: $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # A file's tests stay together: most share a ring that the first of them has started. Shared out by
 # tests/scheduling.py.
-IN_TWO := -n 2 --dist loadfile
+IN_TWO := -n 2 --dist loadfile --durations=10
 AGAIN := --last-failed --last-failed-no-failures none
 
-check: $(VENV)/.installed
-	$(PYTEST) $(IN_TWO) || $(PYTEST) $(AGAIN)
+# Waits of faults pass in a fraction of their time.
+QUICK := RINGREDUCE_TIME_SCALE=0.4
 
-# What depends on Keras, with the lowest versions that are supported.
+check: $(VENV)/.installed
+	$(QUICK) $(PYTEST) $(IN_TWO) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
+
+# Further sizes and combinations, other random examples; faults in fresh processes and in real time.
+FAULTS := tests/communicator tests/transport tests/engine/test_watch.py
+
+check-full: $(VENV)/.installed
+	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) $(IN_TWO) -m full || $(PYTEST) -m full $(AGAIN)
+	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) $(IN_TWO) $(FAULTS) || $(PYTEST) $(FAULTS) $(AGAIN)
+
+# What depends on TensorFlow and Keras, with the lowest versions that are supported.
+FRAMEWORK := tests/tensorflow tests/keras
 LOWEST := build/lowest
 # There is no TensorFlow before 2.20, and no numpy before 2.1, for Python 3.13.
 LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*", "numpy==1.26.*", \
@@ -49,8 +67,8 @@ LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*"
 
 check-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
-	{ $(LOWEST)/bin/python -m pytest $(IN_TWO) -m keras || \
-	  $(LOWEST)/bin/python -m pytest -m keras $(AGAIN); }
+	{ $(LOWEST)/bin/python -m pytest $(IN_TWO) -m "not full" $(FRAMEWORK) || \
+	  $(LOWEST)/bin/python -m pytest -m "not full" $(FRAMEWORK) $(AGAIN); }
 
 $(LOWEST)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native/include/*)
 	$(PYTHON) -m venv $(LOWEST)
@@ -59,8 +77,13 @@ $(LOWEST)/.installed: pyproject.toml $(wildcard native/*.txt native/src/* native
 	touch $@
 
 # Everything works without the native library, over sockets and Python.
+PYTHON_ALONE := tests/tensorflow/test_bridge.py tests/tensorflow/test_bridge_failures.py tests/engine \
+    tests/collectives tests/communicator/test_communicator.py tests/communicator/test_failures.py \
+    tests/keras/test_steps.py tests/keras/test_keras.py
+
 check-without-native: $(VENV)/.installed
-	export RINGREDUCE_NATIVE=0; $(PYTEST) $(IN_TWO) -m "not once" || $(PYTEST) -m "not once" $(AGAIN)
+	export RINGREDUCE_NATIVE=0 $(QUICK); $(PYTEST) $(IN_TWO) -m "not full" $(PYTHON_ALONE) || \
+	    $(PYTEST) -m "not full" $(PYTHON_ALONE) $(AGAIN)
 
 # Whole jobs with random faults.
 soak: $(VENV)/.installed

@@ -15,6 +15,7 @@ from ringreduce.keras.metric_states import combined_results, states_of
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
 from tests.jobs import run_job
+from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,7 +31,7 @@ def world_of_one():
 # In processes ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, in_full(3)])
 def facts(request, tmp_path_factory):
     """What each case of programs/callbacks.py said, by rank."""
     size = request.param

@@ -11,6 +11,7 @@ import pytest
 from ringreduce.effects import native
 from tests.facts import facts_in, facts_of
 from tests.jobs import run_job
+from tests.scope import in_full
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -21,7 +22,7 @@ pytestmark = [
 JOINED = [f"join {case}" for case in ("known", "unknown", "gradients", "gradients later")]
 
 
-@pytest.fixture(params=[2, 3], scope="module")
+@pytest.fixture(params=[2, in_full(3)], scope="module")
 def facts(request):
     """By case and rank, what the program said on a ring of that size."""
     return facts_of("jit", request.param)

@@ -9,6 +9,7 @@ import pytest
 from ringreduce.effects import native
 from tests.jobs import run_job
 from tests.models import MUON_TRAINS
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -77,7 +78,7 @@ def of_way(arrays, way):
     return [array for name, array in sorted(arrays.items()) if name.split(".")[0] == way]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, in_full(3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_end_bit_identical(weights, way, size):
     first = [array.tobytes() for array in of_way(weights(size)[0], way)]
@@ -86,7 +87,7 @@ def test_ranks_end_bit_identical(weights, way, size):
         assert [array.tobytes() for array in of_way(weights(size)[rank], way)] == first
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, in_full(3)])
 @pytest.mark.parametrize("way", WAYS)
 def test_workers_end_where_one_process_does(weights, way, size):
     for alone, shared in zip(

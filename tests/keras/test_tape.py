@@ -9,6 +9,7 @@ import ringreduce
 import ringreduce.keras as rr
 from ringreduce.vocabulary.errors import ConfigError
 from tests.jobs import run_job
+from tests.scope import in_full
 from tests.tensor_facts import SIZES, WAYS, facts_of, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
@@ -25,13 +26,13 @@ def test_training_with_it_is_training_with_the_wrapper(how, size):
         assert fact[f"{how} tape"] == fact[f"{how} wrapper"] == first[f"{how} tape"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 def test_all_tapes_share_a_bridge(size):
     for fact in facts_of(size)["tape"]:
         assert fact["bridges"] == 1
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 def test_a_new_tape_has_nothing_to_agree_on_again(size):
     # The gradients are those that the training loops before have agreed on; one bucket holds all.
     for fact in facts_of(size)["tape collectives"]:

@@ -13,6 +13,7 @@ import pytest
 
 from ringreduce.effects import native
 from tests.rings import Ring, assert_lost
+from tests.scope import in_full
 
 pytestmark = pytest.mark.tensorflow
 
@@ -78,10 +79,15 @@ def training_ring(directory: Path, size: int, bridge: str, program: str, **optio
 
 
 # What runs eagerly is not compiled.
-FITS = [("jit", ""), ("jit", "steps_per_execution=4")] + [
-    (bridge, options)
-    for bridge in ("native", "python")
-    for options in ("", "steps_per_execution=4", "run_eagerly=True")
+FITS = [
+    ("jit", ""),
+    ("native", "steps_per_execution=4"),
+    ("python", ""),
+    ("python", "run_eagerly=True"),
+    in_full("jit", "steps_per_execution=4"),
+    in_full("native", ""),
+    in_full("native", "run_eagerly=True"),
+    in_full("python", "steps_per_execution=4"),
 ]
 
 

@@ -31,7 +31,7 @@ def facts():
 @pytest.fixture(scope="module")
 def training():
     """The same of programs/order_training.py."""
-    return {case: list(said.values()) for case, said in facts_of("order_training", 3).items()}
+    return {case: list(said.values()) for case, said in facts_of("order_training", 2).items()}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in
 from tests.jobs import run_job
+from tests.scope import in_full
 
-SIZES = (1, 2, 3)
+SIZES = (1, in_full(2), 3)
 # tests/programs/sparse.py runs each of these by every way.
 SHARED_BY_WAYS = (
     "duplicates",
@@ -250,16 +252,20 @@ def test_a_warning_comes_once_for_a_step_with_bad_rows_and_a_bad_bucket(caplog: 
     assert "in step 0," in said[0]
 
 
-@pytest.fixture(scope="module")
-def facts() -> dict[Any, Any]:
+@pytest.fixture
+def facts(size: int) -> dict[Any, Any]:
     """What programs/sparse.py said: by size and case a list, and in it by rank."""
+    return said_by(size)
+
+
+@cache
+def said_by(size: int) -> dict[Any, Any]:
+    result = run_job(size, ["tests/programs/sparse.py"], timeout_s=60)
+    assert result.exit_code == 0, result.errors
     said: dict[Any, Any] = {}
-    for size in SIZES:
-        result = run_job(size, ["tests/programs/sparse.py"], timeout_s=60)
-        assert result.exit_code == 0, result.errors
-        for fact in facts_in(result.output):
-            of_case = said.setdefault((size, fact["case"]), {})
-            of_case.setdefault(fact["rank"], []).append(fact)
+    for fact in facts_in(result.output):
+        of_case = said.setdefault((size, fact["case"]), {})
+        of_case.setdefault(fact["rank"], []).append(fact)
     return said
 
 
@@ -291,7 +297,7 @@ def test_means_are_exact_and_bit_identical_by_every_way(facts: Any, case: str, s
 
 
 @on_processes
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 def test_both_ways_of_reducing_are_taken(facts: Any, size: int) -> None:
     """The number of rows tells, and the test above would not show it."""
     [gathered, *_] = equal_on_all_ranks(facts, size, "duplicates", "rows")
@@ -313,7 +319,7 @@ def test_graphs_of_any_shape_give_the_same(facts: Any, case: str, size: int) -> 
 
 
 @on_processes
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 def test_ranks_may_trace_at_different_steps(facts: Any, size: int) -> None:
     for rank in range(size):
         assert {fact["traces"] for fact in facts[size, "retracing"][rank]} == {3}
@@ -328,7 +334,7 @@ def test_duplicates_of_halves_are_added_in_float32(facts: Any, size: int) -> Non
 
 
 @on_processes
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 @pytest.mark.parametrize("case", KERAS)
 def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, size: int) -> None:
     # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
@@ -340,7 +346,7 @@ def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, siz
 
 
 @on_processes
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [in_full(2), 3])
 def test_sparse_on_some_ranks_only_is_our_error_out_of_a_function(facts: Any, size: int) -> None:
     for rank in range(size):
         [fact] = facts[size, "mismatch"][rank]
