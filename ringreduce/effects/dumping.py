@@ -18,8 +18,8 @@ from typing import Any
 from ringreduce._version import __version__
 from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
-from ringreduce.effects.stacks import cut, stacks, trace
-from ringreduce.pure.flight import FORMAT, NAME_MAX, Call, Dump, Failure, encode_dump, file_name
+from ringreduce.effects.stacks import stacks, trace
+from ringreduce.pure.flight import FORMAT, NAME_MAX, Dump, Failure, cut, encode_dump, file_name
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
 
@@ -126,20 +126,20 @@ class FlightFile:
             since=when - (now - standing.since_s),
             failure=self._failure(when - now),
             peers=self._peers(),
-            entries=[_call(entry) for entry in recorder.entries()],
+            entries=recorder.entries(),
             stacks=stacks(asking=(__file__, signals.__file__), unless=signals.listening_thread()),
         )
 
     def _failure(self, wall: float) -> Failure | None:
-        mishap = self._recorder.mishap
-        if mishap is None:
+        first_error = self._recorder.first_error
+        if first_error is None:
             return None
-        error = mishap.error
+        error = first_error.error
         failure = Failure(
             kind=type(error).__name__,
             text=cut(str(error)),
-            when=wall + mishap.when_s,
-            standing=mishap.standing.operation,
+            when=wall + first_error.when_s,
+            standing=first_error.standing.operation,
             trace=trace(error),
         )
         if isinstance(error, RingReduceError):
@@ -157,13 +157,6 @@ class FlightFile:
         except Exception as error:  # Half a record is better than none.
             _log.warning("could not ask for what other ranks did: %s", error)
             return []
-
-
-def _call(entry: dict[str, Any]) -> Call:
-    call = Call(**entry)
-    call.thread = cut(call.thread, NAME_MAX)
-    call.error = None if call.error is None else cut(call.error)
-    return call
 
 
 def _versions() -> dict[str, str]:

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CALLS_KEPT", "Mishap", "Recorder", "Standing"]
+from ringreduce.pure.flight import NAME_MAX, Call, cut
+
+__all__ = ["CALLS_KEPT", "FirstError", "Recorder", "Standing"]
 
 # A training step makes a handful of calls, so this is the last twenty steps or more; a power
 # of two, since slots are found by masking.
@@ -54,7 +56,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Mishap:
+class FirstError:
     """What broke a communicator first.
 
     Attributes:
@@ -77,7 +79,7 @@ class Recorder:
     Attributes:
         seconds: wall time spent in completed collectives.
         elapsed_s: wall time of the last one of them.
-        mishap: what broke the communicator; None while it works.
+        first_error: what broke the communicator; None while it works.
         peers: set once there is a watcher: returns what was last known of each rank, as a
             dictionary with ``rank`` and, where known, ``calls``, ``operation`` (None: in user
             code), ``since_s`` (seconds it had stood there) and ``heard_s`` (seconds ago).
@@ -88,7 +90,7 @@ class Recorder:
         "_slots",
         "_state",
         "elapsed_s",
-        "mishap",
+        "first_error",
         "peers",
         "rank",
         "seconds",
@@ -98,7 +100,7 @@ class Recorder:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.seconds, self.elapsed_s = 0.0, 0.0
-        self.mishap: Mishap | None = None
+        self.first_error: FirstError | None = None
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
         self._slots: list[_Ended | None] = [None] * CALLS_KEPT
         # A plain tuple: making a `Standing` would cost more than all the rest.
@@ -132,11 +134,11 @@ class Recorder:
     def fail(self, error: BaseException) -> None:
         """Note that the running collective failed, or that the ring broke between two.
 
-        The first error is kept as `mishap`: what comes later is its consequence.
+        The first error is kept as `first_error`: what comes later is its consequence.
         """
         now = _monotonic()
-        if self.mishap is None:
-            self.mishap = Mishap(error, self.standing(), now)
+        if self.first_error is None:
+            self.first_error = FirstError(error, self.standing(), now)
         number, calls, operation, nbytes, thread, began = self._state
         if operation is not None:
             text = f"{type(error).__name__}: {error}"
@@ -148,12 +150,8 @@ class Recorder:
         _, calls, operation, nbytes, _, since_s = self._state
         return Standing(calls, operation, nbytes, since_s)
 
-    def entries(self) -> list[dict[str, Any]]:
-        """The last calls, oldest first; callable from any thread.
-
-        Each has: number; operation; nbytes; started (wall clock, seconds since the epoch);
-        seconds (None while it runs); thread (its name); error (its text, or None).
-        """
+    def entries(self) -> list[Call]:
+        """The last calls, oldest first, one that runs included; callable from any thread."""
         # The call that runs is looked at first: ending meanwhile, it comes twice, not never.
         number, _, operation, nbytes, thread, began = self._state
         calls: dict[int, tuple[Any, ...]] = {}
@@ -166,15 +164,15 @@ class Recorder:
         # The wall clock may have been set meanwhile; times agree with what it shows now.
         wall = time.time() - _monotonic()
         return [
-            {
-                "number": number,
-                "operation": operation,
-                "nbytes": nbytes,
-                "started": wall + began,
-                "seconds": None if ended is None else ended - began,
-                "thread": self._names.get(thread, str(thread)),
-                "error": error,
-            }
+            Call(
+                number=number,
+                operation=operation,
+                nbytes=nbytes,
+                started=wall + began,
+                seconds=None if ended is None else ended - began,
+                thread=cut(self._names.get(thread, str(thread)), NAME_MAX),
+                error=None if error is None else cut(error),
+            )
             for _, (number, operation, nbytes, thread, began, ended, error) in sorted(
                 calls.items()
             )[-CALLS_KEPT:]

@@ -99,9 +99,7 @@ class _Listener:
             self._ends = os.pipe()
             os.set_blocking(self._ends[1], False)
         source, target = self._ends
-        before = signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        if before not in (-1, target):
-            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        if _set_wakeup(target, ours=target) not in (-1, target):
             self._close_ends()
             return
         self.thread = threading.Thread(
@@ -121,9 +119,7 @@ class _Listener:
             thread.join(TIMES.join_thread_s)
             if thread.is_alive() or threading.current_thread() is not threading.main_thread():
                 return
-            before = signal.set_wakeup_fd(-1)
-            if before not in (-1, self._ends[1]):
-                signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            _set_wakeup(-1, ours=self._ends[1])
             self._close_ends()
 
     def _close_ends(self) -> None:
@@ -134,11 +130,9 @@ class _Listener:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Python's handler: dump, unless the C level has notified the thread."""
         if self.thread is not None and self._ends is not None:
-            before = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
-            if before == self._ends[1]:
+            target = self._ends[1]
+            if _set_wakeup(target, ours=target) == target:
                 return
-            if before != -1:
-                signal.set_wakeup_fd(before, warn_on_full_buffer=False)
         _dump_all()
 
     def end(self) -> None:
@@ -153,10 +147,16 @@ class _Listener:
         if self._ends is not None:
             # Else a signal to the child would make the parent dump.
             with contextlib.suppress(ValueError):
-                before = signal.set_wakeup_fd(-1)
-                if before not in (-1, self._ends[1]):
-                    signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+                _set_wakeup(-1, ours=self._ends[1])
             self._close_ends()
+
+
+def _set_wakeup(descriptor: int, ours: int) -> int:
+    """Set the wakeup descriptor where it is ours or nobody's; return what it was."""
+    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if before not in (-1, ours):
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+    return before
 
 
 def _read(source: int) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, TEXT_MAX, THREADS_MAX, Frame, Stack
+from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, THREADS_MAX, Frame, Stack, cut
 
-__all__ = ["cut", "stacks", "trace"]
+__all__ = ["stacks", "trace"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Of Python and of installed packages, on whatever system.
@@ -75,10 +75,3 @@ def _frame(frame: FrameType, line: int) -> Frame:
         text=cut(text, NAME_MAX),
         library=library,
     )
-
-
-def cut(text: str, length: int = TEXT_MAX) -> str:
-    """`text` as a flight record can hold it."""
-    # File names may hold bytes that are no text; JSON may not.
-    whole = text.encode(errors="replace").decode()
-    return whole if len(whole) <= length else whole[: length - 3] + "..."

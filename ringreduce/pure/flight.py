@@ -22,6 +22,7 @@ __all__ = [
     "Failure",
     "Frame",
     "Stack",
+    "cut",
     "decode_dump",
     "encode_dump",
     "file_name",
@@ -45,7 +46,14 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class Call(msgspec.Struct):
-    """One collective, as in `Recorder.entries`."""
+    """One collective.
+
+    Attributes:
+        started: wall clock, in seconds since the epoch.
+        seconds: how long it took; None while it runs.
+        thread: name of the thread that made it.
+        error: text of what it failed with.
+    """
 
     number: _Count
     operation: _Name
@@ -135,6 +143,13 @@ class Dump(msgspec.Struct):
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
+
+
+def cut(text: str, length: int = TEXT_MAX) -> str:
+    """`text` as a flight record can hold it."""
+    # File names may hold bytes that are no text; JSON may not.
+    whole = text.encode(errors="replace").decode()
+    return whole if len(whole) <= length else whole[: length - 3] + "..."
 
 
 def file_name(rank: int) -> str:

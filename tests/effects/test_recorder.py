@@ -23,14 +23,14 @@ def recorded(calls: int) -> Recorder:
 
 
 def numbers(recorder: Recorder) -> list[int]:
-    return [entry["number"] for entry in recorder.entries()]
+    return [entry.number for entry in recorder.entries()]
 
 
 @pytest.mark.parametrize("calls", [0, 1, CALLS_KEPT - 1, CALLS_KEPT, CALLS_KEPT + 1, 1000])
 def test_the_last_calls_are_kept_oldest_first(calls: int) -> None:
     recorder = recorded(calls)
     assert numbers(recorder) == list(range(calls))[-CALLS_KEPT:]
-    assert [entry["nbytes"] for entry in recorder.entries()] == numbers(recorder)
+    assert [entry.nbytes for entry in recorder.entries()] == numbers(recorder)
     assert recorder.calls == calls
 
 
@@ -38,7 +38,7 @@ def test_a_call_that_runs_is_the_last_entry_and_has_no_seconds_yet() -> None:
     recorder = recorded(CALLS_KEPT)
     recorder.begin("barrier", 0)
     last = recorder.entries()[-1]
-    assert (last["number"], last["operation"], last["seconds"]) == (CALLS_KEPT, "barrier", None)
+    assert (last.number, last.operation, last.seconds) == (CALLS_KEPT, "barrier", None)
     assert len(recorder.entries()) == CALLS_KEPT
 
 
@@ -49,9 +49,9 @@ def test_times_are_those_of_the_call() -> None:
     recorder.end()
     after = time.time(), time.monotonic()
     entry = recorder.entries()[0]
-    assert before[0] - 0.01 <= entry["started"] <= after[0] + 0.01
-    assert 0 <= entry["seconds"] <= after[1] - before[1]
-    assert recorder.seconds == recorder.elapsed_s == pytest.approx(entry["seconds"], abs=1e-6)
+    assert before[0] - 0.01 <= entry.started <= after[0] + 0.01
+    assert 0 <= entry.seconds <= after[1] - before[1]
+    assert recorder.seconds == recorder.elapsed_s == pytest.approx(entry.seconds, abs=1e-6)
 
 
 def test_standing_in_user_code_and_in_a_call() -> None:
@@ -73,19 +73,22 @@ def test_a_failed_call_keeps_its_error_and_is_not_counted() -> None:
     error = PeerLostError("lost rank 1", rank=0, size=2, peer=1)
     recorder.fail(error)
     last = recorder.entries()[-1]
-    assert last["error"] == "PeerLostError: rank 0 of 2 lost rank 1."
-    assert last["seconds"] is not None
+    assert last.error == "PeerLostError: rank 0 of 2 lost rank 1."
+    assert last.seconds is not None
     assert (recorder.calls, recorder.standing().operation) == (2, None)
-    assert recorder.mishap is not None
-    assert (recorder.mishap.error, recorder.mishap.standing.operation) == (error, "all_reduce")
+    assert recorder.first_error is not None
+    assert (recorder.first_error.error, recorder.first_error.standing.operation) == (
+        error,
+        "all_reduce",
+    )
 
 
 def test_breaking_between_two_calls_makes_no_entry() -> None:
     recorder = recorded(2)
     recorder.fail(MismatchError("disagree"))
     assert numbers(recorder) == [0, 1]
-    assert recorder.mishap is not None
-    assert recorder.mishap.standing.operation is None
+    assert recorder.first_error is not None
+    assert recorder.first_error.standing.operation is None
 
 
 def test_the_first_error_is_kept() -> None:
@@ -93,8 +96,8 @@ def test_the_first_error_is_kept() -> None:
     first = MismatchError("disagree")
     recorder.fail(first)
     recorder.fail(PeerLostError("lost rank 1"))
-    assert recorder.mishap is not None
-    assert recorder.mishap.error is first
+    assert recorder.first_error is not None
+    assert recorder.first_error.error is first
 
 
 def test_a_call_that_another_thread_has_failed_does_not_end_twice() -> None:
@@ -121,7 +124,7 @@ def test_entries_name_the_thread() -> None:
     thread.start()
     thread.join()
     recorder.end()
-    assert [entry["thread"] for entry in recorder.entries()] == ["MainThread", "prefetch"]
+    assert [entry.thread for entry in recorder.entries()] == ["MainThread", "prefetch"]
 
 
 def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
@@ -141,8 +144,8 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
         standing = recorder.standing()
         assert standing.operation is None or standing.nbytes == standing.calls
         entries = recorder.entries()
-        assert all(entry["nbytes"] == entry["number"] for entry in entries)
-        found = [entry["number"] for entry in entries]
+        assert all(entry.nbytes == entry.number for entry in entries)
+        found = [entry.number for entry in entries]
         assert found == list(range(found[0], found[0] + CALLS_KEPT))
     writer.join()
 
@@ -165,7 +168,7 @@ def test_a_communicator_records_its_calls() -> None:
     def work(communicator):
         communicator.all_reduce(np.ones(4, np.float32))
         communicator.all_gather_object("x")
-        return [(e["operation"], e["nbytes"], e["error"]) for e in communicator._recorder.entries()]
+        return [(e.operation, e.nbytes, e.error) for e in communicator._recorder.entries()]
 
     for entries in ring_of_threads(2, work):
         assert entries[:2] == [("barrier", 0, None), ("all_reduce", 16, None)]
@@ -179,6 +182,6 @@ def test_a_communicator_that_breaks_records_why() -> None:
         return communicator._recorder
 
     for recorder in ring_of_threads(2, work):
-        assert recorder.entries()[-1]["error"].startswith("MismatchError: ")
-        assert recorder.mishap.standing.operation == "all_reduce"
+        assert recorder.entries()[-1].error.startswith("MismatchError: ")
+        assert recorder.first_error.standing.operation == "all_reduce"
         assert recorder.calls == 1
