@@ -24,7 +24,6 @@ from functools import lru_cache
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.saving import object_registration
 
@@ -34,12 +33,13 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.copying import Description
 from ringreduce.keras.horovod import advice_on_option
+from ringreduce.keras.initial import InitialValues, give_values, plain_variable
 from ringreduce.keras.loss_scale import turn_inside_out
-from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
+from ringreduce.keras.seeds import is_seed_state
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
 from ringreduce.tensorflow.collectives import all_reduce
-from ringreduce.tensorflow.sparse import with_shape
+from ringreduce.tensorflow.sparse import as_gradient, as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -92,7 +92,8 @@ class DistributedOptimizer(Wrapper):
             to for their journey (`Compression`). Ranks end bit-identical all the same.
         sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
             before they are reduced. By default only their rows travel, unless so many are
-            used that the whole is less.
+            used that the whole is less. Either way rows of the same index are added before the
+            optimizer sees them, with one rank too: plain Keras's Adam, say, squares each by itself.
         local_variables: variables that every rank keeps to itself; see `register_local_var`.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
             its own gradients just before they are averaged, since afterwards nobody could
@@ -162,7 +163,7 @@ class DistributedOptimizer(Wrapper):
         )
         self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
         self._local: dict[int, Any] = {}
-        self._synchronized = False
+        self._initial = InitialValues()
         self._defer: Callable[[tuple[list[Any], Any]], None] | None = None
         for variable in local_variables:
             self.register_local_var(variable)
@@ -176,13 +177,13 @@ class DistributedOptimizer(Wrapper):
         """Average `grads` over all ranks and apply them with the inner optimizer.
 
         Args:
-            grads: tensors, `tf.IndexedSlices` or None; one for each variable, in the same
-                order on all ranks.
+            grads: tensors or what becomes them, `tf.IndexedSlices` or None; one for each variable,
+                in the same order on all ranks. Rows of slices with the same index are added.
             trainable_variables: the variables; by default those the optimizer was built with.
 
         Raises:
             ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
-                the ring.
+                the ring; something is no gradient, nor None.
             RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` the same
                 error, which is a `tf.errors.UnknownError` too.
         """
@@ -200,7 +201,8 @@ class DistributedOptimizer(Wrapper):
         known = variables or self._inner._trainable_variables
         if len(grads) != len(known):
             self._refuse_number(grads, variables)
-        if not self._synchronized:
+        grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
+        if not self._initial.are_given:
             self._check_local()
             grads = self._synchronize(known, grads)
         weight = weighting.current()
@@ -251,8 +253,8 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         paths = [str(getattr(v, "path", v.name)) for v in known]
         shared = [
-            with_shape(gradient, variable.shape) if kind is Kind.MEAN else None
-            for gradient, variable, kind in zip(gradients, known, kinds, strict=True)
+            gradient if kind is Kind.MEAN else None
+            for gradient, kind in zip(gradients, kinds, strict=True)
         ]
         means = shared
         if Kind.MEAN in kinds:
@@ -261,12 +263,14 @@ class DistributedOptimizer(Wrapper):
         for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
             if kind is Kind.MAXIMUM and gradient is not None:
                 final.append(all_reduce(gradient, self._ring(), ReduceOp.MAX))
+            elif kind is Kind.LOCAL:
+                final.append(merged(as_tensors(gradient, self._options["sparse_as_dense"])))
             else:
-                final.append(gradient if kind is Kind.LOCAL else mean)
+                final.append(mean)
         self._inner.apply(final, variables)
 
     def _kind_of(self, variable: Any) -> Kind:
-        if id(_plain(variable)) in self._local:
+        if id(plain_variable(variable)) in self._local:
             return Kind.LOCAL
         # The scales of 8-bit floats: their "gradient" is their new value, from the largest number
         # that was seen.
@@ -292,12 +296,12 @@ class DistributedOptimizer(Wrapper):
                 f"got {type(variable).__name__} as a local variable",
                 remedy="Pass variables, such as those in layer.trainable_variables, one by one.",
             )
-        if self._synchronized:
+        if self._initial.are_given:
             raise ConfigError(
                 "got a local variable after the first step, in which it was shared",
                 remedy="Call register_local_var before training.",
             )
-        self._local[id(_plain(variable))] = variable
+        self._local[id(plain_variable(variable))] = variable
 
     def _check_local(self) -> None:
         if not self._local:
@@ -313,7 +317,7 @@ class DistributedOptimizer(Wrapper):
                     remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
                     "what is local.",
                 )
-        trained = {id(_plain(variable)) for variable in self._inner._trainable_variables}
+        trained = {id(plain_variable(variable)) for variable in self._inner._trainable_variables}
         for key, variable in self._local.items():
             if key not in trained:
                 raise ConfigError(
@@ -332,7 +336,7 @@ class DistributedOptimizer(Wrapper):
         if not self._inner.built:
             self.build_inner(variables)
         if tf.executing_eagerly() and self._is_formed():
-            self._broadcast(list(variables))
+            give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
 
     def _is_formed(self) -> bool:
         from ringreduce.communicator.process import is_initialized
@@ -340,49 +344,15 @@ class DistributedOptimizer(Wrapper):
         return self._communicator is not None or is_initialized()
 
     def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        """Give all ranks rank 0's values; return the gradients to reduce.
-
-        While tracing, gradients are not computed yet and will be with the right weights.
-        Eagerly they were, with the weights this rank had before.
-        """
+        """Give all ranks rank 0's values; return the gradients to reduce."""
         # All that it may ever train: what is frozen now, say, and will not be later.
         every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
-        variables = list(every.values())
-        states = seed_states_in_use()
         self._give()
-        with tf.init_scope():
-            # A tf.function that creates variables is traced twice, and they have values (and
-            # this rank something to send) only the second time.
-            if not all(map(bridge.is_initialized, (*self.variables, *variables))):
-                return gradients
-            differed = self._broadcast(list(variables))
-            make_different(states, self._ring())
-        self._synchronized = True
-        if not tf.executing_eagerly():
-            return gradients
-        return _weighted(gradients, not differed, self._ring())
+        state = self.shared(self._inner.variables)
+        return self._initial.give(self.shared([*every.values()]), gradients, self._ring(), state)
 
     def _require_synchronized(self) -> None:
-        """Runs before gradients first travel, so that no step is ever taken out of step."""
-        if not self._synchronized:
-            ring = self._ring()
-            raise ring.fail(
-                ConfigError(
-                    "has variables that had no values when the training step was traced, so "
-                    "rank 0's could not be copied",
-                    rank=ring.rank,
-                    size=ring.size,
-                    remedy="Build the model and call optimizer.build(model.trainable_variables) "
-                    "before training.",
-                )
-            )
-
-    def _broadcast(self, variables: list[Any]) -> bool:
-        ring = self._ring()
-        if ring.size == 1:
-            return False
-        bridge.broadcast_variables(self.shared(self._inner.variables), ring)
-        return bridge.broadcast_variables(self.shared(variables), ring)
+        self._initial.require(self._ring())
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables` that are equal on all ranks: without local ones and their state.
@@ -396,7 +366,9 @@ class DistributedOptimizer(Wrapper):
         state = set(map(id, self._inner.variables))
         owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
         return [
-            v for v, o in zip(variables, owners, strict=True) if id(_plain(o)) not in self._local
+            variable
+            for variable, owner in zip(variables, owners, strict=True)
+            if id(plain_variable(owner)) not in self._local
         ]
 
     @classmethod
@@ -506,11 +478,6 @@ def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
     return other
 
 
-def _plain(variable: Any) -> Any:
-    """The `tf.Variable` in one of Keras's; others are what they are."""
-    return getattr(variable, "_value", variable)
-
-
 def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
     """Of the variables that are trained the one an optimizer keeps `state` for; None: none."""
 
@@ -560,30 +527,6 @@ def _all_within(optimizer: Any) -> list[Any]:
         if one is not None:
             found += _all_within(one)
     return found
-
-
-def _weighted(gradients: list[Any], usable: bool, ring: Communicator) -> list[Any]:
-    """Gradients whose mean over all ranks is the mean over the ranks where they are usable.
-
-    Only the first step of an eager loop needs it, and only if some rank's weights differed.
-    """
-    if ring.size == 1 or not tf.executing_eagerly():
-        return gradients
-    count = ring.all_reduce(np.array([int(usable)], np.int64), ReduceOp.SUM)
-    useful = int(count[0])
-    if useful == ring.size:
-        return gradients
-    _log.warning(
-        "[%d/%d] %d ranks began with other weights than rank 0; their gradients of the first "
-        "step were left out. Build the optimizer before an eager loop.",
-        *(ring.rank, ring.size, ring.size - useful),
-    )
-    factor = ring.size / useful if usable else 0.0
-    # Not a product where the rank is left out: zero times infinity is no zero.
-    return [
-        None if g is None else tf.convert_to_tensor(g) * factor if usable else tf.zeros_like(g)
-        for g in gradients
-    ]
 
 
 @lru_cache

@@ -27,9 +27,10 @@ __all__ = ["fold_seeds", "is_seed_state", "make_different", "seed_states_in_use"
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     """Make the random numbers of `source` differ between ranks, where they do not.
 
-    Collective. `DistributedOptimizer` does it for all generators of a training step that is
-    traced into a graph, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
-    the rest: augmentation layers inside of a `tf.data` pipeline, and models trained eagerly.
+    Collective. `DistributedOptimizer` and `DistributedGradientTape` do it for all generators of a
+    training step that is traced into a graph, `rr.join` and `rr.callbacks.Together` for those of
+    the model. Use it for the rest: augmentation layers inside of a `tf.data` pipeline, and models
+    trained eagerly.
 
     Args:
         source: a layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and

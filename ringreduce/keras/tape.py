@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
+from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ringreduce.tensorflow.accumulation import Kind, weighted
-from ringreduce.tensorflow.sparse import with_shape
+from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -24,9 +27,13 @@ class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` averages over all ranks.
 
     Use it with a plain optimizer. A `DistributedOptimizer` would average the same gradients
-    again, which changes nothing and takes as long. Nothing else is done: call
-    `broadcast_variables` on the model's and the optimizer's variables before the first step, so
-    that all ranks begin alike.
+    again, which changes nothing and takes as long.
+
+    The first time that a variable is among the sources, every rank receives rank 0's value of it.
+    In an eager loop its gradients are computed before that; where a rank's values turn out to have
+    differed, its gradients of that call are left out of the mean. Call `broadcast_variables` before
+    such a loop to avoid that, and for what is no source: the optimizer's variables where they
+    differ, moving averages.
 
         with rr.DistributedGradientTape() as tape:
             loss = loss_of(model(inputs, training=True), labels)
@@ -125,12 +132,18 @@ class DistributedGradientTape:
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         gradients, flat = tf.nest.flatten(own), tf.nest.flatten(sources)
-        gradients = [with_shape(g, source.shape) for g, source in zip(gradients, flat, strict=True)]
+        gradients = [as_gradient(g, source) for g, source in zip(gradients, flat, strict=True)]
+        paths = [_name(source, number) for number, source in enumerate(flat)]
+        ring = self._communicator or default_communicator()
+        kept = _kept_for(ring)
+        variables = [one for one in flat if isinstance(one, (tf.Variable, keras.Variable))]
+        gradients = kept.initial.give(variables, gradients, ring)
         if (weight := weighting.current()) is not None:
             gradients = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in gradients]
-        paths = [_name(source, number) for number, source in enumerate(flat)]
-        kept = _bridge_of(self._communicator or default_communicator(), self._options)
-        return tf.nest.pack_sequence_as(own, kept.mean(gradients, paths))
+        means = kept.bridge(ring, self._options).mean(
+            gradients, paths, before=partial(kept.initial.require, ring)
+        )
+        return tf.nest.pack_sequence_as(own, means)
 
     def __getattr__(self, name: str) -> Any:
         # What is not found otherwise: watch, stop_recording, reset, watched_variables, jacobian.
@@ -139,30 +152,42 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
-# The bridge has the plans that ranks agreed on, and what the native library knows of them. A tape
-# is made in each step, so it is not the tape that keeps it.
-_bridges: weakref.WeakKeyDictionary[Communicator, dict[tuple[Any, ...], Any]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Kept:
+    """What tapes of one communicator share: one is made in each step, so none can keep it.
+
+    Attributes:
+        initial: which sources had rank 0's values.
+    """
+
+    def __init__(self) -> None:
+        self.initial = InitialValues()
+        # By their options: bridges have the plans that ranks agreed on.
+        self._bridges: dict[tuple[Any, ...], bridge.GradientBridge] = {}
+
+    def bridge(self, communicator: Communicator, options: dict[str, Any]) -> bridge.GradientBridge:
+        """The one bridge with these options."""
+        key = tuple(options.values())
+        if key not in self._bridges:
+            # Asked for only while a caller holds it, as `gradient` does.
+            reference: Any = weakref.ref(communicator)
+            self._bridges[key] = bridge.GradientBridge(reference, **options)
+        return self._bridges[key]
 
 
-def _bridge_of(communicator: Communicator, options: dict[str, Any]) -> Any:
-    """The one bridge of `communicator` with these options."""
-    if communicator not in _bridges:
+_kept: weakref.WeakKeyDictionary[Communicator, _Kept] = weakref.WeakKeyDictionary()
+
+
+def _kept_for(communicator: Communicator) -> _Kept:
+    if communicator not in _kept:
         # Plans refer to their communicator, so a weak key is not enough to forget them.
-        for known in list(_bridges):
+        for known in list(_kept):
             if known.closed:
-                del _bridges[known]
-        _bridges[communicator] = {}
-    bridges, key = _bridges[communicator], tuple(options.values())
-    if key not in bridges:
-        # Asked for only while a caller holds it, as `gradient` does.
-        reference: Any = weakref.ref(communicator)
-        bridges[key] = bridge.GradientBridge(reference, **options)
-    return bridges[key]
+                del _kept[known]
+        _kept[communicator] = _Kept()
+    return _kept[communicator]
 
 
 def _name(source: Any, number: int) -> str:
     """What messages call a source: a variable's path. Names of tensors differ between ranks."""
-    is_variable = isinstance(source, tf.Variable) or hasattr(source, "path")
+    is_variable = isinstance(source, (tf.Variable, keras.Variable))
     return path_of(source) if is_variable else f"source {number}"

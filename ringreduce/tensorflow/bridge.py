@@ -28,7 +28,7 @@ from ringreduce.tensorflow.packed import PackedPlan, can_pack
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.tensorflow.python_route import PythonRoute
 from ringreduce.tensorflow.reducer import AgreedPlans, Reducer
-from ringreduce.tensorflow.sparse import SparseMean, as_tensors
+from ringreduce.tensorflow.sparse import SparseMean, as_tensors, merged
 from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
@@ -93,6 +93,7 @@ class GradientBridge:
 
         Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
         (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`, or where XLA compiles.
+        So it is with one rank too.
         In a graph this adds the ops that do it; nothing travels while tracing, since ranks may
         trace at other times.
 
@@ -110,13 +111,11 @@ class GradientBridge:
                 (`ringreduce.tensorflow.failures`).
         """
         communicator = self._communicator()
+        given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         if communicator.size == 1:
-            return list(gradients)
+            return [merged(gradient) for gradient in given]
         refuse_unreachable_places(communicator)
         failures.watch(communicator)
-        # XLA fixes all shapes, and rows are as many as a batch happens to use.
-        dense_alone = self._sparse_as_dense or xla.is_compiling()
-        given = [as_tensors(gradient, dense_alone) for gradient in gradients]
         encoded = [self._codec.encode(gradient) for gradient in given]
         plan, route = self._routed(communicator, encoded, paths, before)
         dense, sparse = route.mean(

@@ -32,10 +32,12 @@ from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathe
 from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.vocabulary.errors import ArrayError
+from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.xla import is_compiling
+from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["SparseMean", "as_tensors", "with_shape"]
+__all__ = ["SparseMean", "as_gradient", "as_tensors", "merged"]
 
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -43,38 +45,84 @@ _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _Rows = tuple[np.ndarray, np.ndarray]
 
 
-def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
-    """A gradient as `GradientBridge` takes it: a tensor, `tf.IndexedSlices` of tensors, or None.
+def as_gradient(gradient: Any, variable: Any) -> Any:
+    """A gradient as what is done here takes it: a tensor, `tf.IndexedSlices` of tensors, or None.
+
+    What comes out of another `tf.function` may have lost its shape, which is that of `variable`:
+    tensors where shapes vary, and a sparse gradient's is an ordinary tensor there.
 
     Args:
-        gradient: whatever TensorFlow makes a tensor of, `tf.IndexedSlices`, or None.
-        sparse_as_dense: make tensors of sparse gradients too; those of dtypes other than
-            floats, which are not merged here, become tensors anyway.
+        gradient: whatever TensorFlow makes a tensor of; parts of `tf.IndexedSlices` too. What has
+            no dtype of TensorFlow's gets that of `variable`.
+        variable: what it is the gradient of, `tf.Variable` or `keras.Variable`, or a tensor.
+
+    Raises:
+        ConfigError: TensorFlow makes no tensor of it.
     """
     if gradient is None:
         return None
-    if sparse_as_dense or not isinstance(gradient, tf.IndexedSlices):
-        return tf.convert_to_tensor(gradient)
-    values = tf.convert_to_tensor(gradient.values)
-    if gradient.dense_shape is None or values.dtype.name not in _DTYPES:
-        return tf.convert_to_tensor(gradient)
-    rest = map(tf.convert_to_tensor, (gradient.indices, gradient.dense_shape))
-    return tf.IndexedSlices(values, *rest)
+    shape = tf.TensorShape(variable.shape)
+    try:
+        if not isinstance(gradient, tf.IndexedSlices):
+            tensor = _as_tensor(gradient, variable.dtype)
+            is_known = not shape.is_fully_defined() or tensor.shape.is_fully_defined()
+            return tensor if is_known else tf.ensure_shape(tensor, shape)
+        values = _as_tensor(gradient.values, variable.dtype)
+        indices = tf.convert_to_tensor(gradient.indices)
+        whole = gradient.dense_shape
+        if whole is not None:
+            whole = tf.convert_to_tensor(whole)
+        made = tf.IndexedSlices(values, indices, whole)
+        if shape.is_fully_defined() and not made.shape.is_fully_defined():
+            kind = tf.int32 if whole is None else whole.dtype
+            made = tf.IndexedSlices(values, indices, tf.constant(tuple(shape), kind))
+        return made
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"got a gradient of {path_of(variable)} that is no tensor of its shape "
+            f"{tuple(variable.shape)}, and cannot be made one: {error}",
+            remedy="Pass a tensor, an array, tf.IndexedSlices, or None.",
+        ) from error
 
 
-def with_shape(gradient: Any, shape: Any) -> Any:
-    """`gradient`, known to have `shape`, as that of a variable of this shape is bound to.
+def _as_tensor(value: Any, dtype: Any) -> Any:
+    is_typed = isinstance(value, tf.Tensor) or hasattr(value, "__tf_tensor__")
+    return tf.convert_to_tensor(value, None if is_typed else dtype)
 
-    What comes out of another `tf.function` may not: tensors have lost theirs where shapes vary, and
-    a sparse gradient's is an ordinary tensor there.
+
+def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
+    """A gradient as `GradientBridge` takes it: a tensor, or `tf.IndexedSlices` with its shape.
+
+    Args:
+        gradient: what `as_gradient` returns.
+        sparse_as_dense: make tensors of sparse gradients too. Those of dtypes other than floats,
+            which are not merged here, become tensors anyway; so do all in what XLA compiles, which
+            fixes all shapes, while rows are as many as a batch happens to use.
     """
-    known = tf.TensorShape(shape).is_fully_defined()
-    if gradient is None or not known or gradient.shape.is_fully_defined():
-        return gradient
+    if gradient is None:
+        return None
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and gradient.dtype.name in _DTYPES
+    if not is_sparse or gradient.dense_shape is None or sparse_as_dense or is_compiling():
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
+def merged(gradient: Any) -> Any:
+    """What `as_tensors` returns, with each index once and rising: rows of one index are added.
+
+    As every rank does before its rows travel, for gradients that do not: optimizers, which square
+    rows or take their signs, come to another result when an index occurs twice.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
-        return tf.ensure_shape(gradient, shape)
-    kind = tf.int32 if gradient.dense_shape is None else gradient.dense_shape.dtype
-    return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(tuple(shape), kind))
+        return gradient
+    found, first_places = tf.unique(gradient.indices)
+    ascending = tf.argsort(found)
+    rising = tf.gather(found, ascending)
+    places = tf.gather(tf.math.invert_permutation(ascending), first_places)
+    values = gradient.values
+    wide = values.dtype if values.dtype.size > 2 else tf.float32
+    rows = tf.math.unsorted_segment_sum(tf.cast(values, wide), places, tf.size(rising))
+    return tf.IndexedSlices(tf.cast(rows, values.dtype), rising, gradient.dense_shape)
 
 
 class SparseMean:

@@ -1,5 +1,6 @@
 """`DistributedGradientTape`: averages what a tape gives, and keeps what the ranks agreed on."""
 
+import gc
 import json
 
 import pytest
@@ -36,7 +37,37 @@ def test_all_tapes_share_a_bridge(size):
 def test_a_new_tape_has_nothing_to_agree_on_again(size):
     # The gradients are those that the training loops before have agreed on; one bucket holds all.
     for fact in facts_of(size)["tape collectives"]:
-        assert fact["counts"] == [1, 1, 1]
+        assert fact["counts"][1:] == [1, 1]
+
+
+@every_size
+@every_way
+def test_every_rank_begins_with_rank_0s_values(how, size):
+    mean = (size + 1) / 2
+    # Eagerly the other ranks computed the first ones with other weights: they are left out.
+    begun = 1 if how == "eager" else mean
+    for rank, fact in enumerate(facts_of(size)[f"tape initial {how}"]):
+        one, second, third = fact["gradients"]
+        assert one["a"][0] == [2 * begun, 4 * begun]
+        assert third == [6 * mean, {"b": [2 * mean, 4 * mean]}, [2 * mean, 4 * mean]]
+        assert second == [6 * begun, {"b": [2 * begun, 4 * begun]}, [2 * begun, 4 * begun]]
+        # No source, so left alone.
+        assert fact["values"] == [[1, 2], 3, rank]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@every_way
+def test_values_travel_once(how, size):
+    for fact in facts_of(size)[f"tape initial {how}"]:
+        assert fact["collectives"][2] == 1
+        assert fact["collectives"][1] > 1
+
+
+@every_size
+@every_way
+def test_variables_that_a_function_makes_begin_alike(how, size):
+    for fact in facts_of(size)[f"tape made {how}"]:
+        assert fact["gradient_and_value"] == [2, 1]
 
 
 @every_size
@@ -99,7 +130,22 @@ def test_bridges_go_with_their_communicator():
             with rr.DistributedGradientTape(communicator=alone) as tape:
                 result = value * 2.0
             assert float(tape.gradient(result, value)) == 2.0
-            assert [known for known in module._bridges if known is not alone] == []
+            assert [known for known in module._kept if known is not alone] == []
+
+
+def test_variables_are_not_kept():
+    from ringreduce.keras import tape as module
+
+    with ringreduce.Communicator(ringreduce.Config(rank=0, size=1)) as alone:
+        value = tf.Variable(1.0)
+        with rr.DistributedGradientTape(communicator=alone) as tape:
+            result = value * 2.0
+        tape.gradient(result, value)
+        given = module._kept[alone].initial._given
+        assert list(given.values()) == [value]
+        del value, result, tape
+        gc.collect()
+        assert not given
 
 
 def test_a_name_that_neither_has_is_an_attribute_error():

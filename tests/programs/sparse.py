@@ -4,6 +4,8 @@ Values are whole multiples of the number of ranks, so means are exact. Every ran
 have, and compares its results with what plain numpy makes of that.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -11,7 +13,7 @@ from shared import digest, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
-from ringreduce.tensorflow import GradientBridge, bridge, ops
+from ringreduce.tensorflow import GradientBridge, bridge, ops, xla
 
 comm = rr.init()
 SIZE = comm.size
@@ -147,8 +149,7 @@ def run(case, *steps):
         for kinds in steps:
             means = step(*(part for kind in kinds for part in kind.parts()))
             pairs = list(zip(kinds, means, strict=True))
-            # Alone nothing is merged: gradients are what they were.
-            right.append(SIZE == 1 or all(kind.is_right(mean) for kind, mean in pairs))
+            right.append(all(kind.is_right(mean) for kind, mean in pairs))
             rows.append([kind.rows(mean) for kind, mean in pairs])
             contents += [part for kind, mean in pairs for part in kind.contents(mean)]
         say(case, way=way, right=right, rows=rows, digest=digest(contents))
@@ -301,6 +302,37 @@ def like_dense_in_keras():
         say(f"keras {case}", apart=apart, digest=digest(sparse), sent=[sent, sent_dense])
 
 
+def of_repeated_rows(name, wrap, **options):
+    """Two updates by rows of which some are the same, on one rank or several: 6 in all."""
+    made = {"learning_rate": 0.1, "name": "repeated"}
+    optimizer = rr.DistributedOptimizer(getattr(keras.optimizers, name)(**made), **options)
+    table = keras.Variable(np.arange(1.0, 13.0).reshape(6, 2))
+    optimizer.build([table])
+    own = slice(comm.rank * 6 // SIZE, (comm.rank + 1) * 6 // SIZE)
+    indices = np.array([1, 4, 1, 3, 4, 4])[own]
+    rows = np.arange(12.0, dtype="float32").reshape(6, 2)[own] * SIZE
+
+    @wrap
+    def step():
+        gradient = tf.IndexedSlices(tf.constant(rows), tf.constant(indices), tf.constant([6, 2]))
+        optimizer.apply([gradient], [table])
+
+    for _ in range(2 * options.get("accumulate_steps", 1)):
+        step()
+    return table.numpy().tolist()
+
+
+def repeated_rows():
+    wraps = {"eager": lambda step: step, "graph": tf.function}
+    if xla.why_not() is None:
+        wraps["jit"] = functools.partial(tf.function, jit_compile=True)
+    for name in ("SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion"):
+        say(f"repeated {name}", tables=[of_repeated_rows(name, tf.function)])
+    options = ({}, {"sparse_as_dense": True}, {"accumulate_steps": 2})
+    tables = [of_repeated_rows("Adam", wrap, **o) for wrap in wraps.values() for o in options]
+    say("repeated Adam", tables=tables)
+
+
 def sparse_on_one_rank_only():
     """Must come last: it breaks the ring."""
     made = GradientBridge(lambda: comm, 1 << 20)
@@ -329,6 +361,7 @@ for way, used in WAYS.items():
         retraces_at_different_steps()
         in_a_loop_of_one_function()
 bridge.ops = ops
+repeated_rows()
+like_dense_in_keras()
 if SIZE > 1:
-    like_dense_in_keras()
     sparse_on_one_rank_only()

@@ -288,7 +288,7 @@ def tape_trains_like_the_wrapper():
                 step()
             ends[f"{way} {kind}"] = plain(model.get_weights())
     # The ring goes with bridges that were made for it; all loops above had the same options.
-    say("tape", **ends, bridges=len(tapes._bridges.get(comm, ())))
+    say("tape", **ends, bridges=len(tapes._kept[comm]._bridges))
 
 
 def tape_costs_one_collective_a_step():
@@ -301,6 +301,60 @@ def tape_costs_one_collective_a_step():
         tape.gradient(loss, model.trainable_variables)
         counts.append(comm.statistics().collectives - before)
     say("tape collectives", counts=counts)
+
+
+def of_sources(step, sources):
+    """`step` of `sources`, which are no arguments: a tf.function would make tensors of those."""
+    return lambda: step(sources)
+
+
+def tape_begins_with_rank_0s_values():
+    """Every rank begins with its own; a second variable is a source from the second step on."""
+    data = tf.constant(float(rank + 1))
+    for way, wrap in wraps().items():
+        first = keras.Variable([2.0 * rank + 1, 2.0])
+        second, apart = tf.Variable(10.0 * rank + 3), tf.Variable(float(rank))
+
+        def step(sources, variables=(first, second, apart)):
+            first, second, apart = variables
+            with rr.DistributedGradientTape() as tape:
+                tape.watch(data)
+                squares = tf.reduce_sum(tf.square(first)) + tf.square(second) + tf.square(apart)
+                loss = data * squares
+            return tape.gradient(loss, sources)
+
+        one, other = {"a": [first, data]}, [second, {"b": first}, first]
+        steps = [wrap(of_sources(step, sources)) for sources in (one, other, other)]
+        gradients, counts = [], []
+        for run in steps:
+            before = comm.statistics().collectives
+            gradients.append(plain(run()))
+            counts.append(comm.statistics().collectives - before)
+        say(
+            f"tape initial {way}",
+            gradients=gradients,
+            collectives=counts,
+            values=plain([first, second, apart]),
+        )
+
+
+def tape_of_what_its_function_makes():
+    """A function that makes its variables has values for them only when it is traced again."""
+
+    def making():
+        made = []
+
+        def step():
+            if not made:
+                made.append(tf.Variable(float(rank + 1)))
+            with rr.DistributedGradientTape() as tape:
+                loss = tf.square(made[0])
+            return tape.gradient(loss, made[0]), made[0]
+
+        return step
+
+    for way, wrap in wraps().items():
+        say(f"tape made {way}", gradient_and_value=plain(wrap(making())()))
 
 
 def tape_structures():
@@ -500,6 +554,8 @@ gradients()
 refusals()
 tape_trains_like_the_wrapper()
 tape_costs_one_collective_a_step()
+tape_begins_with_rank_0s_values()
+tape_of_what_its_function_makes()
 tape_structures()
 normalization_in_fit()
 normalization_of_batches()

@@ -1,0 +1,151 @@
+"""Rank 0's values of what is trained go to every rank before the first gradients travel.
+
+While a step is traced, gradients are not computed yet, and will be with the values that arrive
+now. Eagerly they were computed with the values this rank had before: where those were others, its
+gradients of that step are left out of the mean.
+
+All ranks take part, while they trace or in an eager step. They agree on when, since each decides
+by the variables alone: those that it has not seen before.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce import tensorflow as bridge
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.seeds import make_different, seed_states_in_use
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
+
+__all__ = ["InitialValues", "give_values", "plain_variable"]
+
+_log = logging.getLogger(__name__)
+
+
+class InitialValues:
+    """Which variables had rank 0's values already. Keeps none of them alive."""
+
+    def __init__(self) -> None:
+        # By identity, since variables compare by value.
+        self._given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._without_value: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    @property
+    def are_given(self) -> bool:
+        """Whether some variables had them, and none waits for its own."""
+        return bool(self._given) and not self._without_value
+
+    def give(
+        self,
+        variables: Sequence[Any],
+        gradients: list[Any],
+        ring: Communicator,
+        state: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Give all ranks rank 0's values of those of `variables` that had them not yet.
+
+        Collective where there are any. While tracing, random generators that the function has used
+        get different states on all ranks, where they have the same.
+
+        Args:
+            variables: `tf.Variable` or `keras.Variable`, the same ones on all ranks.
+            gradients: of this step, tensors, `tf.IndexedSlices` or None.
+            ring: whose ranks.
+            state: further variables, which gradients do not depend on.
+
+        Returns:
+            The gradients to reduce: `gradients`, unless this is an eager step and some rank had
+            other values.
+        """
+        new, new_state = self._unknown(variables), self._unknown(state)
+        if not new and not new_state:
+            return gradients
+        states = seed_states_in_use()
+        with tf.init_scope():
+            # A tf.function that creates variables is traced twice, and they have values (and
+            # this rank something to send) only the second time.
+            if not all(map(bridge.is_initialized, (*new_state, *new))):
+                self._without_value.update(_by_identity((*new_state, *new)))
+                return gradients
+            differed = give_values(new_state, new, ring)
+            make_different(states, ring)
+        given = _by_identity((*new_state, *new))
+        self._given.update(given)
+        for key in given:
+            self._without_value.pop(key, None)
+        if not tf.executing_eagerly():
+            return gradients
+        return _without_others(gradients, not differed, ring)
+
+    def require(self, ring: Communicator) -> None:
+        """Raise if a step runs whose variables had no values when it was traced.
+
+        Runs before gradients first travel, so that no step is ever taken out of step.
+        """
+        missing = [bridge.path_of(variable) for variable in self._without_value.values()]
+        if missing:
+            raise ring.fail(
+                ConfigError(
+                    "has variables that had no values when the training step was traced "
+                    f"({', '.join(missing[:3])}), so rank 0's could not be copied",
+                    rank=ring.rank,
+                    size=ring.size,
+                    remedy="Build the model and call optimizer.build(model.trainable_variables) "
+                    "before training.",
+                )
+            )
+
+    def _unknown(self, variables: Iterable[Any]) -> list[Any]:
+        """Those of `variables` that had no values given, each once."""
+        return [
+            variable
+            for key, variable in {id(plain_variable(v)): v for v in variables}.items()
+            if self._given.get(key) is not plain_variable(variable)
+        ]
+
+
+def give_values(state: Sequence[Any], variables: Sequence[Any], ring: Communicator) -> bool:
+    """Give all ranks rank 0's values of both; whether this rank had other ones of `variables`."""
+    if ring.size == 1:
+        return False
+    if state:
+        bridge.broadcast_variables(state, ring)
+    return bool(variables) and bridge.broadcast_variables(variables, ring)
+
+
+def plain_variable(variable: Any) -> Any:
+    """The `tf.Variable` in one of Keras's; others are what they are."""
+    return getattr(variable, "_value", variable)
+
+
+def _by_identity(variables: Iterable[Any]) -> dict[int, Any]:
+    return {id(plain): plain for plain in map(plain_variable, variables)}
+
+
+def _without_others(gradients: list[Any], usable: bool, ring: Communicator) -> list[Any]:
+    """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
+    if ring.size == 1:
+        return gradients
+    count = ring.all_reduce(np.array([int(usable)], np.int64), ReduceOp.SUM)
+    useful = int(count[0])
+    if useful == ring.size:
+        return gradients
+    _log.warning(
+        "[%d/%d] %d ranks began with other weights than rank 0; their gradients of the first "
+        "step were left out. Build the optimizer before an eager loop, or call "
+        "broadcast_variables.",
+        *(ring.rank, ring.size, ring.size - useful),
+    )
+    factor = ring.size / useful if usable else 0.0
+    # Not a product where the rank is left out: zero times infinity is no zero.
+    return [
+        None if g is None else tf.convert_to_tensor(g) * factor if usable else tf.zeros_like(g)
+        for g in gradients
+    ]
