@@ -12,9 +12,9 @@ from ringreduce.commands.report.words import (
     capital,
     clean,
     in_bytes,
+    location_of,
     nbytes_of,
     numbered,
-    place_of,
     raised_at,
     said,
     seconds,
@@ -89,7 +89,7 @@ def _odd_call(records: Records, finding: Finding) -> str:
     dump = records.dumps[rank]
     return (
         f"rank {rank} is the culprit: it was in {numbered(call_of(dump), dump)}{amount(dump)}"
-        f"{place_of(dump)}, unlike all others. {_quoted(records, finding)}"
+        f"{location_of(dump)}, unlike all others. {_quoted(records, finding)}"
     )
 
 
@@ -157,7 +157,7 @@ def _out_of_step(records: Records, finding: Finding) -> str:
     if len(finding.culprits) > 1:
         return text
     [rank] = finding.culprits
-    return f"rank {rank} is the culprit{place_of(records.dumps[rank])}. {text}"
+    return f"rank {rank} is the culprit{location_of(records.dumps[rank])}. {text}"
 
 
 def _nobody(records: Records, finding: Finding) -> str:

@@ -14,10 +14,10 @@ __all__ = [
     "capital",
     "clean",
     "in_bytes",
+    "location",
+    "location_of",
     "nbytes_of",
     "numbered",
-    "place",
-    "place_of",
     "raised_at",
     "said",
     "seconds",
@@ -45,11 +45,11 @@ def state_of(dump: Dump) -> str:
     if failure is None:
         if dump.operation is not None:
             return f"in {numbered(dump.operation, dump)} for {for_s}"
-        return f"in user code for {for_s}{place_of(dump)}"
+        return f"in user code for {for_s}{location_of(dump)}"
     if failure.standing is not None:
         return f"failed in {numbered(failure.standing, dump)} after {for_s}"
     if failure.kind in errors.__all__:
-        return f"in user code for {for_s}{place_of(dump)}, when the ring broke"
+        return f"in user code for {for_s}{location_of(dump)}, when the ring broke"
     return f"failed in user code after {for_s}{raised_at(dump)}"
 
 
@@ -62,7 +62,7 @@ def was(dump: Dump) -> str:
 def raised_at(dump: Dump) -> str:
     """``, at train.py:12``: where a rank's error was raised in the user's program."""
     trace = dump.failure.trace if dump.failure is not None else []
-    return place([frame for frame in trace if not frame.library]) or place_of(dump)
+    return location([frame for frame in trace if not frame.library]) or location_of(dump)
 
 
 def stood_s(dump: Dump) -> float:
@@ -102,15 +102,15 @@ def numbered(operation: str | None, dump: Dump) -> str:
     return f"{clean(operation or 'user code')} #{dump.calls}"
 
 
-def place_of(dump: Dump) -> str:
+def location_of(dump: Dump) -> str:
     """``, at train.py:12``: where the main thread is in the user's program."""
     for stack in dump.stacks:
         if stack.main:
-            return place(stack.frames)
+            return location(stack.frames)
     return ""
 
 
-def place(frames: Sequence[Frame]) -> str:
+def location(frames: Sequence[Frame]) -> str:
     """``, at train.py:12``: where a stack is in the user's program."""
     frame = _frame(frames)
     return f", at {clean(PurePath(frame.file).name)}:{frame.line}" if frame else ""
