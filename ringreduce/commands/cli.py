@@ -23,13 +23,22 @@ app = typer.Typer(
 )
 
 
-def _option(name: str, *flags: str, **limits: Any) -> Any:
+def _option(name: str, *flags: str) -> Any:
     """The option for a setting of the workers: help and possible values are the table's."""
     setting = SETTINGS[name]
-    if setting.values:
-        limits["metavar"] = "|".join(setting.values)  # `Config` refuses others.
-    text = f"{setting.help[0].upper()}{setting.help[1:]}."
-    return typer.Option(*flags, help=text, show_default=False, **limits)
+
+    def check(value: Any) -> Any:
+        if value is not None and not setting.accepts(value):
+            raise typer.BadParameter(f"{value}; accepted: {setting.accepted}")
+        return value
+
+    return typer.Option(
+        *flags,
+        help=f"{setting.help[0].upper()}{setting.help[1:]}.",
+        metavar="|".join(setting.values) or None,
+        callback=check,
+        show_default=False,
+    )
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,7 +78,7 @@ def run(
             min=1, help="Compute threads of each worker; by default the cores shared out."
         ),
     ] = None,
-    timeout: Annotated[float | None, _option("timeout_s", "--timeout", min=0.001)] = None,
+    timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
     transport: Annotated[str | None, _option("transport")] = None,
     log_dir: Annotated[Path | None, _option("log_dir")] = None,
     encryption: Annotated[str | None, _option("encryption")] = None,

@@ -258,6 +258,7 @@ def test_without_arguments_or_asked_it_prints_help(arguments: list[str]) -> None
         (["-n", "two", "script.py"], "-n"),
         (["-n", "2"], "SCRIPT"),
         (["--timeout", "0", "script.py"], "--timeout"),
+        (["--transport", "tcp", "script.py"], "accepted: auto, shm, zmq"),
         (["--threads-per-worker", "0", "script.py"], "--threads-per-worker"),
         (["--wokers", "2", "script.py"], "--wokers"),
     ],

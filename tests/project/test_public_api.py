@@ -126,9 +126,12 @@ def test_every_setting_of_config_is_documented() -> None:
         assert re.search(rf"^ +{field}: \S", text, re.MULTILINE), field
 
 
-def test_every_argument_of_init_is_a_setting_of_config() -> None:
+def test_every_argument_of_init_is_a_setting_of_config_and_documented() -> None:
     arguments = set(inspect.signature(ringreduce.init).parameters)
     assert arguments <= set(ringreduce.Config.__dataclass_fields__)
+    text = inspect.getdoc(ringreduce.init)
+    assert text is not None
+    assert arguments <= set(re.findall(r"^    (\w+): \S", text, re.MULTILINE))
 
 
 def test_the_version_is_a_version() -> None:
