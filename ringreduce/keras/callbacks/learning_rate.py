@@ -40,7 +40,84 @@ def linear_scaling(learning_rate: float, communicator: Communicator | None = Non
     return learning_rate * (communicator or default_communicator()).size
 
 
-class LearningRateWarmup(keras.callbacks.Callback):
+class LearningRateSchedule(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr` times a multiplier, in some epochs.
+
+    Several of them, with epochs that do not overlap, make a piecewise schedule.
+
+    Args:
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a number, or a function of the epoch: of its number with `staircase`, else of
+            epochs done with their fractions, such as 2.25.
+        start_epoch: the first epoch in which the rate is set.
+        end_epoch: the epoch after the last; None: to the end.
+        staircase: set it when an epoch begins, else before every batch.
+        momentum_correction: as for `LearningRateWarmup`.
+        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not
+            know it.
+
+    Raises:
+        ConfigError: when training begins without `staircase`, the number of batches is unknown.
+        TypeError: Keras's, when the optimizer was made with a learning rate schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: float | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._initial_lr, self._multiplier = initial_lr, multiplier
+        self._start_epoch, self._end_epoch = start_epoch, end_epoch
+        # A number has no fractions of epochs to depend on.
+        self._staircase = staircase or not callable(multiplier)
+        self._momentum_correction = momentum_correction
+        self._steps_per_epoch = steps_per_epoch
+        self._steps, self._epoch = 0, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how long an epoch is, where that matters."""
+        if self._staircase:
+            return
+        steps = self._steps_per_epoch or (self.params or {}).get("steps")
+        if not steps:
+            raise ConfigError(
+                f"{type(self).__name__} does not know how many batches an epoch has",
+                remedy="Pass steps_per_epoch to it, or to fit.",
+            )
+        self._steps = int(steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the rate of a staircase."""
+        self._epoch = epoch
+        if self._staircase:
+            self._set(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of a curve."""
+        if not self._staircase:
+            self._set(self._epoch + batch / self._steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
+        if logs is not None:
+            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+
+    def _set(self, done: float) -> None:
+        if self._epoch < self._start_epoch:
+            return
+        if self._end_epoch is not None and self._epoch >= self._end_epoch:
+            return
+        multiplier = self._multiplier(done) if callable(self._multiplier) else self._multiplier
+        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
+
+
+class LearningRateWarmup(LearningRateSchedule):
     """Raises the learning rate with every batch from ``initial_lr / size`` to `initial_lr`.
 
     The gradual warm-up of Goyal et al., 2.2: the rate that `linear_scaling` gives is too much
@@ -75,109 +152,35 @@ class LearningRateWarmup(keras.callbacks.Callback):
         *,
         communicator: Communicator | None = None,
     ) -> None:
-        super().__init__()
         if warmup_epochs < 0:
             raise ConfigError(f"warmup_epochs is {warmup_epochs}; accepted: 0 and more")
-        self._initial_lr, self._warmup_epochs = initial_lr, warmup_epochs
-        self._momentum_correction = momentum_correction
-        self._steps_per_epoch, self._verbose = steps_per_epoch, verbose
+        super().__init__(
+            initial_lr,
+            self._multiplier_after,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._warmup_epochs, self._verbose = warmup_epochs, verbose
         self._communicator = communicator
-        self._steps, self._epoch = 0, 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how long an epoch is."""
-        self._steps = _steps_of(self, self._steps_per_epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember which epoch it is."""
-        self._epoch = epoch
+    def _multiplier_after(self, done: float) -> float:
+        size = (self._communicator or default_communicator()).size
+        return (done * (size - 1) / self._warmup_epochs + 1) / size
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate."""
-        if self._epoch >= self._warmup_epochs:
-            return
-        size = (self._communicator or default_communicator()).size
-        done = self._epoch + (batch + 1) / self._steps
-        multiplier = (done * (size - 1) / self._warmup_epochs + 1) / size
-        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
+        """Set the rate that the end of this batch is to have."""
+        self._set(self._epoch + (batch + 1) / self._steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
-        _log_rate(self.model, logs)
+        """Log the rate, and say when it is warmed up."""
+        super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 >= self._warmup_epochs > epoch:
             ring = self._communicator or default_communicator()
             if ring.rank == 0:
                 rate = float(self.model.optimizer.learning_rate)
                 print(f"Epoch {epoch + 1}: learning rate warmed up to {rate:g}.")
-
-
-class LearningRateSchedule(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr` times a multiplier, in some epochs.
-
-    Several of them, with epochs that do not overlap, make a piecewise schedule.
-
-    Args:
-        initial_lr: the learning rate that is multiplied.
-        multiplier: a number, or a function of the epoch: of its number with `staircase`, else of
-            epochs done with their fractions, such as 2.25.
-        start_epoch: the first epoch in which the rate is set.
-        end_epoch: the epoch after the last; None: to the end.
-        staircase: set it when an epoch begins, else before every batch.
-        momentum_correction: as for `LearningRateWarmup`.
-        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not
-            know it.
-
-    Raises:
-        ConfigError: when training begins without `staircase`, the number of batches is unknown.
-        TypeError: Keras's, when the optimizer was made with a learning rate schedule.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        self._initial_lr, self._multiplier = initial_lr, multiplier
-        self._start_epoch, self._end_epoch = start_epoch, end_epoch
-        # A number has no fractions of epochs to depend on.
-        self._staircase = staircase or not callable(multiplier)
-        self._momentum_correction = momentum_correction
-        self._steps_per_epoch = steps_per_epoch
-        self._steps, self._epoch = 0, 0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how long an epoch is, where that matters."""
-        if not self._staircase:
-            self._steps = _steps_of(self, self._steps_per_epoch)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the rate of a staircase."""
-        self._epoch = epoch
-        if self._staircase:
-            self._set(epoch)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate of a curve."""
-        if not self._staircase:
-            self._set(self._epoch + batch / self._steps)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate as ``learning_rate``, as Keras's callbacks do."""
-        _log_rate(self.model, logs)
-
-    def _set(self, done: float) -> None:
-        if self._epoch < self._start_epoch:
-            return
-        if self._end_epoch is not None and self._epoch >= self._end_epoch:
-            return
-        multiplier = self._multiplier(done) if callable(self._multiplier) else self._multiplier
-        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
 
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
@@ -221,18 +224,3 @@ def _momenta_of(optimizer: Any) -> list[Any]:
     else:
         return []
     return [variable for variable in found if variable is not None]
-
-
-def _steps_of(callback: Any, steps_per_epoch: int | None) -> int:
-    steps = steps_per_epoch or (callback.params or {}).get("steps")
-    if not steps:
-        raise ConfigError(
-            f"{type(callback).__name__} does not know how many batches an epoch has",
-            remedy="Pass steps_per_epoch to it, or to fit.",
-        )
-    return int(steps)
-
-
-def _log_rate(model: Any, logs: dict[str, Any] | None) -> None:
-    if logs is not None:
-        logs["learning_rate"] = float(model.optimizer.learning_rate)
