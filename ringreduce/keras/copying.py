@@ -1,10 +1,9 @@
 """What a copy of a Keras optimizer is made from, its state included, where no model is at hand.
 
 An optimizer's state belongs to the variables that it was built for: one momentum for each
-weight, say. A copy is for other variables, those of a model that was copied, or of another
-process's, and which ones is only known when it is built. So it waits, not built, with the
-values for what it will create then. Keras's own copies (`KerasSaveable.__reduce__`) lose those,
-with a warning.
+weight, say. A copy is for other variables, of a copied model or of another process, which are
+only known when it is built. Until then it keeps the values. Keras's own copies
+(`KerasSaveable.__reduce__`) lose them, with a warning.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def _from_config(optimizer_class: Any, config: dict[str, Any]) -> Any:
 
 
 def _copied(config: Any) -> Any:
-    """Containers anew, what they hold as it is: functions, say, need not be copied."""
+    """A copy of containers, not of what they hold: functions, say, need not be copied."""
     if isinstance(config, dict):
         return {key: _copied(value) for key, value in config.items()}
     if isinstance(config, list):

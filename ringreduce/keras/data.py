@@ -21,9 +21,9 @@ def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool 
     one more: pass what comes out, batched, through `rr.join`.
 
     Shard before batching, and batch by the global batch size divided by `size`: then the
-    ranks' batches of a step together are exactly the global batch. A dataset that is batched
-    already is dealt out batch by batch, and its batch size is each rank's. Shuffle before
-    sharding, with the same seed on every rank; otherwise ranks see some elements twice.
+    ranks' batches of a step together are exactly the global batch. Of a dataset that is batched
+    already each rank gets whole batches. Shuffle before sharding, with the same seed on every
+    rank, or ranks see some elements twice.
 
     Args:
         dataset: a `tf.data.Dataset`, the same on every rank.

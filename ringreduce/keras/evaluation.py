@@ -1,7 +1,7 @@
-"""`model.evaluate` and `model.predict` with the work dealt out to all ranks.
+"""`model.evaluate` and `model.predict` with the work shared by all ranks.
 
-Every rank passes the same data and takes a share of them, so nothing but metric states, or
-predictions, travels. Shares need not be equally long, and may be empty.
+Every rank passes the same data and takes a share, so that only metric states, or predictions,
+travel. Shares need not be equally long, and may be empty.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ def evaluate(
 ) -> Any:
     """What ``model.evaluate`` says of the whole data, each rank having seen a share.
 
-    Collective: all ranks must call it at the same place, with the same data and weights.
-    Moving averages of normalization layers, which follow each rank's own batches, are rank 0's
-    everywhere for as long as this takes.
-    Metrics are computed from the sum of the ranks' states, as those of one process would be; a
-    loss that depends on which samples are in a batch together sees other batches than there.
-    Afterwards the model's metrics hold this rank's share.
+    Collective: all ranks must call it at the same place, with the same data and weights. Meanwhile
+    moving averages of normalization layers, which follow each rank's own batches, are rank 0's on
+    all ranks. Metrics are computed from the sum of the ranks' states, as in one process; a loss
+    that depends on which samples share a batch sees other batches. Afterwards the model's metrics
+    hold this rank's share.
 
     Args:
         model: a compiled model.
@@ -74,7 +73,7 @@ def evaluate(
 
     Returns:
         As ``model.evaluate``, equal on all ranks: the loss, a list, or a dict. A number that a
-        `test_step` of one's own returns beside metrics is the mean over ranks that had data.
+        custom `test_step` returns beside metrics is the mean over ranks that had data.
 
     Raises:
         ConfigError: the data are neither arrays nor a dataset.
@@ -173,11 +172,11 @@ def _predicted(
     """The outputs for this rank's share: of its batches one by one, or of all of its rows."""
     own_x = share.parts[0]
     if share.is_empty:
-        # The outputs' structure, dtypes and shapes are needed all the same.
+        # For the outputs' structure, dtypes and shapes.
         outputs = model.predict_on_batch(_first_of(x))
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
-        # Batch by batch, since it must be known which rows came from which.
+        # Batch by batch, to know which rows came from which.
         return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
     return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
 
@@ -186,8 +185,7 @@ def _predicted(
 def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     """Within the block the model's moving averages are rank 0's on all ranks. Collective.
 
-    Those of normalization layers follow each rank's own batches; a model that is evaluated in
-    parts must be one model. It is the one that rank 0 would save.
+    All shares must be evaluated by one model: the one that rank 0 would save.
     """
     averages = [
         variable
@@ -226,7 +224,7 @@ class _Share:
 def _share_of(
     whole: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, ring: Communicator
 ) -> _Share:
-    """This rank's part of the data, once all ranks have found to have equally many. Collective."""
+    """This rank's part of the data, which are equally many on all ranks. Collective."""
     if ring.size == 1:
         return _Share(whole, is_whole=True)
     x = whole[0]

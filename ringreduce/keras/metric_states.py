@@ -1,13 +1,13 @@
 """Metrics of all ranks together: from the sum of their states, not the mean of their results.
 
 A Keras metric is a few variables (total and count, numbers of true positives) and a function
-of them. Ranks see different data, and not equally much of it, so the mean of their results is
-not the result on all data; for an area under a curve it is not even near. The states add up.
-So one all-reduce sums them, each rank puts the sums into its metrics for a moment, asks for
-the results, and puts its own values back, with which it counts on.
+of them. Ranks see different amounts of different data, so the mean of their results is not the
+result on all data; for an area under a curve it is not even near. But the states add up: one
+all-reduce sums them, each rank puts the sums into its metrics, asks for the results, and puts its
+own values back.
 
-How the values of several replicas combine is what Keras's variables say in `aggregation`;
-those that `Metric.add_variable` makes say "sum".
+How values combine is what Keras's variables say in `aggregation`; those that `Metric.add_variable`
+makes say "sum".
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class MetricStates:
     """What a model's metrics hold on one rank after some batches.
 
     Attributes:
-        batches: how many batches went into them. With none, there is nothing in `values`, and
-            the rank takes part without adding anything.
+        batches: how many batches went into them. With none, `values` is empty, and the rank adds
+            nothing.
         variables: the metrics' variables.
         values: a copy of the value of each.
         results: what the metrics make of them, by the name in logs: floats, and arrays where
@@ -121,11 +121,11 @@ def combined_results(
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
-    """What `merged` is to know of this rank's logs; `results` are those of its own metrics.
+    """What `merged` needs of this rank's logs; `results` are those of its own metrics.
 
-    A value is a metric's if it is logged under the metric's name and is what the metric says.
-    A `train_step` may log something else under that name: a loss, beside a loss tracker that
-    it does not update.
+    A value is a metric's if it is logged under the metric's name and is the metric's result. A
+    `train_step` may log something else under that name: a loss, beside a loss tracker that it does
+    not update.
     """
     numbers = _numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))

@@ -45,7 +45,7 @@ def load_model(
         safe_mode: False: code that the file contains (lambdas) may run.
         communicator: whose ranks; the process's default by default.
         sync_batch_normalization: make `SyncBatchNormalization` of the file's BatchNormalization
-            layers. That is what they are saved as, and what they are otherwise.
+            layers, as which they are saved.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:

@@ -2,8 +2,7 @@
 
 Gradients are packed into buckets of one dtype, in reverse order of the variables, because
 backpropagation finishes the last layer first. The plan follows from shapes and dtypes
-alone, so ranks need no coordinator to agree on it; they compare its signature with every
-reduction all the same.
+alone, so ranks need no coordinator; they compare its signature with every reduction.
 
     bucket   | gradient 9 | pad | gradient 8 | pad | ...     starts at multiples of 64 bytes
 
@@ -34,7 +33,7 @@ __all__ = [
 # TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
 ALIGNMENT = 64
 
-# What the index of a sparse gradient's row takes on the way, int64.
+# Of the index of a sparse gradient's row: int64.
 INDEX_BYTES = 8
 
 # Automatic names are numbered by what else a process has created: `dense_1/kernel` on one rank

@@ -22,13 +22,13 @@ class Forwarding(keras.callbacks.Callback):
         raise NotImplementedError
 
     def set_model(self, model: Any) -> None:
-        """Tell the members too."""
+        """Pass it on to the members too."""
         super().set_model(model)
         for member in self.members():
             member.set_model(model)
 
     def set_params(self, params: Any) -> None:
-        """Tell the members too."""
+        """Pass it on to the members too."""
         super().set_params(params)
         for member in self.members():
             member.set_params(params)
@@ -51,7 +51,7 @@ for _hook in dir(keras.callbacks.Callback):
 
 
 class OnRankZero(Forwarding):
-    """Lets a callback act on rank 0 only: one that writes files, or tells somebody.
+    """Lets a callback act on rank 0 only, such as one that writes files.
 
     Elsewhere none of its hooks is called, so it must not make collective calls itself. Within
     `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes

@@ -29,11 +29,10 @@ class MetricAverage(keras.callbacks.Callback):
     Place it before callbacks that read logs: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint;
     History always comes later. `Together` does that by itself.
 
-    Metrics of the model's, for training and validation, are exact: computed from the sum of
-    the ranks' states (total and count, say), as if one process had seen all batches, however
-    many each rank had. A rank whose validation data are empty takes part and gets the others'
-    values. A number that a `train_step` of one's own logs and that is no metric of the model's
-    is averaged, each rank with equal weight. What else is no scalar number stays. Logs of
+    The model's metrics, for training and validation, are exact: computed from the sum of the ranks'
+    states (total and count, say), as if one process had seen all batches. A rank whose validation
+    data are empty gets the others' values. A number that a custom `train_step` logs beside metrics
+    is averaged, each rank with equal weight. Whatever else is no scalar number stays. Logs of
     single batches stay each rank's own.
 
     Collective, at the end of each epoch: a few short exchanges, whatever the number of metrics.
@@ -60,8 +59,8 @@ class MetricAverage(keras.callbacks.Callback):
         self._validation_batches: int | None = None
         self._validation = MetricStates()
 
-    # States are copied when they are complete and travel at the end of the epoch only, so that
-    # an evaluation by another callback, on one rank perhaps, needs nobody else.
+    # States are copied when they are complete, and travel only at the end of the epoch: another
+    # callback may evaluate on one rank alone.
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forget the training before."""
