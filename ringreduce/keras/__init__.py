@@ -21,15 +21,15 @@ from ringreduce.communicator.process import (
     size,
 )
 from ringreduce.keras import callbacks
-from ringreduce.keras.callbacks import verify_replicas
 from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.horovod import advice_on_name
+from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.jit import compile_gradients
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.optimizer import DistributedOptimizer, broadcast_variables
+from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.tape import DistributedGradientTape
@@ -43,6 +43,7 @@ from ringreduce.keras.tensors import (
     reduce_scatter,
 )
 from ringreduce.keras.weighting import step_weight
+from ringreduce.tensorflow import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,40 @@ import tensorflow as tf
 
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.seeds import make_different, seed_states_in_use
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
+from ringreduce.tensorflow.calls import call
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["InitialValues", "give_values", "plain_variable"]
+__all__ = ["InitialValues", "broadcast_variables", "give_values", "plain_variable"]
 
 _log = logging.getLogger(__name__)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
+) -> None:
+    """Give `variables` on every rank the values they have on rank `root_rank`.
+
+    `DistributedOptimizer` does this by itself for what it trains; use it for what it does
+    not see, such as moving averages of normalization layers after loading them on one rank.
+
+    Args:
+        variables: `keras.Variable` or `tf.Variable`, the same on all ranks, such as
+            ``model.variables``. States of Keras's random generators are left as they are, or
+            ranks would draw the same numbers.
+        root_rank: the rank to copy from.
+        communicator: whose ranks; the process's default by default.
+
+    Raises:
+        MismatchError: the ranks' variables differ in number, shape or dtype.
+    """
+    bridge.broadcast_variables(
+        [variable for variable in variables if not is_seed_state(variable)],
+        communicator or default_communicator(),
+        root_rank,
+    )
 
 
 class InitialValues:
@@ -69,13 +97,17 @@ class InitialValues:
             return gradients
         states = seed_states_in_use()
         with tf.init_scope():
+            have_values = all(map(bridge.is_initialized, (*new_state, *new)))
+            if have_values:
+                differed = give_values(new_state, new, ring)
+                make_different(states, ring)
+        if not have_values:
             # A tf.function that creates variables is traced twice, and they have values (and
-            # this rank something to send) only the second time.
-            if not all(map(bridge.is_initialized, (*new_state, *new))):
-                self._without_value.update(_by_identity((*new_state, *new)))
-                return gradients
-            differed = give_values(new_state, new, ring)
-            make_different(states, ring)
+            # this rank something to send) only the second time. This trace should never run.
+            self._without_value.update(_by_identity((*new_state, *new)))
+            if ring.size > 1:
+                call(ring, "begin to train", partial(self._require, ring), [], [((), tf.int32)])
+            return gradients
         given = _by_identity((*new_state, *new))
         self._given.update(given)
         for key in given:
@@ -84,11 +116,8 @@ class InitialValues:
             return gradients
         return _without_others(gradients, not differed, ring)
 
-    def require(self, ring: Communicator) -> None:
-        """Raise if a step runs whose variables had no values when it was traced.
-
-        Runs before gradients first travel, so that no step is ever taken out of step.
-        """
+    def _require(self, ring: Communicator) -> list[Any]:
+        """Raise if a step runs whose variables had no values when it was traced, nor since then."""
         missing = [bridge.path_of(variable) for variable in self._without_value.values()]
         if missing:
             raise ring.fail(
@@ -101,6 +130,7 @@ class InitialValues:
                     "before training.",
                 )
             )
+        return [np.int32(0)]
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
         """Those of `variables` that had no values given, each once."""

@@ -32,10 +32,10 @@ def compile_gradients(model: Any) -> None:
         rr.compile_gradients(model)
         model.fit(...)
 
-    The model's `train_step`, its own or a user's, is compiled as it is, but for what it applies:
-    that is applied when it has ended. So what it does after that sees weights as they were before,
-    and it may apply gradients once. Where XLA cannot call the ring it must not do so in its forward
-    pass either, as `SyncBatchNormalization` does.
+    The model's `train_step`, its own or a user's, is compiled as it is, but gradients are applied
+    when it has ended. So what it does after applying them sees the weights of before, and it may
+    apply gradients once. Where XLA cannot call the ring its forward pass must not either, as
+    `SyncBatchNormalization` does.
 
     Args:
         model: compiled, with a `DistributedOptimizer`.
@@ -75,13 +75,13 @@ def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[A
         _require_wrapped(model)  # It may have been compiled again.
         applied: list[tuple[Any, Any]] = []
 
-        # Anew in each trace of Keras's function around it, which is made when anything changes.
+        # A new one in each trace of the function around it, which is traced when anything changes.
         @tf.function(jit_compile=True, autograph=False)
         def compiled(data: Any) -> Any:
-            del applied[:]
-            with model.optimizer.deferred(applied.append):
+            with model.optimizer.deferred() as calls:
                 logs = step(data)
-            return logs, [gradients for gradients, _ in applied]
+            applied[:] = calls
+            return logs, [gradients for gradients, _ in calls]
 
         logs, gradients = compiled(data)
         if len(applied) != 1:

@@ -1,11 +1,11 @@
-"""Training on unequal amounts of data: who has no batch left makes empty steps until all are done.
+"""Training on unequal amounts of data: a rank without batches makes empty steps until all are done.
 
     rank 0   batch  batch  batch  batch  batch
     rank 1   batch  batch  batch  empty  empty       weight 0 in the mean; leaves no trace
 
-Each step begins with an exchange of how much each rank's batch counts. An empty step goes through
-the same graph, on a sample of zeros: gradients count nothing, and what the step did to metrics and
-to moving averages is undone.
+Each step begins with an exchange of how much each rank's batch counts. An empty step runs the same
+graph on a sample of zeros: its gradients count nothing, and its changes of metrics and moving
+averages are undone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
+from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -42,24 +42,24 @@ def join(
 ) -> Any:
     """`dataset` for ``model.fit``, for ranks that have different numbers of batches, or of samples.
 
-    A rank that runs out of batches goes on without data until all have: the epoch ends after the
-    same step on all. `DistributedOptimizer` then computes the mean over the samples that were
-    really there. Validation data needs none of this: a validation step is no collective; for its
-    metrics there is `rr.callbacks.Together`::
+    A rank that runs out of batches goes on without data, so that the epoch ends after the same step
+    on all ranks. `DistributedOptimizer` then computes the mean over the real samples. Validation
+    data do not need it: a validation step is no collective (for metrics see
+    `rr.callbacks.Together`)::
 
         model.compile(optimizer=rr.DistributedOptimizer(...), loss=...)
         data = rr.shard(dataset, even=False).batch(32)
         model.fit(rr.join(data, model), epochs=3)
 
-    Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the
-    number of steps. Otherwise the last step of an epoch is one that nobody has data for; it
-    changes nothing, and Keras warns that the data has run out, as it does for every dataset of
-    unknown length. With ``steps_per_execution`` or ``jit_compile=True`` such a dataset is counted
-    first, which reads it once.
+    Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the number
+    of steps. Where one is not, the last step of an epoch has no data on any rank; it changes
+    nothing, and Keras warns that the data has run out, as for every dataset of unknown length. With
+    ``steps_per_execution`` or ``jit_compile=True`` such a dataset is counted first, which reads it
+    once.
 
-    From then on each training step of this model begins with a small exchange. What a loss or layer
-    of your own reduces over the ranks (`rr.all_reduce` and friends) still counts every rank
-    alike, also one that has no batch left and computes on zeros.
+    From then on each training step of this model begins with a small exchange. What your own losses
+    and layers reduce over the ranks (`rr.all_reduce` and the like) still counts every rank alike,
+    also one that has no batch left and computes on zeros.
 
     Args:
         dataset: this rank's, batched; elements of dense tensors whose first dimension is that of
@@ -112,11 +112,11 @@ def join(
 def joined(
     dataset: Any, *, weighting: str = "samples", communicator: Communicator | None = None
 ) -> Iterator[Any]:
-    """The batches of `dataset`, for a loop of one's own over unequal amounts of data.
+    """The batches of `dataset`, for a custom loop over unequal amounts of data.
 
-    A rank that runs out gets a sample of zeros, shape (1, ...), until all have: its loop goes on,
-    and its gradients count nothing. What is applied in the loop's body is weighted as within
-    `step_weight`, with what that says of functions::
+    A rank that runs out gets a sample of zeros, shape (1, ...), until all have run out; its
+    gradients count nothing. What is applied in the loop's body is weighted as within `step_weight`
+    (see there for functions)::
 
         for (x, y), samples in rr.joined(dataset):
             with tf.GradientTape() as tape:
@@ -125,9 +125,9 @@ def joined(
             if samples:
                 metric.update_state(loss)
 
-    Collective, once for each batch. One such loop at a time in each thread. Whoever leaves it early
-    must do so on all ranks after the same batch, and call ``close()`` on it where something still
-    refers to it: until then what is applied is weighted.
+    Collective, once for each batch. One such loop at a time in each thread. Leave it early only
+    on all ranks after the same batch, and call ``close()`` on it where something still refers to
+    it: until then what is applied is weighted.
 
     Args:
         dataset, weighting, communicator: as for `join`.
@@ -164,7 +164,7 @@ def _samples(batch: Any) -> int:
 
 
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
-    """The largest number of batches of any rank; None where one does not know."""
+    """The largest number of batches of any rank; None where one does not know its own."""
 
     def compare(gathered: list[Any]) -> Difference | None:
         for rank, (_, theirs) in enumerate(gathered):
@@ -188,7 +188,7 @@ def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
         raise ring.fail(
             ConfigError(
                 "no rank has any data",
-                remedy="Look at how the data is dealt out: rr.shard takes what is not batched.",
+                remedy="Look at how the data is divided: rr.shard takes what is not batched.",
             )
         )
     return None if min(counts) < 0 else max(counts)
@@ -232,8 +232,8 @@ def _filled(batch: Any) -> Any:
 def _build(model: Any, empty: Any) -> None:
     """Have model, metrics and optimizer make their variables now.
 
-    What a first training step made could not be put back after it, and TensorFlow makes no
-    variables in a function where they would depend on the exchange at its beginning.
+    An empty step could not undo what it has made itself, and TensorFlow makes no variables in a
+    function where they would depend on the exchange at its beginning.
     """
     metrics = getattr(model, "_compile_metrics", None)
     if not model.built or not (metrics is None or metrics.built):
@@ -269,8 +269,8 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
         has_data = samples > 0
         own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
         weight = weighting_module.exchanged(own, ring)
-        # Nothing happens before it is known that anybody has data: at the end of an epoch this
-        # step is given up, and must not have counted, or decayed weights.
+        # Nothing happens before a rank is known to have data: at the end of an epoch this step is
+        # given up, and must not have counted, or decayed weights.
         with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
             before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
             logs = step(_filled(data))
@@ -288,10 +288,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
 
 
 def _passing(model: Any) -> list[Any]:
-    """What a step on a rank's own batch changes beside weights and the optimizer.
-
-    Metrics and moving averages; not those of all ranks' batches, which are alike everywhere.
-    """
+    """Metrics and moving averages of a rank's own batches, not those of all ranks'."""
     shared = {
         id(variable)
         for layer in model._flatten_layers()
@@ -306,9 +303,8 @@ def _passing(model: Any) -> list[Any]:
 def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
     """Undo an empty step; return the logs: of such a step those of the last real one.
 
-    Otherwise what a sample of zeros made of the loss would be shown, and a NaN of it would end
-    training. Metrics are asked again, once they have their values back. A value whose shape is not
-    fixed stays as it is.
+    So the loss of a sample of zeros is not shown, and a NaN in it does not end training. Metrics
+    are asked again once they have their values back. Values whose shape is not fixed stay.
     """
     values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
     latest = [_latest(model, place, value) for place, value in enumerate(values)]

@@ -9,29 +9,23 @@ all ranks skip the same steps and keep equal scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from keras.optimizers import LossScaleOptimizer
 
+from ringreduce.keras.wrapper import Wrapper
+
 __all__ = ["turn_inside_out"]
 
 
 @cache
-def turn_inside_out(
-    is_distributed: Callable[[Any], bool], wrap_anew: Callable[[Any, Any], Any]
-) -> None:
-    """From now on ``LossScaleOptimizer(distributed)`` makes what is right.
-
-    Args:
-        is_distributed: whether an optimizer is one of ours.
-        wrap_anew: makes another like it (first argument) around an optimizer (second).
-    """
+def turn_inside_out() -> None:
+    """From now on ``LossScaleOptimizer(distributed)`` makes what is right."""
     plain_new = LossScaleOptimizer.__new__
 
     def make(cls: type, inner_optimizer: Any = None, *arguments: Any, **options: Any) -> Any:
-        if not is_distributed(inner_optimizer):
+        if not isinstance(inner_optimizer, Wrapper):
             if plain_new is object.__new__:
                 return plain_new(cls)
             return plain_new(cls, inner_optimizer, *arguments, **options)
@@ -39,6 +33,6 @@ def turn_inside_out(
         if isinstance(inner, LossScaleOptimizer):
             return inner_optimizer
         # What comes back is no instance of `cls`, so Python does not call `__init__` on it.
-        return wrap_anew(inner_optimizer, cls(inner, *arguments, **options))
+        return inner_optimizer.around(cls(inner, *arguments, **options))
 
     LossScaleOptimizer.__new__ = make

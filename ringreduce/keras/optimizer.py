@@ -17,8 +17,7 @@ state of an optimizer that is already built. Three facts of Keras 3 shape it:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -27,32 +26,25 @@ import keras
 import tensorflow as tf
 from keras.src.saving import object_registration
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.process import default_communicator
+from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import weighting
 from ringreduce.keras.copying import Description
 from ringreduce.keras.horovod import advice_on_option
-from ringreduce.keras.initial import InitialValues, give_values, plain_variable
+from ringreduce.keras.initial import InitialValues, give_values
+from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.loss_scale import turn_inside_out
-from ringreduce.keras.seeds import is_seed_state
+from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
+from ringreduce.keras.weighting import Kind
+from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper
-from ringreduce.tensorflow.accumulation import Accumulator, Kind, weighted
-from ringreduce.tensorflow.collectives import all_reduce
-from ringreduce.tensorflow.sparse import as_gradient, as_tensors, merged
+from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = [
-    "DistributedOptimizer",
-    "broadcast_variables",
-    "build_optimizer_here",
-    "warn_of_plain_optimizer",
-]
+__all__ = ["DistributedOptimizer"]
 
-_log = logging.getLogger(__name__)
-
-# Large enough for the ring's full bandwidth, small enough that several are under way in turn.
+# Large enough for the ring's full bandwidth, small enough that a step has several.
 # Within a host sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
 BUCKET_BYTES = 4 << 20
 # The last layers' gradients come first; the sooner they leave, the more is hidden.
@@ -89,22 +81,21 @@ class DistributedOptimizer(Wrapper):
             gradients of them all: as one step with so many times the batch. The step counter
             counts what is applied. What is left over at the end of an epoch counts for the next.
         compression: ``"none"``, ``"fp16"`` or ``"bf16"``: what 32- and 64-bit gradients are rounded
-            to for their journey (`Compression`). Ranks end bit-identical all the same.
+            to while they travel (`Compression`). Ranks stay bit-identical.
         sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
             before they are reduced. By default only their rows travel, unless so many are
             used that the whole is less. Either way rows of the same index are added before the
             optimizer sees them, with one rank too: plain Keras's Adam, say, squares each by itself.
         local_variables: variables that every rank keeps to itself; see `register_local_var`.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
-            its own gradients just before they are averaged, since afterwards nobody could
-            tell whose it was. ``"raise"``: all ranks raise the same `NumericsError`, which
-            names rank, variable, element and step; also where all gradients are finite and
-            their sum overflows, which 16-bit ones cannot, being summed in float32.
-            ``"warn"``: that rank logs the same, and training goes on; once, and again at
-            its 10th, 100th, ... bad step. ``"off"``: nothing is looked at. The default is
-            ``"off"``, since it reads all gradients once more: that took 3.5 % of a step of the
-            benchmarks' MLP, which has many weights and little arithmetic for each. Leave it off
-            around a LossScaleOptimizer, whose business such steps are: it skips them.
+            its own gradients just before they are averaged. ``"raise"``: all ranks raise the same
+            `NumericsError`, which names rank, variable, element and step; also where all
+            gradients are finite and their sum overflows, which 16-bit ones cannot, being summed
+            in float32. ``"warn"``: that rank logs the same, and training goes on; once, and again
+            at its 10th, 100th, ... bad step. ``"off"``, the default: nothing is looked at. Looking
+            reads all gradients once more: 3.5 % of a step of the benchmarks' MLP, which has many
+            weights and little arithmetic for each. Leave it off around a LossScaleOptimizer, which
+            skips such steps.
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
@@ -138,11 +129,11 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         for name in others:
             raise TypeError(advice_on_option(name))
-        _refuse_unusable(inner)
+        refuse_unusable(inner)
         for name, value in (("bucket_bytes", bucket_bytes), ("accumulate_steps", accumulate_steps)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; accepted: 1 and more")
-        turn_inside_out(_is_distributed, _like)
+        turn_inside_out()
         super().__init__(learning_rate=0.0, name=inner.name)
         self._stand_for(inner)
         self._communicator = communicator
@@ -153,18 +144,19 @@ class DistributedOptimizer(Wrapper):
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
         }
-        self._bridge = bridge.GradientBridge(
-            self._ring,
+        self._bridge = GradientBridge(
             bucket_bytes,
             min(bucket_bytes, FIRST_BUCKET_BYTES),
             check_numerics=check_numerics,
             compression=compression,
             sparse_as_dense=sparse_as_dense,
         )
-        self._accumulator = Accumulator(accumulate_steps) if accumulate_steps > 1 else None
-        self._local: dict[int, Any] = {}
+        self._strategy: Strategy = (
+            Accumulate(accumulate_steps) if accumulate_steps > 1 else EveryStep()
+        )
+        self._local = LocalVariables()
         self._initial = InitialValues()
-        self._defer: Callable[[tuple[list[Any], Any]], None] | None = None
+        self._deferred: list[tuple[list[Any], Any]] | None = None
         for variable in local_variables:
             self.register_local_var(variable)
 
@@ -191,8 +183,8 @@ class DistributedOptimizer(Wrapper):
         if not grads:
             return
         variables = None if trainable_variables is None else list(trainable_variables)
-        if self._defer is not None:
-            self._defer((grads, variables))
+        if self._deferred is not None:
+            self._deferred.append((grads, variables))
             return
         if not self._inner.built and variables is not None:
             # As its own `apply` would, for variables of the same names.
@@ -203,36 +195,20 @@ class DistributedOptimizer(Wrapper):
             self._refuse_number(grads, variables)
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         if not self._initial.are_given:
-            self._check_local()
+            self._local.check(self._inner)
             grads = self._synchronize(known, grads)
-        weight = weighting.current()
         kinds = [self._kind_of(variable) for variable in known]
-        if self._accumulator is None:
-            if weight is not None:
-                counts = {Kind.MEAN: weight.factor, Kind.LOCAL: tf.math.sign(weight.own)}
-                grads = [
-                    weighted(gradient, kind, counts.get(kind, weight.own))
-                    for gradient, kind in zip(grads, kinds, strict=True)
-                ]
-            self._reduce_and_apply(grads, known, kinds, variables)
-            return
-        one = tf.constant(1.0)
-        self._accumulator.add(
-            grads,
-            known,
-            kinds,
-            (one, one) if weight is None else (weight.own, weight.mean),
-            lambda sums: self._reduce_and_apply(sums, known, kinds, variables),
-        )
+        step = Step(grads, known, kinds, weighting.current())
+        self._strategy.take(step, self._inner, Reducer(self._bridge, self._ring()))
 
     @contextmanager
-    def deferred(self, keep: Callable[[tuple[list[Any], Any]], None]) -> Iterator[None]:
-        """Within the block `apply` does nothing but pass its arguments to `keep`."""
-        self._defer = keep
+    def deferred(self) -> Iterator[list[tuple[list[Any], Any]]]:
+        """Within the block `apply` only adds its arguments to the list that this gives."""
+        self._deferred = []
         try:
-            yield
+            yield self._deferred
         finally:
-            self._defer = None
+            self._deferred = None
 
     def _refuse_number(self, gradients: list[Any], variables: list[Any] | None) -> None:
         """Raise what Keras does where gradients come without variables; it takes other calls."""
@@ -244,33 +220,8 @@ class DistributedOptimizer(Wrapper):
             remedy="Pass one for each variable, None where there is none.",
         )
 
-    def _reduce_and_apply(
-        self,
-        gradients: Sequence[Any],
-        known: Sequence[Any],
-        kinds: Sequence[Kind],
-        variables: Sequence[Any] | None,
-    ) -> None:
-        paths = [str(getattr(v, "path", v.name)) for v in known]
-        shared = [
-            gradient if kind is Kind.MEAN else None
-            for gradient, kind in zip(gradients, kinds, strict=True)
-        ]
-        means = shared
-        if Kind.MEAN in kinds:
-            means = self._bridge.mean(shared, paths, before=self._require_synchronized)
-        final = []
-        for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
-            if kind is Kind.MAXIMUM and gradient is not None:
-                final.append(all_reduce(gradient, self._ring(), ReduceOp.MAX))
-            elif kind is Kind.LOCAL:
-                final.append(merged(as_tensors(gradient, self._options["sparse_as_dense"])))
-            else:
-                final.append(mean)
-        self._inner.apply(final, variables)
-
     def _kind_of(self, variable: Any) -> Kind:
-        if id(plain_variable(variable)) in self._local:
+        if variable in self._local:
             return Kind.LOCAL
         # The scales of 8-bit floats: their "gradient" is their new value, from the largest number
         # that was seen.
@@ -291,39 +242,12 @@ class DistributedOptimizer(Wrapper):
                 does something with all gradients together (``global_clipnorm``, a
                 LossScaleOptimizer), which would then differ between ranks, or does not train it.
         """
-        if not isinstance(variable, (keras.Variable, tf.Variable)):
-            raise ConfigError(
-                f"got {type(variable).__name__} as a local variable",
-                remedy="Pass variables, such as those in layer.trainable_variables, one by one.",
-            )
         if self._initial.are_given:
             raise ConfigError(
                 "got a local variable after the first step, in which it was shared",
                 remedy="Call register_local_var before training.",
             )
-        self._local[id(plain_variable(variable))] = variable
-
-    def _check_local(self) -> None:
-        if not self._local:
-            return
-        for one in _all_within(self._inner):
-            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
-            if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                joint = "a loss scale"
-            if joint:
-                raise ConfigError(
-                    f"has local variables, and {one.name} with {joint}: what it makes of all "
-                    "gradients together would differ between ranks, and shared weights with it",
-                    remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
-                    "what is local.",
-                )
-        trained = {id(plain_variable(variable)) for variable in self._inner._trainable_variables}
-        for key, variable in self._local.items():
-            if key not in trained:
-                raise ConfigError(
-                    f"got {bridge.path_of(variable)} as a local variable, which is not trained",
-                    remedy="Register variables of the model that this optimizer is applied to.",
-                )
+        self._local.add(variable)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """`apply` for pairs, as Keras's training step calls it; returns the step counter."""
@@ -339,8 +263,6 @@ class DistributedOptimizer(Wrapper):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
 
     def _is_formed(self) -> bool:
-        from ringreduce.communicator.process import is_initialized
-
         return self._communicator is not None or is_initialized()
 
     def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
@@ -351,25 +273,13 @@ class DistributedOptimizer(Wrapper):
         state = self.shared(self._inner.variables)
         return self._initial.give(self.shared([*every.values()]), gradients, self._ring(), state)
 
-    def _require_synchronized(self) -> None:
-        self._initial.require(self._ring())
-
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables` that are equal on all ranks: without local ones and their state.
 
         Args:
             variables: of the model or of the optimizer.
         """
-        if not self._local:
-            return list(variables)
-        trained = [*self._inner._trainable_variables, *self._local.values()]
-        state = set(map(id, self._inner.variables))
-        owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
-        return [
-            variable
-            for variable, owner in zip(variables, owners, strict=True)
-            if id(plain_variable(owner)) not in self._local
-        ]
+        return self._local.others_of(variables, self._inner)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -387,6 +297,20 @@ class DistributedOptimizer(Wrapper):
             )
         further = {} if custom_objects is None else {"custom_objects": custom_objects}
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
+
+    def around(self, inner: Any) -> DistributedOptimizer:
+        """Another with the same options, and the same local variables, around `inner`."""
+        if self._copied is not None:
+            raise ConfigError(
+                f"the copy of an optimizer ({self.name}) gets a loss scale before it is built, "
+                "and would lose its state",
+                remedy="Build it first, or copy an optimizer that has its LossScaleOptimizer "
+                "inside.",
+            )
+        other = DistributedOptimizer(inner, self._communicator, **self._options)
+        # The same object, since more may still be registered with the first.
+        other._local = self._local
+        return other
 
     def __reduce__(self) -> Any:
         if self._communicator is not None:
@@ -411,122 +335,6 @@ class DistributedOptimizer(Wrapper):
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self._inner!r}>"
-
-
-def broadcast_variables(
-    variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
-) -> None:
-    """Give `variables` on every rank the values they have on rank `root_rank`.
-
-    `DistributedOptimizer` does this by itself for what it trains; use it for what it does
-    not see, such as moving averages of normalization layers after loading them on one rank.
-
-    Args:
-        variables: `keras.Variable` or `tf.Variable`, the same on all ranks, such as
-            ``model.variables``. States of Keras's random generators are left as they are, or
-            ranks would draw the same numbers.
-        root_rank: the rank to copy from.
-        communicator: whose ranks; the process's default by default.
-
-    Raises:
-        MismatchError: the ranks' variables differ in number, shape or dtype.
-    """
-    bridge.broadcast_variables(
-        [variable for variable in variables if not is_seed_state(variable)],
-        communicator or default_communicator(),
-        root_rank,
-    )
-
-
-def build_optimizer_here(model: Any) -> None:
-    """Give the optimizer of a built model its variables, on this rank alone."""
-    optimizer = model.optimizer
-    if optimizer is None or optimizer.built:
-        return
-    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
-    build = getattr(optimizer, "build_inner", optimizer.build)
-    build(model.trainable_variables)
-
-
-def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
-    """Say so if nothing seems to average what `model` trains on."""
-    optimizer = model.optimizer
-    if communicator.size == 1 or optimizer is None or _is_distributed(optimizer):
-        return
-    _log.warning(
-        "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
-        "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
-        *(communicator.rank, communicator.size, where, optimizer.name),
-    )
-
-
-def _is_distributed(optimizer: Any) -> bool:
-    return isinstance(optimizer, DistributedOptimizer)
-
-
-def _like(optimizer: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
-    """Another with the same options, around `inner`."""
-    if optimizer._copied is not None:
-        raise ConfigError(
-            f"the copy of an optimizer ({optimizer.name}) gets a loss scale before it is built, "
-            "and would lose its state",
-            remedy="Build it first, or copy an optimizer that has its LossScaleOptimizer inside.",
-        )
-    other = DistributedOptimizer(inner, optimizer._communicator, **optimizer._options)
-    # The same, since whoever has the first may still register some with it.
-    other._local = optimizer._local
-    return other
-
-
-def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
-    """Of the variables that are trained the one an optimizer keeps `state` for; None: none."""
-
-    def prefix(owner: Any) -> str:
-        # Keras names the state after the whole path of what it is kept for.
-        path = getattr(owner, "path", str(owner.name).replace(":", "_"))
-        return f"{path.replace('/', '_')}_"
-
-    name = str(state.path).rpartition("/")[2]
-    # The longest, since another's name may go on where this one's ends.
-    owners = [owner for owner in trained if name.startswith(prefix(owner))]
-    return max(owners, key=lambda owner: len(prefix(owner)), default=None)
-
-
-def _refuse_unusable(inner: Any) -> None:
-    if isinstance(inner, DistributedOptimizer):
-        raise ConfigError(
-            f"got an optimizer that is already distributed ({inner.name})",
-            remedy="Wrap it once: a second average would only cost time.",
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ConfigError(
-            f"got {inner!r} to wrap, which is no Keras 3 optimizer",
-            remedy="Pass one, such as keras.optimizers.SGD(0.01).",
-        )
-    for one in _all_within(inner):
-        if steps := getattr(one, "gradient_accumulation_steps", None):
-            raise ConfigError(
-                f"got {one.name} with gradient_accumulation_steps={steps}: all ranks would "
-                "reduce in every step what it then adds up",
-                remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
-                "up first and reduces once.",
-            )
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1:
-        raise ConfigError(
-            f"is used inside a tf.distribute strategy of {replicas} replicas",
-            remedy="Use one or the other; a ringreduce worker is one replica.",
-        )
-
-
-def _all_within(optimizer: Any) -> list[Any]:
-    """An optimizer and those that it wraps."""
-    wrapped = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    found = [optimizer]
-    for one in wrapped:
-        if one is not None:
-            found += _all_within(one)
-    return found
 
 
 @lru_cache

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.initial import InitialValues
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ringreduce.tensorflow.accumulation import Kind, weighted
+from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
@@ -90,7 +89,7 @@ class DistributedGradientTape:
             "sparse_as_dense": sparse_as_dense,
         }
         # Made once only for its errors, so that they come where the mistake is.
-        bridge.GradientBridge(default_communicator, **self._options)
+        GradientBridge(**self._options)
 
     def __enter__(self) -> DistributedGradientTape:
         """Begin to record."""
@@ -140,9 +139,7 @@ class DistributedGradientTape:
         gradients = kept.initial.give(variables, gradients, ring)
         if (weight := weighting.current()) is not None:
             gradients = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in gradients]
-        means = kept.bridge(ring, self._options).mean(
-            gradients, paths, before=partial(kept.initial.require, ring)
-        )
+        means = kept.bridge(self._options).mean(ring, gradients, paths)
         return tf.nest.pack_sequence_as(own, means)
 
     def __getattr__(self, name: str) -> Any:
@@ -162,15 +159,13 @@ class _Kept:
     def __init__(self) -> None:
         self.initial = InitialValues()
         # By their options: bridges have the plans that ranks agreed on.
-        self._bridges: dict[tuple[Any, ...], bridge.GradientBridge] = {}
+        self._bridges: dict[tuple[Any, ...], GradientBridge] = {}
 
-    def bridge(self, communicator: Communicator, options: dict[str, Any]) -> bridge.GradientBridge:
+    def bridge(self, options: dict[str, Any]) -> GradientBridge:
         """The one bridge with these options."""
         key = tuple(options.values())
         if key not in self._bridges:
-            # Asked for only while a caller holds it, as `gradient` does.
-            reference: Any = weakref.ref(communicator)
-            self._bridges[key] = bridge.GradientBridge(reference, **options)
+            self._bridges[key] = GradientBridge(**options)
         return self._bridges[key]
 
 

@@ -6,6 +6,7 @@ rank has none left, the step is made within `step_weight`, and the optimizer ask
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,17 @@ from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Weight", "current", "exchanged", "step_weight", "using"]
+__all__ = ["Kind", "Weight", "current", "exchanged", "step_weight", "using", "weighted"]
+
+
+class Kind(enum.Enum):
+    """How a variable's gradients of several steps, and of all ranks, become one."""
+
+    MEAN = enum.auto()
+    # Of this rank alone.
+    LOCAL = enum.auto()
+    # For what is no gradient but a new value, such as the largest number seen.
+    MAXIMUM = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,18 @@ class Weight:
     def factor(self) -> Any:
         """By which to multiply, so that the plain mean over all ranks becomes the weighted one."""
         return tf.math.divide_no_nan(self.own, self.mean)
+
+
+def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
+    """`gradient` times `own`; what counts 0 is left out, even if it is NaN."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weighted(gradient.values, kind, own)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if kind is Kind.MAXIMUM:
+        return tf.where(own > 0, gradient, tf.constant(gradient.dtype.min, gradient.dtype))
+    return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))
 
 
 _local = threading.local()
@@ -116,7 +139,7 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
 
 
 def exchanged(own: Any, communicator: Communicator) -> Weight:
-    """The weight of a step, once all ranks have told theirs.
+    """The weight of a step, from those of all ranks.
 
     Collective, in a graph when it runs. Where no rank has any, the op, or eagerly this call,
     fails with `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that

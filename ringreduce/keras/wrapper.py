@@ -6,7 +6,8 @@ optimizer's, so that files are those of the plain one. A subclass says what is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import isfunction
 from typing import Any
 
 import keras
@@ -19,7 +20,7 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(keras.optimizers.Optimizer):
-    """Forwards everything to the optimizer it stands for; see `_stand_for`."""
+    """Forwards everything to the optimizer it stands for; see `_stand_for` and `_forwarding`."""
 
     # What a copy that is not built waits with.
     _copied: CopiedState | None
@@ -97,14 +98,6 @@ class Wrapper(keras.optimizers.Optimizer):
         scaling = self._inner if self._copied is None else self._copied.holder
         return scaling.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """As the inner optimizer does: overwrites variables with their averages, where used."""
-        self._inner.finalize_variable_values(var_list)
-
-    def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
-        """Refused, as by every optimizer on the TensorFlow backend."""
-        return self._inner.stateless_apply(*arguments, **options)
-
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's variables."""
         if self._copied is not None:
@@ -118,30 +111,6 @@ class Wrapper(keras.optimizers.Optimizer):
             super().load_own_variables(store)
         else:
             self._inner.load_own_variables(store)
-
-    def set_weights(self, weights: Any) -> None:
-        """Set the inner optimizer's variables."""
-        self._inner.set_weights(weights)
-
-    def add_variable(self, *arguments: Any, **options: Any) -> Any:
-        """Add a variable to the inner optimizer."""
-        return self._inner.add_variable(*arguments, **options)
-
-    def add_variable_from_reference(self, *arguments: Any, **options: Any) -> Any:
-        """Add a variable to the inner optimizer, like another."""
-        return self._inner.add_variable_from_reference(*arguments, **options)
-
-    def add_optimizer_variables(self, *arguments: Any, **options: Any) -> Any:
-        """Add variables to the inner optimizer, one for each of a list."""
-        return self._inner.add_optimizer_variables(*arguments, **options)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Tell the inner optimizer which variables not to decay; before it is built."""
-        self._inner.exclude_from_weight_decay(var_list, var_names)
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update one variable as the inner optimizer does; nothing is averaged."""
-        self._inner.update_step(gradient, variable, learning_rate)
 
     def get_config(self) -> dict[str, Any]:
         """The inner optimizer's configuration, from which its own class is made again."""
@@ -196,3 +165,23 @@ class Wrapper(keras.optimizers.Optimizer):
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_inner"], name)
+
+
+def _forwarding(method: str, base: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Wrapper, *arguments: Any, **options: Any) -> Any:
+        if "_inner" not in vars(self):  # Within the base's `__init__`.
+            return base(self, *arguments, **options)
+        return getattr(self._inner, method)(*arguments, **options)
+
+    forward.__name__ = method
+    forward.__doc__ = f"As `{method}` of the inner optimizer; nothing is averaged."
+    return forward
+
+
+# All that Keras's optimizers do and this class does not do differently: an inner optimizer may have
+# its own `_apply_weight_decay`, say, which asks what only it knows.
+for _base in keras.optimizers.Optimizer.__mro__:
+    if "optimizer" in _base.__module__:
+        for _name, _value in vars(_base).items():
+            if isfunction(_value) and not _name.startswith("__") and _name not in vars(Wrapper):
+                setattr(Wrapper, _name, _forwarding(_name, _value))

@@ -11,7 +11,7 @@ A step's gradients take one of three routes, with the same results to the last b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,13 +21,13 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
-from ringreduce.tensorflow.memory import Memory
 from ringreduce.tensorflow.native_route import NativeRoute
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan, can_pack
 from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow.plans import AgreedPlans
 from ringreduce.tensorflow.python_route import PythonRoute
-from ringreduce.tensorflow.reducer import AgreedPlans, Reducer
+from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean, as_tensors, merged
 from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
@@ -50,8 +50,6 @@ class GradientBridge:
     """Averages lists of gradients over all ranks.
 
     Args:
-        communicator: asked for when gradients first arrive, so that an optimizer can be made
-            before the ring is.
         bucket_bytes: about how much is reduced at a time.
         first_bytes: the same for the first bucket.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
@@ -64,18 +62,16 @@ class GradientBridge:
 
     def __init__(
         self,
-        communicator: Callable[[], Communicator],
         bucket_bytes: int,
         first_bytes: int | None = None,
         check_numerics: str = "off",
         compression: str = "none",
         sparse_as_dense: bool = False,
     ) -> None:
-        self._communicator = communicator
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
-        self._sparse, self._memory = SparseMean(self._numerics), Memory()
+        self._sparse = SparseMean(self._numerics)
         # Of the communicator that was used last.
         self._agreed: tuple[Communicator, AgreedPlans] | None = None
         # By the gradients, with their paths, and not by signature: errors name the paths.
@@ -85,9 +81,9 @@ class GradientBridge:
     @tf.autograph.experimental.do_not_convert
     def mean(
         self,
+        communicator: Communicator,
         gradients: Sequence[Any],
         paths: Sequence[str],
-        before: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
@@ -98,11 +94,10 @@ class GradientBridge:
         trace at other times.
 
         Args:
+            communicator: whose ranks.
             gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
                 order, shape, dtype and whether they are sparse; not in the rows those have.
             paths: a name for each, for messages.
-            before: called each time before they travel, in the thread that reduces them;
-                the same in every call.
 
         Raises:
             ConfigError: in a place where ranks could not all take part: inside a branch of
@@ -110,26 +105,28 @@ class GradientBridge:
             RingReduceError: eagerly, what went wrong; out of a graph when that is run
                 (`ringreduce.tensorflow.failures`).
         """
-        communicator = self._communicator()
-        given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         if communicator.size == 1:
-            return [merged(gradient) for gradient in given]
+            return [self.own(gradient) for gradient in gradients]
         refuse_unreachable_places(communicator)
         failures.watch(communicator)
+        given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         encoded = [self._codec.encode(gradient) for gradient in given]
-        plan, route = self._routed(communicator, encoded, paths, before)
+        plan, route = self._routed(communicator, encoded, paths)
         dense, sparse = route.mean(
             [encoded[index] for index in plan.present], [encoded[index] for index in plan.sparse]
         )
         means = dict(zip((*plan.present, *plan.sparse), (*dense, *sparse), strict=True))
         return [self._codec.decode(means.get(i), gradient) for i, gradient in enumerate(given)]
 
+    def own(self, gradient: Any) -> Any:
+        """A gradient of this rank alone, in the form that `mean` gives it; nothing travels."""
+        return merged(as_tensors(gradient, self._sparse_as_dense))
+
     def _routed(
         self,
         communicator: Communicator,
         gradients: Sequence[Any],
         paths: Sequence[str],
-        before: Callable[[], None],
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and the route that they take here; made once for each."""
         if self._agreed is None or self._agreed[0] is not communicator:
@@ -140,17 +137,17 @@ class GradientBridge:
         if (specs, way) not in self._routes:
             compiled_over = communicator.transport if way == "XLA" else None
             plan = self._plan(specs, gradients, compiled_over)
-            reducer = Reducer(communicator, plan, self._agreed[1], self._numerics, before)
+            reducer = BucketReducer(communicator, plan, self._agreed[1], self._numerics)
             present = [gradients[index] for index in plan.present]
             self._routes[specs, way] = plan, self._route(way, reducer, present)
         return self._routes[specs, way]
 
-    def _route(self, way: str, reducer: Reducer, present: Sequence[Any]) -> _Route:
+    def _route(self, way: str, reducer: BucketReducer, present: Sequence[Any]) -> _Route:
         if way == "XLA" and present:
             return XlaRoute(PackedPlan(reducer, present))
         if way == "graph" and can_pack(present) and ops.are_available():
             return NativeRoute(PackedPlan(reducer, present), self._sparse)
-        return PythonRoute(reducer, self._sparse, self._memory)
+        return PythonRoute(reducer, self._sparse)
 
     def _plan(
         self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None

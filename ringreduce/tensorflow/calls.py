@@ -46,10 +46,21 @@ def call(
     refuse_unreachable_places(communicator, what)
     if xla.is_compiling():
         return compiled.call(communicator, what, run, arguments, results)
-    dtypes = [dtype for _, dtype in results]
+
+    def as_op(*arrays: Any) -> Sequence[Any]:
+        try:
+            return run(*arrays)
+        except ValueError as error:
+            # Of a ValueError, such as a ConfigError, TensorFlow makes no UnknownError, which
+            # `ringreduce.tensorflow.failures` knows.
+            if communicator.failure is None:
+                raise
+            raise RuntimeError(str(error)) from error
+
     # On the CPU, where arguments from whatever device are copied to.
     with order.in_turn(communicator):
-        tensors = tf.numpy_function(run, arguments, dtypes, stateful=True)
+        dtypes = [dtype for _, dtype in results]
+        tensors = tf.numpy_function(as_op, arguments, dtypes, stateful=True)
     order.done(communicator, tensors)
     for tensor, (shape, _) in zip(tensors, results, strict=True):
         tensor.set_shape(shape)

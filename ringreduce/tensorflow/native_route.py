@@ -22,12 +22,7 @@ __all__ = ["NativeRoute"]
 
 
 class NativeRoute:
-    """One way for the gradients of one plan.
-
-    Args:
-        packed: the plan.
-        sparse: for its sparse gradients, which go between the starts and the waits.
-    """
+    """The route of one plan; its sparse gradients go between the starts and the waits."""
 
     def __init__(self, packed: PackedPlan, sparse: SparseMean) -> None:
         self._packed, self._sparse = packed, sparse

@@ -1,14 +1,14 @@
-"""Whose gradient is not a number: each rank looks at its own before the sum hides whose it was.
+"""Which rank's gradient is not finite: each rank looks at its own before they are added up.
 
-The sum over the ranks spreads one NaN to all of them, so the only time to tell is just before.
-Where a bad one ends training, each rank also looks at its share of the result, 1 / size of
-it, for the one case that nobody can see before: finite gradients whose sum overflows.
+The sum spreads one rank's NaN to all of them. Where a bad gradient ends training, each rank also
+looks at its share of the result, 1 / size of it: finite gradients may have a sum that overflows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.vocabulary.errors import ConfigError, NumericsError
 
-__all__ = ["MODES", "NumericsCheck"]
+__all__ = ["MODES", "BucketValues", "NumericsCheck", "RowValues"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,75 +49,14 @@ class NumericsCheck:
         self._step += 1
         self._is_bad = False
 
-    def check_own(
-        self, communicator: Communicator, plan: BucketPlan, bucket: int, values: np.ndarray
-    ) -> None:
-        """Look at this rank's `values` of a bucket, which are about to be reduced.
+    def check_own(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
+        """Look at this rank's `values`, which are about to be reduced.
 
         Raises:
             NumericsError: one is not finite, and the mode is to raise; on all ranks.
         """
-        if self._is_off() or (found := _find(plan, bucket, values, 0, values.size)) is None:
+        if self._mode == "off" or self._is_bad or (found := values.find(0, len(values))) is None:
             return
-        self._report_own(communicator, found)
-
-    def check_own_rows(
-        self, communicator: Communicator, spec: GradientSpec, indices: np.ndarray, rows: np.ndarray
-    ) -> None:
-        """Look at this rank's rows of a sparse gradient, which are about to be reduced.
-
-        Args:
-            communicator: whose rank.
-            spec: the gradient.
-            indices: shape (n,), where the rows belong.
-            rows: shape (n, ...), contiguous.
-
-        Raises:
-            As `check_own`.
-        """
-        if self._is_off() or (found := _find_in_rows(spec, indices, rows)) is None:
-            return
-        self._report_own(communicator, found)
-
-    def check_mean(
-        self, communicator: Communicator, plan: BucketPlan, bucket: int, values: np.ndarray
-    ) -> None:
-        """Look at this rank's share of the means in a bucket, if the mode is to raise.
-
-        Otherwise it could not be told from another rank's bad gradient, which that rank tells of;
-        and it costs nearly as much as looking at all of one's own.
-
-        Raises:
-            As `check_own`.
-        """
-        if self._mode != "raise":
-            return
-        bounds = chunk_bounds(values.size, communicator.size)
-        share = bounds[communicator.rank], bounds[communicator.rank + 1]
-        if (found := _find(plan, bucket, values, *share)) is None:
-            return
-        self._report_mean(communicator, found, values.dtype)
-
-    def check_mean_rows(
-        self, communicator: Communicator, spec: GradientSpec, indices: np.ndarray, rows: np.ndarray
-    ) -> None:
-        """Look at this rank's share of a sparse gradient's mean, if the mode is to raise.
-
-        Args:
-            communicator, spec, indices, rows: as for `check_own_rows`, but equal on all ranks.
-
-        Raises:
-            As `check_own`.
-        """
-        if self._mode != "raise":
-            return
-        bounds = chunk_bounds(len(indices), communicator.size)
-        share = slice(bounds[communicator.rank], bounds[communicator.rank + 1])
-        if (found := _find_in_rows(spec, indices[share], rows[share])) is None:
-            return
-        self._report_mean(communicator, found, rows.dtype)
-
-    def _report_own(self, communicator: Communicator, found: str) -> None:
         self._report(
             communicator,
             communicator.rank,
@@ -126,18 +65,28 @@ class NumericsCheck:
             "logarithm of, and at the learning rate.",
         )
 
-    def _report_mean(self, communicator: Communicator, found: str, dtype: np.dtype) -> None:
-        self._report(
-            communicator,
-            None,
-            # Another rank's that was not would have ended this step before it was added.
-            f"has {found} as the mean of all ranks' gradients in step {self._step}, though each "
-            f"rank's was finite: their sum overflows {dtype.name}",
-            "Look at the learning rate, and clip what grows.",
-        )
+    def check_mean(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
+        """Look at this rank's share of the means in `values`, if the mode is to raise.
 
-    def _is_off(self) -> bool:
-        return self._mode == "off" or self._is_bad
+        In other modes it would be another rank's bad gradient, which that rank reports; and it
+        costs nearly as much as looking at this rank's own.
+
+        Raises:
+            NumericsError: one is not finite; on all ranks.
+        """
+        if self._mode != "raise":
+            return
+        bounds = chunk_bounds(len(values), communicator.size)
+        found = values.find(bounds[communicator.rank], bounds[communicator.rank + 1])
+        if found is not None:
+            self._report(
+                communicator,
+                None,
+                # A gradient that was not finite would have ended this step before it was added.
+                f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
+                f"each rank's was finite: their sum overflows {values.dtype.name}",
+                "Look at the learning rate, and clip what grows.",
+            )
 
     def _report(self, communicator: Communicator, peer: int | None, what: str, remedy: str) -> None:
         self._is_bad = True
@@ -159,31 +108,76 @@ class NumericsCheck:
             )
 
 
-def _find(plan: BucketPlan, bucket: int, values: np.ndarray, start: int, end: int) -> str | None:
-    """The first value from `start` to `end` that is not finite, and where: for people."""
-    if kernels.first_nonfinite(values[start:end]) < 0:
+@dataclass(frozen=True)
+class BucketValues:
+    """The elements of a bucket.
+
+    Attributes:
+        plan: the bucket's.
+        bucket: its place there.
+        values: shape (count,).
+    """
+
+    plan: BucketPlan
+    bucket: int
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        """How many elements there are."""
+        return self.values.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of an element."""
+        return self.values.dtype
+
+    def find(self, start: int, end: int) -> str | None:
+        """The first element from `start` to `end` that is not finite, and where: for people."""
+        if kernels.first_nonfinite(self.values[start:end]) < 0:
+            return None
+        # Rarely: now gradient by gradient, since what lies between them does not count.
+        for slot in self.plan.buckets[self.bucket].slots:
+            first = max(start, slot.start)
+            last = max(first, min(end, slot.start + slot.count))
+            index = kernels.first_nonfinite(self.values[first:last])
+            if index >= 0:
+                spec = self.plan.gradients[slot.gradient]
+                place = np.unravel_index(first + index - slot.start, spec.shape)
+                return _described(self.values[first + index], place, spec)
         return None
-    # Rarely: now gradient by gradient, since what lies between them does not count.
-    for slot in plan.buckets[bucket].slots:
-        first = max(start, slot.start)
-        index = kernels.first_nonfinite(
-            values[first : max(first, min(end, slot.start + slot.count))]
-        )
-        if index >= 0:
-            spec = plan.gradients[slot.gradient]
-            place = np.unravel_index(first + index - slot.start, spec.shape)
-            return _described(values[first + index], place, spec)
-    return None
 
 
-def _find_in_rows(spec: GradientSpec, indices: np.ndarray, rows: np.ndarray) -> str | None:
-    """The same for a sparse gradient: the place is that in the whole."""
-    flat = rows.reshape(-1)
-    index = kernels.first_nonfinite(flat)
-    if index < 0:
-        return None
-    row, *within = np.unravel_index(index, rows.shape)
-    return _described(flat[index], (indices[row], *within), spec)
+@dataclass(frozen=True)
+class RowValues:
+    """Rows of a sparse gradient.
+
+    Attributes:
+        spec: the gradient.
+        indices: shape (n,), where the rows belong.
+        rows: shape (n, ...), contiguous.
+    """
+
+    spec: GradientSpec
+    indices: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.indices)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of an element."""
+        return self.rows.dtype
+
+    def find(self, start: int, end: int) -> str | None:
+        """The first element of rows `start` to `end` that is not finite, and where in the whole."""
+        rows = self.rows[start:end]
+        index = kernels.first_nonfinite(rows.reshape(-1))
+        if index < 0:
+            return None
+        row, *within = np.unravel_index(index, rows.shape)
+        return _described(rows.reshape(-1)[index], (self.indices[start + row], *within), self.spec)
 
 
 def _described(value: Any, place: Sequence[Any], spec: GradientSpec) -> str:

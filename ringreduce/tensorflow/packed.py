@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.effects.handoff import BucketItem, Layout
-from ringreduce.tensorflow.reducer import Reducer
+from ringreduce.tensorflow.reducer import BucketReducer
 
 __all__ = ["PackedPlan", "can_pack"]
 
@@ -41,7 +41,7 @@ class PackedPlan:
         number: of the plan in the handoff queue.
     """
 
-    def __init__(self, reducer: Reducer, present: Sequence[Any]) -> None:
+    def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
         self.plan, self.communicator = reducer.plan, reducer.communicator
         buckets = self.plan.buckets
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}

@@ -3,8 +3,7 @@
 The step waits for it. One function and not one per bucket: stateful ops run in program order, so
 more would not overlap, and each that blocks holds a thread that another may need.
 
-The means are views of the bucket's memory, which TensorFlow may keep as long as it likes. So that
-memory is used again only when nothing refers to it any more (`ringreduce.tensorflow.memory`).
+The means are views of a bucket's memory, which is TensorFlow's from then on.
 """
 
 from __future__ import annotations
@@ -16,25 +15,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.memory import Memory
-from ringreduce.tensorflow.reducer import Reducer
+from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean
 
 __all__ = ["PythonRoute"]
 
 
 class PythonRoute:
-    """One way for the gradients of one plan.
+    """The route of one plan."""
 
-    Args:
-        reducer: of the plan.
-        sparse: for its sparse gradients.
-        memory: for the buckets.
-    """
-
-    def __init__(self, reducer: Reducer, sparse: SparseMean, memory: Memory) -> None:
-        self._reducer, self._sparse, self._memory = reducer, sparse, memory
+    def __init__(self, reducer: BucketReducer, sparse: SparseMean) -> None:
+        self._reducer, self._sparse = reducer, sparse
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The means of the plan's dense gradients, and of its sparse ones, in their order."""
@@ -67,15 +60,18 @@ class PythonRoute:
         means: dict[int, np.ndarray] = {}
         for number, bucket in enumerate(plan.buckets):
             dtype = by_gradient[bucket.slots[0].gradient].dtype
-            memory = self._memory.take(bucket.count * dtype.itemsize).view(dtype)
-            filled = 0
-            for slot in bucket.slots:
-                memory[filled : slot.start] = 0  # Padding travels too; it must be a number.
-                filled = slot.start + slot.count
-                memory[slot.start : filled] = by_gradient[slot.gradient].reshape(-1)
-            memory[filled:] = 0
+            memory = _aligned(bucket.count * dtype.itemsize).view(dtype)
+            views = [memory[slot.start : slot.start + slot.count] for slot in bucket.slots]
+            for slot, view in zip(bucket.slots, views, strict=True):
+                view[:] = by_gradient[slot.gradient].reshape(-1)
             self._reducer.reduce(number, memory)
-            for slot in bucket.slots:
-                view = memory[slot.start : slot.start + slot.count]
+            for slot, view in zip(bucket.slots, views, strict=True):
                 means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
         return [means[index] for index in plan.present]
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Zeros, since padding travels too; TensorFlow would copy what is not aligned."""
+    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -whole.__array_interface__["data"][0] % ALIGNMENT
+    return whole[start : start + nbytes]

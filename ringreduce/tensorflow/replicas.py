@@ -16,36 +16,40 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.variables import path_of, value_of
 
 __all__ = ["verify_replicas"]
 
 
-def verify_replicas(variables: Sequence[Any], communicator: Communicator) -> None:
+def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
     """Return if every rank holds the same values of `variables`, to the last bit.
 
-    Reads all of them, at about 1 GB/s, and sends 8 bytes; more only where something differs.
+    Collective: all ranks must call it at the same place. Hashes every variable (about 1 GB/s) and
+    sends 8 bytes; more only where something differs.
 
     Args:
-        variables: `tf.Variable` or `keras.Variable`, in the same order on all ranks.
-        communicator: whose ranks.
+        variables: `keras.Variable` or `tf.Variable`, in the same order on all ranks, such as
+            ``model.trainable_variables``. Leave out what may differ: states of random generators,
+            and moving averages of normalization layers, which follow each rank's own data.
+        communicator: whose ranks; the process's default by default.
 
     Raises:
-        MismatchError: dtype, shape or a value of one differs, or their number; on all ranks.
-            The text names the first such variable, and the ranks that differ from the majority
-            (where there is none, from rank 0). The communicator is broken by it.
+        MismatchError: they differ; on all ranks. The text names the first variable that does, and
+            the ranks that differ from the majority, or from rank 0 where there is none.
     """
-    if communicator.size == 1:
+    ring = communicator or default_communicator()
+    if ring.size == 1:
         return
     own = np.array([_hash_of(variable) for variable in variables], np.int64)
     # A sum with zeros: one short exchange, where an all-gather makes two.
-    together = np.zeros(communicator.size, np.int64)
-    together[communicator.rank] = _as_number(hashlib.blake2b(own.tobytes(), digest_size=8))
-    if len(set(communicator.all_reduce(together).tolist())) == 1:
+    together = np.zeros(ring.size, np.int64)
+    together[ring.rank] = _as_number(hashlib.blake2b(own.tobytes(), digest_size=8))
+    if len(set(ring.all_reduce(together).tolist())) == 1:
         return
     # All ranks have seen that, so all of them go on here.
-    agree(communicator, own.tolist(), partial(_difference, variables), "verify_replicas")
+    agree(ring, own.tolist(), partial(_difference, variables), "verify_replicas")
 
 
 def _difference(variables: Sequence[Any], gathered: list[list[int]]) -> Difference:

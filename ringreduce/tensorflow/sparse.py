@@ -30,8 +30,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
 from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.memory import Memory
-from ringreduce.tensorflow.numerics import NumericsCheck
+from ringreduce.tensorflow.numerics import NumericsCheck, RowValues
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
@@ -134,7 +133,6 @@ class SparseMean:
 
     def __init__(self, numerics: NumericsCheck) -> None:
         self._numerics = numerics
-        self._memory = Memory()
 
     def mean(
         self, communicator: Communicator, plan: BucketPlan, slices: Sequence[tf.IndexedSlices]
@@ -198,7 +196,7 @@ class SparseMean:
             for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
         ]
         for spec, (indices, rows) in zip(specs, own, strict=True):
-            self._numerics.check_own_rows(communicator, spec, indices, _shaped(rows, spec))
+            self._numerics.check_own(communicator, RowValues(spec, indices, _shaped(rows, spec)))
         # Everybody's numbers of rows: as a sum, since only reductions check a signature.
         counts = np.zeros((communicator.size, len(own)), np.int64)
         counts[communicator.rank] = [len(indices) for indices, _ in own]
@@ -215,7 +213,7 @@ class SparseMean:
             else:
                 indices, rows = self._mean_of_tables(communicator, plan, spec, own[place])
             values = _shaped(rows, spec)
-            self._numerics.check_mean_rows(communicator, spec, indices, values)
+            self._numerics.check_mean(communicator, RowValues(spec, indices, values))
             means += indices.astype(arrays[2 * place].dtype, copy=False), values
         return means
 
@@ -224,9 +222,7 @@ class SparseMean:
     ) -> _Rows:
         """All rows of the table, reduced as a dense gradient."""
         indices, rows = own
-        shape = spec.shape[0], rows.shape[1]
-        table = self._memory.take(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
-        table[...] = 0
+        table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
         table[indices] = rows
         communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
         return np.arange(spec.shape[0]), table

@@ -16,11 +16,7 @@ __all__ = ["XlaRoute"]
 
 
 class XlaRoute:
-    """One way for the gradients of one plan.
-
-    Args:
-        packed: the plan; all its gradients are dense.
-    """
+    """The route of one plan, whose gradients are all dense."""
 
     def __init__(self, packed: PackedPlan) -> None:
         self._packed = packed

@@ -451,6 +451,15 @@ def test_variables_are_added_to_the_inner_optimizer():
     assert [any(v is w for w in inner.variables) for v in added] == [True] * 3
 
 
+def test_weights_decay_as_an_optimizer_decays_them_itself():
+    """Muon asks in there what only it knows."""
+    kernel = keras.Variable(np.ones((2, 2)), name="kernel")
+    optimizer = rr.DistributedOptimizer(optimizers.Muon(0.5, weight_decay=0.25))
+    optimizer.build([kernel])
+    optimizer._apply_weight_decay([kernel])
+    assert kernel.numpy().tolist() == [[0.875, 0.875], [0.875, 0.875]]
+
+
 def test_repr_names_both():
     text = repr(rr.DistributedOptimizer(optimizers.SGD(0.5)))
     assert text.startswith("<DistributedOptimizer of <keras.")

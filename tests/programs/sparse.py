@@ -122,7 +122,7 @@ def run(case, *steps):
     """Reduce each of `steps`, lists of gradients of the same kinds, by every way."""
     for way, used in WAYS.items():
         bridge.ops = used
-        made = GradientBridge(lambda: comm, 1 << 20)
+        made = GradientBridge(1 << 20)
         paths = [f"variable {number}" for number in range(len(steps[0]))]
 
         def step(*parts, made=made, paths=paths):
@@ -132,7 +132,7 @@ def run(case, *steps):
                 count = len(kind.specs())
                 gradients.append(kind.made_of(*remaining[:count]))
                 del remaining[:count]
-            means = made.mean(gradients, paths)
+            means = made.mean(comm, gradients, paths)
             for kind, mean in zip(steps[0], means, strict=True):
                 if isinstance(kind, Sparse):
                     assert mean.values.shape[1:] == kind.shape[1:]
@@ -209,19 +209,19 @@ def accumulates_in_float32():
         tf.constant([2, 2, 2]),
         tf.constant([90, 1]),
     )
-    [mean] = GradientBridge(lambda: comm, 1 << 20).mean([gradient], ["v"])
+    [mean] = GradientBridge(1 << 20).mean(comm, [gradient], ["v"])
     say("accumulation", sum=float(tf.reduce_sum(tf.cast(mean.values, tf.float32))))
 
 
 def retraces_at_different_steps():
     """A batch of another length makes a rank trace again when the others do not."""
-    made = GradientBridge(lambda: comm, 1 << 20)
+    made = GradientBridge(1 << 20)
 
     @tf.function
     def step(indices):
         values = tf.ones((len(indices), 2)) * SIZE
         gradient = tf.IndexedSlices(values, indices, tf.constant([100, 2]))
-        means = made.mean([tf.ones(3), gradient], ["dense", "sparse"])
+        means = made.mean(comm, [tf.ones(3), gradient], ["dense", "sparse"])
         return tf.convert_to_tensor(means[1])
 
     results = []
@@ -236,7 +236,7 @@ def retraces_at_different_steps():
 
 def in_a_loop_of_one_function():
     """Steps within a while loop of the graph, as with ``steps_per_execution``."""
-    made = GradientBridge(lambda: comm, 1 << 20)
+    made = GradientBridge(1 << 20)
 
     @tf.function
     def steps():
@@ -244,7 +244,7 @@ def in_a_loop_of_one_function():
         for number in tf.range(4):
             indices = tf.stack([number, number, number + 10 + comm.rank])
             gradient = tf.IndexedSlices(tf.ones((3, 2)) * SIZE, indices, tf.constant([50, 2]))
-            means = made.mean([tf.ones(3), gradient], ["dense", "sparse"])
+            means = made.mean(comm, [tf.ones(3), gradient], ["dense", "sparse"])
             table += tf.convert_to_tensor(means[1])
             table.set_shape((50, 2))
         return table
@@ -335,14 +335,14 @@ def repeated_rows():
 
 def sparse_on_one_rank_only():
     """Must come last: it breaks the ring."""
-    made = GradientBridge(lambda: comm, 1 << 20)
+    made = GradientBridge(1 << 20)
 
     @tf.function
     def step():
         gradient = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([9, 2]))
         if comm.rank == 0:
             gradient = tf.convert_to_tensor(gradient)
-        return made.mean([tf.ones(3), gradient], ["kernel", "table"])[0]
+        return made.mean(comm, [tf.ones(3), gradient], ["kernel", "table"])[0]
 
     try:
         step()

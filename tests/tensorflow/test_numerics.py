@@ -36,10 +36,10 @@ def run(
     """What each rank raised, or the means of its last step."""
 
     def work(comm: Communicator) -> Any:
-        made = GradientBridge(lambda: comm, bucket_bytes, check_numerics=mode)
+        made = GradientBridge(bucket_bytes, check_numerics=mode)
         try:
             for bad in steps:
-                means = made.mean(gradients(comm.rank, bad), PATHS)
+                means = made.mean(comm, gradients(comm.rank, bad), PATHS)
         except NumericsError as error:
             assert comm.failure is not None
             return error
@@ -120,9 +120,9 @@ def test_ranks_whose_own_gradients_are_finite_do_not_warn(caplog):
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
 def test_means_of_large_halves_are_finite(dtype):
     def work(comm: Communicator) -> Any:
-        made = GradientBridge(lambda: comm, 1 << 20, check_numerics="raise")
+        made = GradientBridge(1 << 20, check_numerics="raise")
         largest = tf.fill((50,), tf.cast(60000.0, dtype))
-        return made.mean([largest], ["large"])[0]
+        return made.mean(comm, [largest], ["large"])[0]
 
     for mean in ring_of_threads(2, work):
         assert bool(tf.reduce_all(tf.math.is_finite(tf.cast(mean, tf.float32))))
@@ -130,7 +130,7 @@ def test_means_of_large_halves_are_finite(dtype):
 
 def test_what_lies_between_the_gradients_of_a_bucket_does_not_count():
     from ringreduce.pure.buckets import BucketPlan, GradientSpec
-    from ringreduce.tensorflow.numerics import NumericsCheck
+    from ringreduce.tensorflow.numerics import BucketValues, NumericsCheck
 
     specs = [GradientSpec(path, (3,), "float32") for path in ("one", "other")]
     plan = BucketPlan.make(specs, {"float32": 4}, 1 << 20)
@@ -140,12 +140,12 @@ def test_what_lies_between_the_gradients_of_a_bucket_does_not_count():
         values[slot.start : slot.start + slot.count] = 1.0
     check = NumericsCheck("raise")
     check.begin_step()
-    check.check_own(None, plan, 0, values)  # type: ignore[arg-type]  not asked when all is well
+    check.check_own(None, BucketValues(plan, 0, values))  # type: ignore[arg-type]  not asked here
 
 
 def test_another_mode_is_refused():
     with pytest.raises(ConfigError, match="check_numerics is 'maybe'; accepted: warn, raise, off"):
-        GradientBridge(lambda: None, 1, check_numerics="maybe")  # type: ignore[arg-type,return-value]
+        GradientBridge(1, check_numerics="maybe")
 
 
 POISONED = """

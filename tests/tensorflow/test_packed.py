@@ -26,8 +26,8 @@ paths = [f"variable {number}" for number in range(len(SHAPES))]
 def through_graph(gradients, native, **options):
     '''Means of `gradients` by a fresh bridge, in a function, twice: memory is used again.'''
     bridge.ops = ops if native else NoOps
-    made = GradientBridge(lambda: ring, 4096, 256)
-    step = tf.function(lambda *parts: made.mean(list(parts), paths))
+    made = GradientBridge(4096, 256)
+    step = tf.function(lambda *parts: made.mean(ring, list(parts), paths))
     first, again = step(*gradients), step(*gradients)
     assert all(bool(tf.reduce_all(a == b)) for a, b in zip(first, again))
     used = any(op.type == "RingreduceWait" for op in
@@ -71,12 +71,12 @@ hold()
 
 def test_gradients_of_several_dtypes_and_none_travel_in_one_step(tmp_path: Path) -> None:
     program = """
-made = GradientBridge(lambda: ring, 1 << 20)
+made = GradientBridge(1 << 20)
 
 @tf.function
 def step(x):
     parts = [x, None, tf.cast(x, tf.float16), tf.cast(x, tf.float64)]
-    return [m for m in made.mean(parts, ["a", "b", "c", "d"]) if m is not None]
+    return [m for m in made.mean(ring, parts, ["a", "b", "c", "d"]) if m is not None]
 
 for number in range(3):
     means = step(tf.ones(5) * (RANK + number))
@@ -94,9 +94,9 @@ hold()
 
 def test_graph_whose_optimizer_has_gone_says_so(tmp_path: Path) -> None:
     program = """
-made = GradientBridge(lambda: ring, 1 << 20)
+made = GradientBridge(1 << 20)
 concrete = tf.function(
-    lambda x: made.mean([x], ["a"])
+    lambda x: made.mean(ring, [x], ["a"])
 ).get_concrete_function(tf.TensorSpec([3], tf.float32))
 concrete(tf.ones(3))
 memory = ring._engine._plans

@@ -10,7 +10,7 @@ from ringreduce.keras.callbacks.learning_rate import (
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.stopping import StopTogether
 from ringreduce.keras.callbacks.together import Together
-from ringreduce.keras.callbacks.verify import VerifyReplicas, verify_replicas
+from ringreduce.keras.callbacks.verify import VerifyReplicas
 
 __all__ = [
     "Broadcast",
@@ -26,7 +26,6 @@ __all__ = [
     "Together",
     "VerifyReplicas",
     "linear_scaling",
-    "verify_replicas",
 ]
 
 # Horovod's names, so that its users' programs need only another import.

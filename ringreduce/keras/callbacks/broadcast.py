@@ -11,7 +11,7 @@ import numpy as np
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.optimizer import build_optimizer_here
+from ringreduce.keras.wrappable import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -23,8 +23,8 @@ class Broadcast(keras.callbacks.Callback):
 
     `DistributedOptimizer` does this by itself, from rank 0, for trainable weights and the
     optimizer. Use this for another root, for moving averages and other weights that are not
-    trained, and for training that begins anew after one rank has loaded something. States of
-    random generators are left alone, so that ranks do not draw the same numbers.
+    trained, and after one rank has loaded something. States of random generators stay different,
+    so that ranks do not draw the same numbers.
 
     An optimizer that is not built is built. A model that is not has no weights before its
     first batch; it gets them after that, and then only from rank 0.

@@ -15,8 +15,8 @@ from ringreduce.keras.callbacks.forwarding import Forwarding, OnRankZero, checke
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.stopping import StopTogether
-from ringreduce.keras.optimizer import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.callbacks.broadcast import shared_state
+from ringreduce.tensorflow import verify_replicas
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["VerifyReplicas", "verify_replicas"]
-
-
-def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
-    """Return if every rank holds the same values of `variables`, to the last bit.
-
-    Collective: all ranks must call it at the same place. Hashes every variable (about 1 GB/s) and
-    sends 8 bytes; more only where something differs.
-
-    Args:
-        variables: `keras.Variable` or `tf.Variable`, in the same order on all ranks, such as
-            ``model.trainable_variables``. Leave out what may differ: states of random generators,
-            and moving averages of normalization layers, which follow each rank's own data.
-        communicator: whose ranks; the process's default by default.
-
-    Raises:
-        MismatchError: they differ; on all ranks. The text names the first variable that does, and
-            the ranks that differ from the majority, or from rank 0 where there is none.
-    """
-    bridge.verify_replicas(variables, communicator or default_communicator())
+__all__ = ["VerifyReplicas"]
 
 
 class VerifyReplicas(keras.callbacks.Callback):

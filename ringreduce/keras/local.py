@@ -1,0 +1,100 @@
+"""Variables that every rank keeps to itself, and what an optimizer keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.keras.initial import plain_variable
+from ringreduce.keras.wrappable import all_within
+from ringreduce.tensorflow import path_of
+from ringreduce.vocabulary.errors import ConfigError
+
+__all__ = ["LocalVariables"]
+
+
+class LocalVariables:
+    """Neither values nor gradients of these are shared."""
+
+    def __init__(self) -> None:
+        # By identity, since variables compare by value.
+        self._variables: dict[int, Any] = {}
+
+    def __contains__(self, variable: Any) -> bool:
+        """Whether `variable` is one of them."""
+        return id(plain_variable(variable)) in self._variables
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._variables)
+
+    def add(self, variable: Any) -> None:
+        """Make `variable` one of them.
+
+        Raises:
+            ConfigError: it is none of Keras's or TensorFlow's.
+        """
+        if not isinstance(variable, (keras.Variable, tf.Variable)):
+            raise ConfigError(
+                f"got {type(variable).__name__} as a local variable",
+                remedy="Pass variables, such as those in layer.trainable_variables, one by one.",
+            )
+        self._variables[id(plain_variable(variable))] = variable
+
+    def check(self, inner: Any) -> None:
+        """Return if `inner`, an optimizer that is built, can train them apart from the others.
+
+        Raises:
+            ConfigError: it does something with all gradients together, or does not train one.
+        """
+        if not self._variables:
+            return
+        for one in all_within(inner):
+            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
+            if isinstance(one, keras.optimizers.LossScaleOptimizer):
+                joint = "a loss scale"
+            if joint:
+                raise ConfigError(
+                    f"has local variables, and {one.name} with {joint}: what it makes of all "
+                    "gradients together would differ between ranks, and shared weights with it",
+                    remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
+                    "what is local.",
+                )
+        trained = {id(plain_variable(variable)) for variable in inner._trainable_variables}
+        for key, variable in self._variables.items():
+            if key not in trained:
+                raise ConfigError(
+                    f"got {path_of(variable)} as a local variable, which is not trained",
+                    remedy="Register variables of the model that this optimizer is applied to.",
+                )
+
+    def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
+        """`variables` without these, and without what `inner` keeps for these.
+
+        Args:
+            variables: of the model, or of `inner`, the optimizer that trains it.
+            inner: the optimizer.
+        """
+        if not self._variables:
+            return list(variables)
+        trained = [*inner._trainable_variables, *self._variables.values()]
+        state = set(map(id, inner.variables))
+        owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
+        return [v for v, owner in zip(variables, owners, strict=True) if owner not in self]
+
+
+def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
+    """Of the variables that are trained the one an optimizer keeps `state` for; None: none."""
+
+    def prefix(owner: Any) -> str:
+        # Keras names the state after the whole path of what it is kept for.
+        path = getattr(owner, "path", str(owner.name).replace(":", "_"))
+        return f"{path.replace('/', '_')}_"
+
+    name = str(state.path).rpartition("/")[2]
+    # The longest, since another's name may go on where this one's ends.
+    owners = [owner for owner in trained if name.startswith(prefix(owner))]
+    return max(owners, key=lambda owner: len(prefix(owner)), default=None)

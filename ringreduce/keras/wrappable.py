@@ -1,0 +1,82 @@
+"""Which optimizers can be wrapped, and which models train with one that should be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.wrapper import Wrapper
+from ringreduce.vocabulary.errors import ConfigError
+
+__all__ = ["all_within", "build_optimizer_here", "refuse_unusable", "warn_of_plain_optimizer"]
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_unusable(inner: Any) -> None:
+    """Return if gradients can be reduced for the optimizer `inner`, here.
+
+    Raises:
+        ConfigError: it is none of Keras's, is wrapped already, or adds up gradients by itself; or a
+            `tf.distribute` strategy of several replicas is active.
+    """
+    if isinstance(inner, Wrapper):
+        raise ConfigError(
+            f"got an optimizer that is already distributed ({inner.name})",
+            remedy="Wrap it once: a second average would only cost time.",
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"got {inner!r} to wrap, which is no Keras 3 optimizer",
+            remedy="Pass one, such as keras.optimizers.SGD(0.01).",
+        )
+    for one in all_within(inner):
+        if steps := getattr(one, "gradient_accumulation_steps", None):
+            raise ConfigError(
+                f"got {one.name} with gradient_accumulation_steps={steps}: all ranks would "
+                "reduce in every step what it then adds up",
+                remedy="Leave that out and pass accumulate_steps to DistributedOptimizer: it adds "
+                "up first and reduces once.",
+            )
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1:
+        raise ConfigError(
+            f"is used inside a tf.distribute strategy of {replicas} replicas",
+            remedy="Use one or the other; a ringreduce worker is one replica.",
+        )
+
+
+def all_within(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it wraps."""
+    wrapped = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    found = [optimizer]
+    for one in wrapped:
+        if one is not None:
+            found += all_within(one)
+    return found
+
+
+def build_optimizer_here(model: Any) -> None:
+    """Give the optimizer of a built model its variables, on this rank alone."""
+    optimizer = model.optimizer
+    if optimizer is None or optimizer.built:
+        return
+    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
+    build = getattr(optimizer, "build_inner", optimizer.build)
+    build(model.trainable_variables)
+
+
+def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
+    """Say so if nothing seems to average what `model` trains on."""
+    optimizer = model.optimizer
+    if communicator.size == 1 or optimizer is None or isinstance(optimizer, Wrapper):
+        return
+    _log.warning(
+        "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
+        "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
+        *(communicator.rank, communicator.size, where, optimizer.name),
+    )

@@ -1,0 +1,112 @@
+"""Which bucket plans the ranks have compared, and in what they differ where they do not agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
+from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.vocabulary.errors import MismatchError
+
+__all__ = ["AgreedPlans"]
+
+_OPERATION = "gradient reduction"
+_REMEDY = (
+    "All ranks must compute gradients for the same variables in each step: look for code that "
+    "depends on the rank or on the data."
+)
+
+
+class AgreedPlans:
+    """The plans that the ranks of a communicator have compared and found alike.
+
+    Args:
+        communicator: asks `explain` when ranks are seen to be in different calls. It keeps only a
+            weak reference.
+        bucket_bytes: what the plans were made with, for messages.
+    """
+
+    def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._plans: dict[int, BucketPlan] = {}
+        self._latest: BucketPlan | None = None
+        self._comparing: BucketPlan | None = None
+        communicator.explain_with(self.explain)
+
+    def require(self, communicator: Communicator, plan: BucketPlan) -> None:
+        """Compare a plan with that of every rank, before its first use.
+
+        Raises:
+            MismatchError: they differ; on all ranks.
+        """
+        if plan.signature in self._plans:
+            return
+        own: dict[str, Any] = {
+            "gradients": [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients],
+            "signature": plan.signature,
+            "buckets": f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})",
+        }
+
+        def compare(gathered: list[dict[str, Any]]) -> Difference | None:
+            for peer, theirs in enumerate(gathered):
+                specs = [
+                    GradientSpec(path, tuple(shape), *rest)
+                    for path, shape, *rest in theirs["gradients"]
+                ]
+                what, found = "gradients", first_difference(plan.gradients, specs)
+                if found is None and theirs["signature"] != plan.signature:
+                    what = "buckets of gradients"
+                    found = own["buckets"], theirs["buckets"]
+                if found is not None:
+                    text = f"has other {what} than rank {peer}: here {found[0]}; there {found[1]}"
+                    return Difference(peer, text, _REMEDY)
+            return None
+
+        self._comparing = plan
+        try:
+            agree(communicator, own, compare, _OPERATION, signature_of("gradients"))
+        finally:
+            self._comparing = None
+        self._plans[plan.signature] = self._latest = plan
+
+    def explain(self, error: MismatchError) -> MismatchError | None:
+        """What `error`, of ranks in different calls, means for gradients; None: nothing."""
+        if self._comparing is not None and self._latest is not None:
+            # The others go on with the plan of the step before: only this rank's changed.
+            if (found := _difference(self._comparing, self._latest)) is None:
+                return None
+            text = (
+                f"has gradients that changed since the last step, from {found[1]} to {found[0]}, "
+                f"while rank {error.peer} goes on as before"
+            )
+        else:
+            # All have used both plans before, and do not now use the same.
+            ours, theirs = map(self._plans.get, error.signatures)
+            if ours is None or theirs is None or ours is theirs:
+                return None
+            here, there = _difference(ours, theirs) or _buckets(ours, theirs)
+            text = (
+                f"has other gradients than rank {error.peer} in this step: here {here}; "
+                f"there {there}"
+            )
+        return MismatchError(
+            text,
+            rank=error.rank,
+            size=error.size,
+            peer=error.peer,
+            operation=_OPERATION,
+            remedy=_REMEDY,
+        )
+
+
+def _difference(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str] | None:
+    found = first_difference(ours.gradients, theirs.gradients)
+    if found is None and ours.compiled != theirs.compiled:
+        found = _buckets(ours, theirs)
+    return found
+
+
+def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
+    return ours.describe_buckets(), theirs.describe_buckets()
