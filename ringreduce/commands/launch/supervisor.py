@@ -74,8 +74,8 @@ def run(
     with job.signals(), guard:
         try:
             if "log_dir" in choices:
-                folder = Path(choices["log_dir"]).absolute()
-                choices["log_dir"] = str(folder)
+                folder = Path(choices["log_dir"])
+                choices["log_dir"] = str(folder.absolute())
                 screen.keep(folder)
             job.start(command, size, threads or default_threads(size), choices)
             job.watch()
