@@ -52,7 +52,7 @@ check: $(VENV)/.installed
 	$(QUICK) $(PYTEST) $(IN_TWO) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
 
 # Further sizes and combinations, other random examples; faults in fresh processes and in real time.
-FAULTS := tests/communicator tests/transport tests/engine/test_watch.py
+FAULTS := tests/communicator tests/transport
 
 check-full: $(VENV)/.installed
 	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) $(IN_TWO) -m full || $(PYTEST) -m full $(AGAIN)

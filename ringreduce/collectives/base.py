@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ringreduce.pure.liveness import Flow
 from ringreduce.pure.wire import Kind
-from ringreduce.transport.base import Flow, Traffic
+from ringreduce.transport.base import Reach, Traffic
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -22,11 +23,14 @@ class Collectives(Protocol):
     more: `abort`, then `close`.
 
     `signature` is 64 bits that must agree on all ranks, on top of kind, dtype, length and op.
+
+    Attributes:
+        links: what they travel over, within the host first; none in a world of one.
+        sequence: number of the next call.
     """
 
-    @property
-    def sequence(self) -> int:
-        """Number of the next call, for messages."""
+    links: tuple[Reach, ...]
+    sequence: int
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -47,18 +51,32 @@ class Collectives(Protocol):
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """Registered memory, dtype uint8, that is reduced where it lies; None for none."""
+        return None
 
     def abort(self, cause: RingReduceError) -> None:
         """Tell the other ranks why this one gives up; at most about a second. Never raises."""
+        for link in self.links:
+            link.abort(cause)
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
+        for link in self.links:
+            link.interrupt(cause)
 
-    def close(self, word: bytes = b"") -> None:
-        """Say goodbye with `word` and free everything; at most about a second. Never raises."""
+    def close(self, goodbye: bytes = b"") -> None:
+        """Say goodbye and free everything; at most about a second. Never raises."""
+        for link in reversed(self.links):
+            link.close(goodbye)
 
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
+        found = [link.traffic() for link in self.links]
+        return Traffic(
+            sum(traffic.frames_received for traffic in found),
+            sum(traffic.bytes_sent for traffic in found),
+            sum(traffic.bytes_received for traffic in found),
+        )
 
     def flow(self) -> Flow:
-        """Where the call under way stands; from any thread."""
+        """Where the pass over the last link stands; from any thread."""
+        return self.links[-1].flow() if self.links else Flow()

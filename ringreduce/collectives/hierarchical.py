@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
@@ -25,8 +26,6 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.transport.base import Flow, Traffic
-from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["HierarchicalCollectives"]
@@ -37,7 +36,7 @@ _HALF_BLOCK = 1 << 22
 _SLICE_BYTES_MIN = 16384
 
 
-class HierarchicalCollectives:
+class HierarchicalCollectives(Collectives):
     """The collectives of one rank of a job on several hosts.
 
     Args:
@@ -51,25 +50,21 @@ class HierarchicalCollectives:
         self, host: SharedMemoryCollectives, ring: Ring | None, placement: Placement, rank: int
     ) -> None:
         self._host, self._ring = host, ring
+        self.links = host.links + (() if ring is None else ring.links)
         self._hosts = placement.hosts
         self._lanes = placement.lanes
         self._here = placement.host_of(rank)
         self._members = self._hosts[self._here]
         self._place = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
-        self._sequence = 0
-
-    @property
-    def sequence(self) -> int:
-        """Number of the next call."""
-        return self._sequence
+        self.sequence = 0
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
         self._reduce(flat, op, signature, Kind.ALL_REDUCE)
 
     def _reduce(self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind) -> None:
-        self._sequence += 1
+        self.sequence += 1
         if not is_half(dtype_code(flat.dtype)):
             self._all_reduce(flat, op, signature, kind, flat.dtype)
             return
@@ -110,7 +105,7 @@ class HierarchicalCollectives:
 
         Chunks are sorted by host for the way, since ranks of one host may be any.
         """
-        self._sequence += 1
+        self.sequence += 1
         lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
         blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
         # 1. This host's block: its ranks' chunks, end to end.
@@ -149,7 +144,7 @@ class HierarchicalCollectives:
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
-        self._sequence += 1
+        self.sequence += 1
         source = next(index for index, host in enumerate(self._hosts) if root in host)
         # Any rank of the source's host may be the root: that must agree too.
         agreed = signature_of("root", root, signature)
@@ -164,7 +159,7 @@ class HierarchicalCollectives:
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._sequence += 1
+        self.sequence += 1
         self._host.barrier()
         if self._ring is not None and self._place == 0:
             self._ring.barrier()
@@ -173,38 +168,6 @@ class HierarchicalCollectives:
     def empty(self, nbytes: int) -> np.ndarray | None:
         """Memory that every rank of this host reaches; None when there is no room."""
         return self._host.empty(nbytes)
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Tell this host's ranks, and the next host of this rank's lane."""
-        self._host.abort(cause)
-        if self._ring is not None:
-            self._ring.abort(cause)
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """End a call that runs in another thread."""
-        self._host.interrupt(cause)
-        if self._ring is not None:
-            self._ring.interrupt(cause)
-
-    def close(self, word: bytes = b"") -> None:
-        """Leave both."""
-        if self._ring is not None:
-            self._ring.close(word)
-        self._host.close(word)
-
-    def flow(self) -> Flow:
-        """Where the pass between hosts stands."""
-        return Flow() if self._ring is None else self._ring.flow()
-
-    def traffic(self) -> Traffic:
-        """What has crossed this rank's memory and its links so far."""
-        here = self._host.traffic()
-        between = self._ring.traffic() if self._ring is not None else Traffic(0, 0, 0)
-        return Traffic(
-            here.frames_received + between.frames_received,
-            here.bytes_sent + between.bytes_sent,
-            here.bytes_received + between.bytes_received,
-        )
 
     def _slices(self, flat: np.ndarray) -> tuple[int, ...]:
         """Where the lanes' slices of `flat` begin; one chunk for each rank of this host."""

@@ -19,11 +19,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from ringreduce.collectives.base import Collectives
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.base import ExchangeCall, Flow, Link, RingCall, Traffic
+from ringreduce.transport.base import ExchangeCall, Link, RingCall
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
-from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["Ring"]
@@ -63,7 +63,7 @@ class _Exchange:
     divisor: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
 
 
-class Ring:
+class Ring(Collectives):
     """The collectives of one rank over one link, numbered from 0.
 
     Args:
@@ -85,21 +85,17 @@ class Ring:
         mean_over: int | None = None,
     ) -> None:
         self._link = link
+        self.links = () if link is None else (link,)
         self._rank, self._size = rank, size
         self._mean_over = size if mean_over is None else mean_over
         self._job, self._epoch = job, epoch
-        self._sequence = 0
+        self.sequence = 0
         self._most_rows = max(schedule.exchange(size).counts, default=0)
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
         self._gathering_small = lru_cache(_EXCHANGES_KEPT)(self._make_gathering_small)
         self._gathering = lru_cache(_CALLS_KEPT)(self._make_gathering)
         self._broadcasting = lru_cache(_CALLS_KEPT)(self._make_broadcasting)
-
-    @property
-    def sequence(self) -> int:
-        """Number of the next pass around the ring."""
-        return self._sequence
 
     def all_reduce(
         self,
@@ -121,14 +117,17 @@ class Ring:
             self._reduce(Kind.ALL_REDUCE, flat, named, op, signature)
             return
         for start in range(0, flat.size, _HALF_BLOCK):
-            self._all_reduce_half(flat[start : start + _HALF_BLOCK], op, signature)
+            block = flat[start : start + _HALF_BLOCK]
+            self.reduce_scatter(block, op, signature)
+            bounds = schedule.chunk_bounds(block.size, self._size)
+            self.all_gather(Kind.ALL_REDUCE, block, bounds, signature)
 
     def _all_reduce_small(
         self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
     ) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
         if self._size == 1:
-            self._sequence += 1
+            self.sequence += 1
             return
         own = self._exchanging(kind, flat.dtype, called, flat.size, op, signature)
         own.rows[0] = flat
@@ -144,30 +143,17 @@ class Ring:
         if own.wide is not None:
             kernels.narrow(own.wide[self._rank], flat)
 
-    def _all_reduce_half(self, flat: np.ndarray, op: ReduceOp, signature: int) -> None:
-        wide = np.empty(flat.size, np.float32)
-        kernels.widen(flat, wide)
-        self._reduce(Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature)
-        bounds = schedule.chunk_bounds(flat.size, self._size)
-        own = slice(bounds[self._rank], bounds[self._rank + 1])
-        kernels.narrow(wide[own], flat[own])
-        self.all_gather(Kind.ALL_REDUCE, flat, bounds, signature)
-
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
         bounds = schedule.chunk_bounds(flat.size, self._size)
         own = slice(bounds[self._rank], bounds[self._rank + 1])
-        if is_half(dtype_code(flat.dtype)):
+        half, wide = is_half(dtype_code(flat.dtype)), flat
+        if half:
             wide = np.empty(flat.size, np.float32)
             kernels.widen(flat, wide)
-            self._reduce(
-                Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature
-            )
+        self._reduce(Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature)
+        if half:
             kernels.narrow(wide[own], flat[own])
-        else:
-            self._reduce(
-                Kind.REDUCE_SCATTER, flat, (Kind.REDUCE_SCATTER, flat.dtype), op, signature
-            )
         return flat[own]
 
     def all_gather(
@@ -197,33 +183,6 @@ class Ring:
         if self._size > 1:
             self._exchange(self._gathering_small(Kind.BARRIER, _NOTHING.dtype, 0, 0))
 
-    def empty(self, nbytes: int) -> np.ndarray | None:
-        """None: libzmq sends from any memory."""
-        return None
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Tell the next rank why this one gives up; it passes that on."""
-        if self._link is not None:
-            self._link.abort(cause)
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """End a call that runs in another thread."""
-        if self._link is not None:
-            self._link.interrupt(cause)
-
-    def close(self, word: bytes = b"") -> None:
-        """Close the link."""
-        if self._link is not None:
-            self._link.close(word)
-
-    def traffic(self) -> Traffic:
-        """What has crossed the link so far."""
-        return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
-
-    def flow(self) -> Flow:
-        """Where the call under way stands."""
-        return Flow() if self._link is None else self._link.flow()
-
     def _reduce(
         self,
         kind: Kind,
@@ -240,13 +199,13 @@ class Ring:
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
         assert self._link is not None
         # Taken before the first byte moves: a failed pass keeps its number.
-        self._sequence += 1
-        self._link.run(call, flat, self._sequence - 1)
+        self.sequence += 1
+        self._link.run(call, flat, self.sequence - 1)
 
     def _exchange(self, own: _Exchange) -> None:
         assert self._link is not None
-        self._sequence += 1
-        self._link.exchange(own.call, own.bytes, self._sequence - 1)
+        self.sequence += 1
+        self._link.exchange(own.call, own.bytes, self.sequence - 1)
 
     def _is_small(self, nbytes: int) -> bool:
         """Whether rows of this length are exchanged; all ranks come to the same answer."""
@@ -268,7 +227,7 @@ class Ring:
     ) -> RingCall:
         steps = schedule.all_reduce if kind is Kind.ALL_REDUCE else schedule.reduce_scatter
         mean = op is ReduceOp.MEAN
-        return RingCall.make(
+        return RingCall(
             self._header(called_kind, called, count, op=op, signature=signature),
             steps(self._rank, self._size),
             schedule.chunk_bounds(count, self._size),
@@ -310,14 +269,14 @@ class Ring:
     def _rows(self, header: Header, dtype: np.dtype, count: int) -> _Exchange:
         """An exchange of rows of `count` elements."""
         plan = schedule.exchange(self._size)
-        call = ExchangeCall.make(header, plan, count * dtype.itemsize, size=self._size)
+        call = ExchangeCall(header, plan, count * dtype.itemsize, size=self._size)
         rows = np.empty((self._size, count), dtype)
         return _Exchange(call, rows, rows.view(np.uint8))
 
     def _make_gathering(
         self, kind: Kind, dtype: np.dtype, bounds: tuple[int, ...], signature: int
     ) -> RingCall:
-        return RingCall.make(
+        return RingCall(
             self._header(kind, dtype, bounds[-1], signature=signature),
             schedule.all_gather(self._rank, self._size),
             bounds,
@@ -328,7 +287,7 @@ class Ring:
     def _make_broadcasting(
         self, kind: Kind, dtype: np.dtype, count: int, root: int, signature: int
     ) -> RingCall:
-        return RingCall.make(
+        return RingCall(
             self._header(kind, dtype, count, signature=signature_of("root", root, signature)),
             schedule.broadcast(self._rank, self._size, root),
             (0, count),

@@ -12,11 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from ringreduce.collectives.base import Collectives
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.base import Flow, Traffic
 from ringreduce.transport.shm import HostCall, HostLink
-from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 __all__ = ["SharedMemoryCollectives"]
@@ -25,7 +24,7 @@ __all__ = ["SharedMemoryCollectives"]
 _CALLS_KEPT = 256
 
 
-class SharedMemoryCollectives:
+class SharedMemoryCollectives(Collectives):
     """The collectives of one rank among `size` that share memory.
 
     Args:
@@ -39,15 +38,11 @@ class SharedMemoryCollectives:
         self, link: HostLink | None, *, rank: int, size: int, job: int = 0, epoch: int = 0
     ) -> None:
         self._link = link
+        self.links = () if link is None else (link,)
         self._rank, self._size = rank, size
         self._job, self._epoch = job, epoch
-        self._sequence = 0
+        self.sequence = 0
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
-
-    @property
-    def sequence(self) -> int:
-        """Number of the next call."""
-        return self._sequence
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -56,7 +51,7 @@ class SharedMemoryCollectives:
             call = self._call(
                 Kind.ALL_REDUCE, Action.ALL_REDUCE, flat.dtype, flat.size, None, op, signature
             )
-            self._sequence += 1
+            self.sequence += 1
             link.run(call, flat)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
@@ -99,7 +94,7 @@ class SharedMemoryCollectives:
     ) -> None:
         if self._link is not None:
             call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
-            self._sequence += 1
+            self.sequence += 1
             self._link.run(call, flat)
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
@@ -114,29 +109,6 @@ class SharedMemoryCollectives:
     def empty(self, nbytes: int) -> np.ndarray | None:
         """Memory that every rank of the host reaches; None when there is no room."""
         return None if self._link is None else self._link.empty(nbytes)
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Leave word why this rank gives up."""
-        if self._link is not None:
-            self._link.abort(cause)
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """End a call that runs in another thread."""
-        if self._link is not None:
-            self._link.interrupt(cause)
-
-    def close(self, word: bytes = b"") -> None:
-        """Leave the others."""
-        if self._link is not None:
-            self._link.close(word)
-
-    def traffic(self) -> Traffic:
-        """What has crossed this rank's memory so far."""
-        return Traffic(0, 0, 0) if self._link is None else self._link.traffic()
-
-    def flow(self) -> Flow:
-        """Where the call under way stands."""
-        return Flow() if self._link is None else self._link.flow()
 
     # Made once for each kind of call and kept: a training loop makes the same few for ever.
     def _make_call(

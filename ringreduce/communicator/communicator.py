@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -39,9 +39,9 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.buckets import ALIGNMENT
+from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import checked_root, decode, encode, flat_view
 from ringreduce.pure.wire import Kind
-from ringreduce.transport.news import write_goodbye
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -57,7 +57,13 @@ __all__ = ["Communicator"]
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_Explanation = Callable[[MismatchError], RingReduceError | None]
+
+
+class Explainer(Protocol):
+    """What knows more of a mismatch than two signatures; see `Communicator.explain_with`."""
+
+    def explain(self, error: MismatchError) -> RingReduceError | None:
+        """A better error, or None."""
 
 
 class Communicator:
@@ -81,7 +87,7 @@ class Communicator:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._failure: RingReduceError | None = None
-        self._explanations: list[weakref.WeakMethod[_Explanation]] = []
+        self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self._closed = False
         self._recorder = Recorder(config.rank, config.size)
         self._flight = FlightFile(config, self._recorder)
@@ -124,13 +130,10 @@ class Communicator:
             try:
                 self._watcher = Watcher(
                     formed.control,
-                    rank=config.rank,
-                    size=config.size,
+                    self._recorder,
+                    self._collectives,
+                    self,
                     link_timeout_s=config.link_timeout_s,
-                    standing=self._recorder.standing,
-                    flow=self._collectives.flow,
-                    progress=self._collectives.traffic,
-                    tell=self._notified,
                 )
             except BaseException:  # No thread is to be had, say.
                 formed.control.close()
@@ -187,7 +190,7 @@ class Communicator:
                 raise self._closed_error()
             if self._engine is None:
                 name = f"ringreduce {self.rank}/{self.size}"
-                self._engine = Engine(name, self.fail, self._collectives.interrupt)
+                self._engine = Engine(name, self, self._collectives)
             return self._engine
 
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
@@ -442,8 +445,8 @@ class Communicator:
         # Else this is a signal handler's, and the call that it has interrupted breaks the ring.
         return error
 
-    def _notified(self, error: RingReduceError) -> None:
-        """The watcher has found that the ring is at its end; in its thread, so without the lock."""
+    def ring_ended(self, error: RingReduceError) -> None:
+        """Take note of what the watcher has found, in its thread, so without the lock."""
         if self._failure is None:
             self._failure = error
         self._collectives.interrupt(error)
@@ -456,20 +459,20 @@ class Communicator:
             self._recorder.fail(self._failure)
             self._dump(_described(self._failure))
 
-    def explain_with(self, explain: _Explanation) -> None:
-        """Have a method asked what it means when ranks are seen to be in different calls.
+    def explain_with(self, explainer: Explainer) -> None:
+        """Have an object asked what it means when ranks are seen to be in different calls.
 
         For integrations, which know what signatures stand for. Asked in the thread of the call
         that failed, before the other ranks are notified: what it returns, if anything, is
         raised there and here instead. Only a weak reference is kept.
         """
-        self._explanations.append(weakref.WeakMethod(explain))
+        self._explainers.add(explainer)
 
     def _explained(self, error: RingReduceError) -> RingReduceError:
         """What an integration, or the watcher, has to say about what this rank has run into."""
         if isinstance(error, MismatchError) and error.origin is None:
-            for reference in self._explanations:
-                if (explain := reference()) is not None and (better := explain(error)) is not None:
+            for explainer in list(self._explainers):
+                if (better := explainer.explain(error)) is not None:
                     return better
         return error if self._watcher is None else self._watcher.explain(error)
 
@@ -525,7 +528,7 @@ class Communicator:
                 self._has_aborted = True
                 self._collectives.abort(self._failure)
             # Read first: what the others make of the leaving is no failure of this rank's.
-            goodbye = b"" if self._failure is not None else write_goodbye(calls, why)
+            goodbye = b"" if self._failure is not None else encode_goodbye(calls, why)
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
             self._collectives.close(goodbye)

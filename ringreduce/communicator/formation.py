@@ -20,14 +20,15 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.effects import native
 from ringreduce.pure import checksum
-from ringreduce.pure.liveness import message_bytes_max
+from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.address import listens_on_loopback
+from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
-from ringreduce.transport.zeromq import ZmqLink, distances
+from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
@@ -99,7 +100,7 @@ def form(config: Config) -> Formed:
             rank=config.rank,
             size=config.size,
             bind=bind,
-            word_bytes_max=message_bytes_max(config.size),
+            message_bytes_max=message_bytes_max(config.size),
             link_timeout_s=config.link_timeout_s,
             security=security,
         )

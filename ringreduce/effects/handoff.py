@@ -72,7 +72,7 @@ class RoundFailed(Exception):
     """A bucket could not be reduced this time, and nothing else has come of that."""
 
 
-# What `take` gives when a bucket was started out of turn: this rank is out of step for good.
+# What `take` gives when a bucket was started in the wrong order: this rank is out of step for good.
 COMPLAINT = "complaint"
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from ringreduce.collectives.base import Collectives
 from ringreduce.effects.handoff import (
     COMPLAINT,
     BucketItem,
@@ -26,6 +27,7 @@ from ringreduce.effects.handoff import (
     RoundFailed,
     open_queue,
 )
+from ringreduce.engine.owner import Owner
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -84,7 +86,7 @@ class Work(Generic[_Result]):
         try:
             self._result = self._run()
         except BaseException as error:
-            # It is raised where somebody waits for it.
+            # Raised by `wait`.
             self._error, self._traceback = error, error.__traceback__
         self._end()
 
@@ -102,20 +104,14 @@ class Engine:
 
     Args:
         name: of the thread, for debuggers and `py-spy`.
-        break_ring: called with an error that the engine has found; must tell all ranks.
-        interrupt: called by `close`; must end the collective that the thread is in the midst
-            of, which else could wait for another rank for as long as the ring's time limit.
+        owner: notified of an error that the engine has found.
+        collectives: interrupted by `close`: the one that the thread is in could else wait for
+            another rank for as long as the ring's time limit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        break_ring: Callable[[RingReduceError], object],
-        interrupt: Callable[[], object],
-    ) -> None:
+    def __init__(self, name: str, owner: Owner, collectives: Collectives) -> None:
         self._queue: Queue = open_queue()
-        self._break_ring = break_ring
-        self._interrupt = interrupt
+        self._owner, self._collectives = owner, collectives
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
@@ -157,8 +153,8 @@ class Engine:
     def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
         """Have the thread call `reduce` for each packed bucket of a plan.
 
-        It may raise `RoundFailed`, which is for whoever waits for the bucket; every other error
-        breaks the ring.
+        It may raise `RoundFailed`, which the thread that waits for the bucket gets; every other
+        error breaks the ring.
         """
         self._plans[plan] = reduce
 
@@ -193,9 +189,9 @@ class Engine:
         """
         if self._process != os.getpid():
             return
-        self._interrupt()
+        self._collectives.interrupt()
         if threading.current_thread() is self._thread:
-            self._queue.finish()  # Whoever is told of the end gets his memory back.
+            self._queue.finish()  # Who learns of the end may use the memory again.
         self._queue.close(why)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -240,7 +236,7 @@ class Engine:
 
     def _give_up(self, error: RingReduceError) -> None:
         try:
-            self._break_ring(error)
+            self._owner.fail(error)
         except Exception:
             _log.exception("the engine could not tell the other ranks")
         finally:

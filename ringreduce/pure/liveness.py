@@ -1,9 +1,9 @@
-"""What ranks tell each other about themselves, and what follows from it. Pure: no clock, no I/O.
+"""What a rank knows of the others from their heartbeats, and what follows. Pure: no clock, no I/O.
 
-Each rank says four times a second what it is doing: a `Heartbeat`. Neighbours pass on what they
-have heard, with its age, so that every rank knows of every other how far it has come and how
-long ago that was, without a common clock (`Board`). From this a rank that waits can tell who
-holds it up, and how:
+Each rank sends four times a second what it is doing: a `Heartbeat`. Neighbours pass on those that
+they have received, with their ages, so that every rank knows how far every other has come and how
+long ago that was, without a common clock (`Board`). From this a rank that waits can tell which
+rank holds it up, and how:
 
 - silent: no heartbeat of it has come for a second. It was stopped, or it is cut off.
 - in user code: it is alive and has not begun the call that the others wait in.
@@ -17,158 +17,21 @@ whatever the operating system says of it (`is_dead`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.messages import Heartbeat, Left, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
 __all__ = [
     "Board",
-    "Heartbeat",
-    "Heartbeats",
-    "Left",
-    "Message",
-    "News",
-    "Seen",
-    "Sent",
+    "Flow",
     "Standing",
     "Suspicion",
-    "Wait",
-    "decode",
-    "encode",
     "is_dead",
-    "message_bytes_max",
 ]
-
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-_Name = Annotated[str, msgspec.Meta(max_length=64)]
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# Streams and long distances of a ring; far more than any has.
-_CONNECTIONS_MAX = 96
-
-
-class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """One data connection as its sender sees it.
-
-    Attributes:
-        receiver: the rank at the other end.
-        channel: which of the connections between the two.
-        frames: sent on it, ever.
-        quiet_s: for how long that number has not changed.
-    """
-
-    receiver: _Rank
-    channel: _Rank
-    frames: _Count
-    quiet_s: _Seconds
-
-
-class Wait(msgspec.Struct, frozen=True, array_like=True):
-    """The data connection on which a rank waits for a frame.
-
-    Attributes:
-        sender: the rank at the other end.
-        channel: which of the connections between the two.
-        frames: received on it, ever.
-        dry_s: for how long not one byte has come.
-    """
-
-    sender: _Rank
-    channel: _Rank
-    frames: _Count
-    dry_s: _Seconds
-
-
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself.
-
-    Attributes:
-        rank: who.
-        number: counted up with each heartbeat.
-        calls: collectives it has completed.
-        operation: the one it is in; empty in user code.
-        since_s: how long it has been there, when it said so.
-        done: the part of its present pass that is done, 0 to 1.
-        sent: its outgoing data connections.
-        wait: the connection it waits on, if it does.
-    """
-
-    rank: _Rank
-    number: _Count
-    calls: _Count
-    operation: _Name
-    since_s: _Seconds
-    done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
-    wait: Wait | None = None
-
-
-class Heartbeats(msgspec.Struct, frozen=True, tag=True):
-    """All that a rank has heard of others, itself first: heartbeats and how old they are."""
-
-    heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
-
-
-class News(msgspec.Struct, frozen=True, tag=True):
-    """A rank has given up; `cause` is for `transport.news.read_news`."""
-
-    cause: Annotated[bytes, msgspec.Meta(max_length=1 << 15)]
-
-
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """A rank has closed its communicator after `calls` calls.
-
-    Attributes:
-        why: the exception that made it, where one did; else empty.
-    """
-
-    rank: _Rank
-    calls: _Count
-    why: _Text = ""
-
-
-class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A neighbour's news or leave has arrived here, so that it may close."""
-
-
-Message = Heartbeats | News | Left | Seen
-
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """`message` as MessagePack."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(payload: bytes, size: int) -> Message:
-    """What a rank of `size` ranks has sent.
-
-    Raises:
-        ValueError: it is no message, or speaks of ranks that do not exist.
-    """
-    message: Message = _decoder.decode(payload)
-    if isinstance(message, Heartbeats):
-        if len(message.heartbeats) > size:
-            raise ValueError("has heartbeats of more ranks than there are")
-        ranks = [heartbeat.rank for heartbeat, _ in message.heartbeats]
-        for heartbeat, _ in message.heartbeats:
-            ranks += [sent.receiver for sent in heartbeat.sent]
-            ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
-    else:
-        ranks = [message.rank] if isinstance(message, Left) else []
-    if any(rank >= size for rank in ranks):
-        raise ValueError("speaks of a rank that does not exist")
-    return message
-
-
-def message_bytes_max(size: int) -> int:
-    """No message of a job of `size` ranks is longer."""
-    return (1 << 16) + 2048 * size
 
 
 class Standing(Protocol):
@@ -185,6 +48,22 @@ class Standing(Protocol):
     @property
     def since_s(self) -> float:
         """Since when, on this process's clock."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Where a link stands, as any thread may ask while a call runs.
+
+    Attributes:
+        done: the part of its present pass that is done, 0 to 1.
+        sent: of each outgoing connection: receiver, channel, and frames sent, ever.
+        waits: of the connection on which a frame is due and has not come for a while: sender,
+            channel, frames received, ever, and for how many seconds not one byte has come.
+    """
+
+    done: float = 0.0
+    sent: tuple[tuple[int, int, int], ...] = ()
+    waits: tuple[int, int, int, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +92,7 @@ class Board:
 
     Args:
         rank, size: whose board, among how many.
-        now_s: this process's clock; ranks count as heard of then.
+        now_s: this process's clock; ranks count as alive then.
     """
 
     def __init__(self, rank: int, size: int, now_s: float) -> None:
@@ -222,7 +101,7 @@ class Board:
         self._seen: dict[int, _Sighting] = {}
         self._left: dict[int, Left] = {}
 
-    def hear(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
+    def note(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
         """Note a heartbeat that came, unless a later one is known or it is our own."""
         known = self._seen.get(heartbeat.rank)
         if heartbeat.rank != self._rank and (
@@ -253,18 +132,31 @@ class Board:
         """All that is known of others, with ages; to pass on."""
         return [(seen.heartbeat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
 
-    def latest(self, rank: int, now_s: float) -> tuple[Heartbeat, float] | None:
-        """The last heartbeat of a rank, and its age; None when none has come."""
-        seen = self._seen.get(rank)
-        return None if seen is None else (seen.heartbeat, max(0.0, now_s - seen.at_s))
+    def report(self, now_s: float) -> list[dict[str, Any]]:
+        """What is known of every other rank, as `Recorder.peers` returns it."""
+        known = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            facts: dict[str, Any] = {"rank": rank, "left": self.has_left(rank)}
+            if (seen := self._seen.get(rank)) is not None:
+                heartbeat, age_s = seen.heartbeat, max(0.0, now_s - seen.at_s)
+                facts |= {
+                    "heard_s": round(age_s, 3),
+                    "calls": heartbeat.calls,
+                    "operation": heartbeat.operation or None,
+                    "since_s": round(heartbeat.since_s + age_s, 3),
+                }
+            known.append(facts)
+        return known
 
     def silent_s(self, rank: int, now_s: float) -> float:
-        """For how long nothing has been heard of a rank."""
+        """For how long no heartbeat of a rank has come."""
         seen = self._seen.get(rank)
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether a rank has not been heard of for too long; far ones may take longer."""
+        """Whether no heartbeat of a rank has come for too long; far ones may take longer."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
         return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 
@@ -340,13 +232,13 @@ class Board:
             now_s: this process's clock.
         """
         if own.wait is not None:
-            told = self._fresh(own.wait.sender, now_s)
-            for sent in told.sent if told is not None else ():
+            theirs = self._fresh(own.wait.sender, now_s)
+            for sent in theirs.sent if theirs is not None else ():
                 if sent.receiver == self._rank and is_dead(sent, own.wait, limit_s):
                     return own.wait.sender, self._rank
         for sent in own.sent:
-            told = self._fresh(sent.receiver, now_s)
-            wait = None if told is None else told.wait
+            theirs = self._fresh(sent.receiver, now_s)
+            wait = None if theirs is None else theirs.wait
             if wait is None or wait.sender != self._rank:
                 continue
             # What it said before the frame was overdue says nothing: it may have stopped since.

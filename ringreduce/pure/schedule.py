@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # What a rank does with a chunk that arrives; bits of `Schedule.actions`.
-REDUCE = 1  # combine it with its own chunk (otherwise: it replaces it)
+REDUCE = 1  # combine it with its own chunk (without this bit it replaces that)
 FINISH = 2  # the chunk is complete: apply the last pass (the division of a mean)
 FORWARD = 4  # send it on to the next rank
 

@@ -62,5 +62,5 @@ def of(communicator: Communicator) -> Numbers:
     found = _numbers.get(communicator)
     if found is None:
         found = _numbers.setdefault(communicator, Numbers())
-        communicator.explain_with(found.explain)
+        communicator.explain_with(found)
     return found

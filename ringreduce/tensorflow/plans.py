@@ -33,7 +33,7 @@ class AgreedPlans:
         self._plans: dict[int, BucketPlan] = {}
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
-        communicator.explain_with(self.explain)
+        communicator.explain_with(self)
 
     def require(self, communicator: Communicator, plan: BucketPlan) -> None:
         """Compare a plan with that of every rank, before its first use.

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from ringreduce.pure.schedule import FORWARD, Exchange, Schedule
+from ringreduce.pure.liveness import Flow
+from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
 from ringreduce.pure.wire import Header, Kind, encode
+from ringreduce.transport.records import (
+    EXCHANGE_STEP,
+    PASS_STEP,
+    ExchangeRecord,
+    PassRecord,
+    words_of,
+)
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["ExchangeCall", "Flow", "Link", "RingCall", "Traffic"]
+__all__ = ["ExchangeCall", "Link", "Reach", "RingCall", "Traffic"]
 
 
-@dataclass(frozen=True, eq=False)
 class RingCall:
     """One kind of pass around the ring, made once and run for every call like it.
 
@@ -24,58 +34,60 @@ class RingCall:
     Attributes:
         header: what agrees on all ranks, but for the sequence number.
         schedule: this rank's steps.
-        bounds: byte offset of each chunk in the buffer, and the end of the last.
+        sequence: number of the call that runs or ran last.
+        record: what the loop reads; `address` is where it lies.
+        outgoing, incoming: uint64 of shape (8,), the headers this rank sends and expects; the
+            loop fills in step, segment and length for each frame. Views of the record.
+
+    Args:
+        header, schedule: see above; the rank is `header.rank`.
+        bounds: where the chunks begin, in elements, and where the last ends.
+        size: number of ranks in the ring.
         itemsize: bytes of one element, as the kernels count them.
         combine: address of the kernel that reduces an arriving segment into ours.
         finish: address of the kernel applied to each finished segment; 0 for none.
-        divisor: uint8, the bytes of the one element that `finish` divides by.
-        outgoing, incoming: uint64 of shape (8,), the headers this rank sends and expects;
-            the transport fills in sequence, step, segment and length for each frame.
-        bounds_array, chunks_array, actions_array: int64, the same as tuples above.
+        divisor: the one element that `finish` divides by.
     """
 
-    header: Header
-    schedule: Schedule
-    bounds: tuple[int, ...]
-    itemsize: int
-    combine: int
-    finish: int
-    divisor: np.ndarray
-    outgoing: np.ndarray
-    incoming: np.ndarray
-    bounds_array: np.ndarray
-    chunks_array: np.ndarray
-    actions_array: np.ndarray
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         header: Header,
         schedule: Schedule,
-        bounds: tuple[int, ...],
+        bounds: Sequence[int],
         *,
         size: int,
         itemsize: int,
         combine: int = 0,
         finish: int = 0,
         divisor: np.ndarray | None = None,
-    ) -> RingCall:
-        """A call of rank `header.rank` in a ring of `size`; `bounds` are in elements."""
-        byte_bounds = tuple(itemsize * bound for bound in bounds)
-        return cls(
-            header=header,
-            schedule=schedule,
-            bounds=byte_bounds,
+    ) -> None:
+        self.header, self.schedule, self.sequence = header, schedule, 0
+        chunks = [(itemsize * bounds[c], itemsize * bounds[c + 1]) for c in schedule.chunks]
+        self._steps = np.array(
+            [(*chunk, action) for chunk, action in zip(chunks, schedule.actions, strict=True)],
+            PASS_STEP,
+        )
+        self._divisor = np.zeros(1) if divisor is None else divisor
+        self._longest = itemsize * max(
+            (end - start for start, end in itertools.pairwise(bounds)), default=0
+        )
+        first = schedule.first
+        self.record = PassRecord(
+            steps=self._steps.ctypes.data,
+            step_count=len(schedule.chunks),
+            first_start=-1 if first < 0 else itemsize * bounds[first],
+            first_end=-1 if first < 0 else itemsize * bounds[first + 1],
+            offset=schedule.offset,
             itemsize=itemsize,
             combine=combine,
             finish=finish,
-            divisor=(np.zeros(1) if divisor is None else divisor).view(np.uint8),
-            outgoing=encode(header),
-            incoming=encode(replace(header, rank=(header.rank - 1) % size)),
-            bounds_array=np.array(byte_bounds, np.int64),
-            chunks_array=np.array(schedule.chunks, np.int64),
-            actions_array=np.array(schedule.actions, np.int64),
+            divisor=self._divisor.ctypes.data,
         )
+        self.address = ctypes.addressof(self.record)
+        self.outgoing = words_of(self.record.outgoing)
+        self.incoming = words_of(self.record.incoming)
+        self.outgoing[:] = encode(header)
+        self.incoming[:] = encode(replace(header, rank=(header.rank - 1) % size))
 
     @property
     def operation(self) -> str:
@@ -85,16 +97,15 @@ class RingCall:
     @property
     def steps(self) -> int:
         """How many chunks this rank receives."""
-        return len(self.schedule.chunks)
+        return len(self._steps)
 
     def segments(self, segment_bytes: int) -> int:
         """How many frames the longest chunk takes, at least 1."""
-        longest = int(np.diff(self.bounds_array).max(initial=0))
-        return max(1, -(-longest // segment_bytes))
+        return segment_count(self._longest, segment_bytes)
 
     def number(self, sequence: int) -> None:
         """Make this the call `sequence` of the ring, in all headers."""
-        self.outgoing[3] = self.incoming[3] = sequence
+        self.sequence = self.record.outgoing[3] = self.record.incoming[3] = sequence
 
     def expected(self, step: int) -> np.ndarray:
         """The header due in `step`, with segment and length where the loop stands."""
@@ -109,44 +120,32 @@ class RingCall:
         return (1,) if any(action & FORWARD for action in self.schedule.actions[step:]) else ()
 
 
-@dataclass(frozen=True, eq=False)
 class ExchangeCall:
     """One kind of exchange of rows, made once and run for every call like it.
 
     Attributes:
         header: what agrees on all ranks, but for the sequence number.
         plan: the steps.
+        sequence, address: as in a `RingCall`.
+
+    Args:
+        header, plan: see above; the rank is `header.rank`.
         row_bytes: length of a row.
-        outgoing, incoming: uint64 of shape (steps, 8), the headers this rank sends and
-            expects, complete but for the sequence number.
-        distances_array, counts_array: int64, those of the plan.
+        size: number of ranks in the ring.
     """
 
-    header: Header
-    plan: Exchange
-    row_bytes: int
-    outgoing: np.ndarray
-    incoming: np.ndarray
-    distances_array: np.ndarray
-    counts_array: np.ndarray
-
-    @classmethod
-    def make(cls, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> ExchangeCall:
-        """A call of rank `header.rank` in a ring of `size`."""
-        steps = range(len(plan.distances))
-        frames = [
-            replace(header, step=step, nbytes=plan.counts[step] * row_bytes) for step in steps
-        ]
-        sources = [(header.rank - distance) % size for distance in plan.distances]
-        return cls(
-            header=header,
-            plan=plan,
-            row_bytes=row_bytes,
-            outgoing=np.array([encode(frames[step]) for step in steps]),
-            incoming=np.array([encode(replace(frames[s], rank=sources[s])) for s in steps]),
-            distances_array=np.array(plan.distances, np.int64),
-            counts_array=np.array(plan.counts, np.int64),
-        )
+    def __init__(self, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> None:
+        self.header, self.plan, self.sequence = header, plan, 0
+        self._steps = np.zeros(len(plan.distances), EXCHANGE_STEP)
+        self._steps["distance"], self._steps["count"] = plan.distances, plan.counts
+        for step, distance in enumerate(plan.distances):
+            ours = replace(header, step=step, nbytes=plan.counts[step] * row_bytes)
+            self._steps["outgoing"][step] = encode(ours)
+            theirs = replace(ours, rank=(header.rank - distance) % size)
+            self._steps["incoming"][step] = encode(theirs)
+        self._sequences = self._steps["outgoing"][:, 3], self._steps["incoming"][:, 3]
+        self._record = ExchangeRecord(self._steps.ctypes.data, len(self._steps), row_bytes)
+        self.address = ctypes.addressof(self._record)
 
     @property
     def operation(self) -> str:
@@ -156,7 +155,7 @@ class ExchangeCall:
     @property
     def steps(self) -> int:
         """How many frames this rank receives."""
-        return len(self.plan.distances)
+        return len(self._steps)
 
     def segments(self, segment_bytes: int) -> int:
         """How many frames a step takes: one."""
@@ -164,11 +163,13 @@ class ExchangeCall:
 
     def number(self, sequence: int) -> None:
         """Make this the call `sequence` of the ring, in all headers."""
-        self.outgoing[:, 3] = self.incoming[:, 3] = sequence
+        outgoing, incoming = self._sequences
+        self.sequence = sequence
+        outgoing[:] = incoming[:] = sequence
 
     def expected(self, step: int) -> np.ndarray:
         """The header due in `step`."""
-        header: np.ndarray = self.incoming[step]
+        header: np.ndarray = self._steps["incoming"][step]
         return header
 
     def describe_step(self, step: int) -> str:
@@ -189,23 +190,30 @@ class Traffic:
     bytes_received: int
 
 
-@dataclass(frozen=True)
-class Flow:
-    """Where a link stands, as any thread may ask while a call runs; for the watcher.
+class Reach(Protocol):
+    """A way to other ranks, whatever travels there."""
 
-    Attributes:
-        done: the part of its present pass that is done, 0 to 1.
-        sent: of each outgoing connection: receiver, channel, and frames sent, ever.
-        waits: of the connection on which a frame is due and has not come for a while: sender,
-            channel, frames received, ever, and for how many seconds not one byte has come.
-    """
+    def abort(self, cause: RingReduceError) -> None:
+        """Tell the next ranks why this one gives up; at most about a second. Never raises."""
 
-    done: float = 0.0
-    sent: tuple[tuple[int, int, int], ...] = ()
-    waits: tuple[int, int, int, float] | None = None
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
+        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
+
+    def close(self, goodbye: bytes = b"") -> None:
+        """Say goodbye and free sockets and threads; at most about a second. Never raises.
+
+        Args:
+            goodbye: what the others read of it (`pure.notification.encode_goodbye`).
+        """
+
+    def traffic(self) -> Traffic:
+        """What has crossed the link so far."""
+
+    def flow(self) -> Flow:
+        """Where it stands; from any thread."""
 
 
-class Link(Protocol):
+class Link(Reach, Protocol):
     """The one-way channels of a rank: to the next ranks and from the previous ones."""
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
@@ -228,22 +236,3 @@ class Link(Protocol):
         Raises:
             As `run`.
         """
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Tell the next ranks why this one gives up; at most about a second. Never raises."""
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
-
-    def close(self, word: bytes = b"") -> None:
-        """Say goodbye and free sockets and threads; at most about a second. Never raises.
-
-        Args:
-            word: what the others read of it (`ringreduce.transport.news.write_goodbye`).
-        """
-
-    def traffic(self) -> Traffic:
-        """What has crossed the link so far."""
-
-    def flow(self) -> Flow:
-        """Where it stands; from any thread."""

@@ -1,8 +1,8 @@
-"""A pair of sockets, one from a rank behind and one to a rank ahead, and news of their peers.
+"""A pair of sockets, one from a rank behind and one to a rank ahead, and what befell their peers.
 
 Each one-way connection has its own pair: the sending side connects a PUSH socket to the
-receiving side's bound PULL socket. Frames pass through here only when a call ends badly;
-otherwise the compiled loops use the sockets by their addresses.
+receiving side's bound PULL socket. The compiled loops use the sockets by their addresses;
+frames pass through Python only when a call ends badly.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Incoming:
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
         self._listener = -1  # descriptor of the listening socket
-        self._is_proven = False  # whether somebody has shown that the key is theirs
+        self._is_proven = False  # whether a peer has proven that the key is its own
         self._asks = security.mechanism != "NULL"
         # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
         # and no faster above (docs/performance.md).
@@ -99,7 +99,7 @@ class Incoming:
         """Have the kernel drop all further attempts to connect, where it can.
 
         Not before the one rank that is due here has connected: it has when a frame has come, or
-        when somebody has shown its key, for which this waits.
+        when a peer has proven its key, for which this waits.
 
         Returns:
             Whether that rank is there.
@@ -134,7 +134,7 @@ class Incoming:
     def arrived_bytes(self, source: int) -> int | None:
         """How many bytes have come on the connection with descriptor `source`, ever.
 
-        None where the system does not tell, or nobody has connected yet. The only visitor counts
+        None where the system does not tell, or no rank has connected yet. The only visitor counts
         as the source before the first frame.
         """
         # A copy, since the watcher asks while the link may be taking note of who comes and goes.

@@ -1,7 +1,7 @@
-"""The control channel: a pair of sockets to each neighbour of a rank, for words about the ring.
+"""The control channel: a pair of sockets to each neighbour of a rank, for messages about the ring.
 
-Ranks speak with the ones before and after them, whatever way the data takes, so that a word
-is never behind a large frame and goes both ways round. The connections are watched: the end
+Ranks exchange them with the ones before and after, whatever way the data takes, so that a
+message is never behind a large frame and goes both ways round. The connections are watched: the end
 of one means that the rank at its other end has died, unless it said before that it leaves.
 
     previous rank  <--- PULL/PUSH --->  this rank  <--- PULL/PUSH --->  next rank
@@ -31,7 +31,7 @@ __all__ = ["CONTROL_CHANNELS", "Control"]
 # Pairs of sockets that it has at most.
 CONTROL_CHANNELS = 2
 
-# Words that may wait for a neighbour which does not read, and for this rank: heartbeats of minutes.
+# Messages that may wait for a neighbour which does not read, and for us: heartbeats of minutes.
 _QUEUE = 1000
 
 
@@ -41,9 +41,9 @@ class Control:
     Args:
         rank, size: this rank, among at least two.
         bind: address to listen on, such as ``tcp://127.0.0.1:*``.
-        word_bytes_max: longer words are refused unread, with the connection they came on.
+        message_bytes_max: longer messages are refused unread, with the connection they came on.
         security: who may connect.
-        link_timeout_s: how long the other end's system may leave a word unconfirmed before
+        link_timeout_s: how long the other end's system may leave a message unconfirmed before
             the connection counts as ended. A stopped process's system still confirms.
 
     Attributes:
@@ -60,7 +60,7 @@ class Control:
         rank: int,
         size: int,
         bind: str,
-        word_bytes_max: int,
+        message_bytes_max: int,
         link_timeout_s: float,
         security: Security,
     ) -> None:
@@ -70,7 +70,7 @@ class Control:
         self._context = zmq.Context(io_threads=1)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
-        # The descriptor of each neighbour's connection to us, known from its first word.
+        # The descriptor of each neighbour's connection to us, known from its first message.
         self._sources: dict[int, int] = {}
         self._security = security
         self._authenticator = security.authenticator(self._context)
@@ -79,7 +79,7 @@ class Control:
                 self._incoming[neighbour] = Incoming(
                     self._context,
                     bind,
-                    word_bytes_max,
+                    message_bytes_max,
                     0,
                     security,
                     _domain(neighbour),
@@ -139,23 +139,23 @@ class Control:
             for socket in end.sockets_to_poll():
                 self._poller.register(socket, zmq.POLLIN)
 
-    def send(self, word: bytes, but: Collection[int] = ()) -> None:
-        """Say `word` to the neighbours, except `but`; without waiting, to those that are there."""
+    def send(self, message: bytes, but: Collection[int] = ()) -> None:
+        """Send `message` to the neighbours that are there, except `but`, without waiting."""
         for neighbour, pushing in self._outgoing.items():
             if neighbour not in but and not pushing.is_lost:
                 # A neighbour that is stopped for minutes does not get what it would not read.
                 with contextlib.suppress(zmq.Again):
-                    pushing.socket.send(word, zmq.DONTWAIT)
+                    pushing.socket.send(message, zmq.DONTWAIT)
 
     def receive(self, wait_ms: int) -> list[tuple[int, bytes]]:
-        """Wait for news for at most `wait_ms`; return who said what."""
+        """Wait for at most `wait_ms`; return messages and the neighbours they came from."""
         self._poller.poll(wait_ms)
         with contextlib.suppress(BlockingIOError):
             while self._awake.recv(64):
                 pass
-        words = []
+        messages = []
         for neighbour, pulling in self._incoming.items():
-            # Events before words: of a connection that has ended all words are there by now.
+            # Events first: of a connection that has ended all messages are there by now.
             pulling.read_events()
             while True:
                 try:
@@ -163,10 +163,10 @@ class Control:
                 except zmq.Again:
                     break
                 self._sources[neighbour] = frame.get(zmq.SRCFD)
-                words.append((neighbour, frame.bytes))
+                messages.append((neighbour, frame.bytes))
         for pushing in self._outgoing.values():
             pushing.read_events()
-        return words
+        return messages
 
     def lost(self) -> list[int]:
         """Neighbours whose connections have ended, on either way; what they said has been read."""

@@ -17,21 +17,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import carray
 
 from ringreduce.pure.checksum import crc32c
 from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq_msg_init_size
-from ringreduce.transport.loop import (
-    BYTES_RECEIVED,
-    BYTES_SENT,
-    DONE,
-    FRAMES,
-    HEADER_BYTES,
-    STARTED,
-    STEP,
-    receive_header,
-    send_message,
-    verify,
-)
+from ringreduce.transport.loop import HEADER_BYTES, receive_header, send_message, verify
+from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 
 # One frame may hold the rows of many ranks, but not more bytes than this: a receiver refuses
 # longer ones unread.
@@ -39,65 +30,48 @@ EXCHANGE_BYTES_MAX = 1 << 20
 
 
 @numba.njit(nogil=True, cache=True)
-def run(
-    channels: Any,
-    streams: Any,
-    rows: Any,
-    distances: Any,
-    counts: Any,
-    outgoing: Any,
-    incoming: Any,
-    checked: Any,
-    state: Any,
-    message: Any,
-    received: Any,
-    control: Any,
-) -> Any:
-    """Run the exchange from where `state` stands; return one of the codes of `loop`.
+def run(link_address: Any, call_address: Any, rows: Any) -> Any:
+    """Run the exchange from where the link stands; return a status code.
 
     Args:
-        channels, streams: as for `loop.run`; the channels after the streams lead over the
+        link_address: of the `LinkRecord`; the channels after the streams lead over the
             distances after the first, in their order.
-        rows: uint8 of shape (size, row bytes), contiguous, row 0 filled.
-        distances, counts: int64, the `Exchange`.
-        outgoing, incoming: uint64 of shape (steps, 8), the headers we send and expect.
-        checked: whether frames carry the checksum of their payload; it is filled in here.
-        state, message, received, control: as for `loop.run`.
+        call_address: of the `ExchangeRecord`; checksums are filled in here.
+        rows: address of uint8 of shape (size, row bytes), contiguous, row 0 filled.
     """
-    memory = rows.ctypes.data
-    row_bytes = rows.shape[1]
-    msg = message.ctypes.data
-    while state[STEP] < distances.size:
-        step = state[STEP]
-        channel = 0 if step == 0 else streams - 1 + step
-        nbytes = counts[step] * row_bytes
-        if state[STARTED] == step:
+    link = carray(pointer(link_address), 1, LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    call = carray(pointer(call_address), 1, EXCHANGE)[0]
+    steps = carray(pointer(call.steps), call.step_count, EXCHANGE_STEP)
+    msg = link.message.ctypes.data
+    while link.step < call.step_count:
+        step = steps[link.step]
+        number = 0 if link.step == 0 else link.streams - 1 + link.step
+        channel = channels[number]
+        nbytes = step.count * call.row_bytes
+        if link.started == link.step:
             zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + nbytes))
             data = zmq_msg_data(msg)
-            if checked:
-                checksum = crc32c(memory, nbytes)
-                outgoing[step, 6] = np.uint64(nbytes) | (checksum << np.uint64(32))
-            memcpy(data, outgoing.ctypes.data + HEADER_BYTES * step, np.uint64(HEADER_BYTES))
-            memcpy(data + HEADER_BYTES, memory, np.uint64(nbytes))
-            status = send_message(channels, channel, msg, 0, state)
+            if link.checked != 0:
+                step.outgoing[6] = np.uint64(nbytes) | (crc32c(rows, nbytes) << np.uint64(32))
+            memcpy(data, step.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
+            memcpy(data + HEADER_BYTES, rows, np.uint64(nbytes))
+            status = send_message(link, channel, number, msg, 0)
             if status != DONE:
                 return status
-            state[STARTED] += 1
-            state[BYTES_SENT] += nbytes
-        status = receive_header(
-            channels, channel, msg, incoming[step], received, nbytes, False, checked, control, state
-        )
+            link.started += 1
+            link.bytes_sent += nbytes
+        status = receive_header(link, channel, number, msg, step.incoming, nbytes, False)
         if status != DONE:
             return status
-        if checked:
-            status = verify(zmq_msg_data(msg) + HEADER_BYTES, nbytes, received, state)
-            if status != DONE:
-                zmq_msg_close(msg)
-                return status
-        target = memory + distances[step] * row_bytes
-        memcpy(target, zmq_msg_data(msg) + HEADER_BYTES, np.uint64(nbytes))
+        payload = zmq_msg_data(msg) + HEADER_BYTES
+        status = verify(link, payload, nbytes)
+        if status == DONE:
+            memcpy(rows + step.distance * call.row_bytes, payload, np.uint64(nbytes))
         zmq_msg_close(msg)
-        state[FRAMES] += 1
-        state[BYTES_RECEIVED] += nbytes
-        state[STEP] += 1
+        if status != DONE:
+            return status
+        link.frames += 1
+        link.bytes_received += nbytes
+        link.step += 1
     return DONE

@@ -2,8 +2,8 @@
 
 A connection ends when the last process that has it open closes it. With a copy in a child
 that outlives its parent (a worker of a data pipeline, say) the other ranks would not see
-the parent's death but only its silence. So a child closes its copies at once, without a
-word on them. Children that are started by exec inherit nothing: all descriptors here and
+the parent's death but only its silence. So a child closes its copies at once and sends
+nothing on them. Children that are started by exec inherit nothing: all descriptors here and
 libzmq's are close-on-exec.
 """
 
@@ -26,7 +26,7 @@ class Inheritable(Protocol):
     """What holds connections."""
 
     def close_inherited(self) -> None:
-        """Close this process's copies; called in a forked child. Nobody may be told."""
+        """Close this process's copies; called in a forked child. Sends nothing."""
 
 
 _watched: weakref.WeakSet[Inheritable] = weakref.WeakSet()
@@ -40,7 +40,7 @@ def watch(holder: Inheritable) -> None:
 def close_connections(endpoints: Iterable[str]) -> None:
     """Close this process's TCP sockets that listen on, or are connected with, `endpoints`.
 
-    For those that libzmq has made: it does not tell their descriptors.
+    For those that libzmq has made, which does not give their descriptors.
 
     Args:
         endpoints: numeric, as ``tcp://127.0.0.1:41873``.

@@ -26,7 +26,7 @@ the cycle in which each waits for the next cannot arise.
 The function returns when it is done or when there is something to decide: nothing arrived
 for a while, or what arrived is not what was due. Deadlines, signals and errors are the
 caller's business (`ringreduce.transport.zeromq`); it calls again and the work goes on where
-it stopped, which is what `state` is for.
+it stopped, which the link's record says.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import carray
 
 from ringreduce.pure.checksum import crc32c
 from ringreduce.pure.kernels import call_kernel
+from ringreduce.pure.notification import ABORT_BYTES_MAX
+from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE
 from ringreduce.transport.libzmq import (
     memcpy,
     sched_yield,
@@ -55,41 +58,24 @@ from ringreduce.transport.libzmq import (
     zmq_msg_send,
     zmq_msg_size,
 )
-
-# What the loop returns.
-DONE = 0
-WAITING = 1  # nothing arrived for one receive timeout, or a signal came
-DRAINING = 2  # all is received; libzmq still holds borrowed segments
-FOREIGN = 3  # a frame without our magic, version or job
-MISMATCH = 4  # a frame of ours that is not the one due
-MISSHAPEN = 5  # the header due, but a payload of another size
-CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
-UNSENDABLE = 7  # the next rank's connection is gone
-FAILED = 8  # libzmq reported the errno in state[ERRNO]
-CORRUPT = 9  # a payload whose checksum is state[COMPUTED] and not what its header says
-
-# Where the loop stands: indices into `state`, int64.
-STEP = 0
-SEGMENT = 1
-STARTED = 2  # segments of the first chunk sent; of an exchange, steps whose rows are sent
-CHANNEL = 3  # index of the socket used last
-FRAMES = 4  # frames received, ever: how progress is seen
-BYTES_SENT = 5
-BYTES_RECEIVED = 6
-CONTROL_BYTES = 7
-ERRNO = 8
-COMPUTED = 9  # the checksum of the last payload that was checked
-STATE_WORDS = 10
-
-# What is kept of each pair of sockets: columns of `channels`, int64, one row for each pair.
-SENDER = 0  # address of the socket to a next rank
-RECEIVER = 1  # address of the socket from a previous rank
-BORROWED = 2  # frames handed to the sender without a copy, ever
-SOURCE = 3  # file descriptor the last frame came from; NO_SOURCE before the first
-SENT = 4  # frames sent, ever
-TAKEN = 5  # frames received, ever
-CHANNEL_WORDS = 6
-NO_SOURCE = -1
+from ringreduce.transport.records import (
+    CHANNEL,
+    CONTROL,
+    CORRUPT,
+    DONE,
+    DRAINING,
+    FAILED,
+    FOREIGN,
+    LINK,
+    MISMATCH,
+    MISSHAPEN,
+    PASS,
+    PASS_STEP,
+    UNSENDABLE,
+    WAITING,
+    ChannelRecord,
+    pointer,
+)
 
 # Payloads up to this ride behind the header in the same message, by a copy: below it, the
 # copy is cheaper than a second message and the wait for its release.
@@ -98,6 +84,8 @@ INLINE_BYTES_MAX = 16384
 HEADER_BYTES = 64
 
 _NOT_KNOWN = -1  # no checksum
+_CHANNEL_BYTES = CHANNEL.itemsize
+_RELEASED_AT = ChannelRecord.released.offset
 
 # libzmq's constants: flags, errno values and message properties of the C API.
 _DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
@@ -108,303 +96,246 @@ _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 
 
 @numba.njit(nogil=True, cache=True)
-def run(
-    channels: Any,
-    streams: Any,
-    memory: Any,
-    bounds: Any,
-    first: Any,
-    chunks: Any,
-    actions: Any,
-    offset: Any,
-    outgoing: Any,
-    incoming: Any,
-    segment_bytes: Any,
-    itemsize: Any,
-    combine: Any,
-    finish: Any,
-    divisor: Any,
-    checked: Any,
-    release: Any,
-    released: Any,
-    state: Any,
-    message: Any,
-    received: Any,
-    control: Any,
-) -> Any:
-    """Run one rank's schedule from where `state` stands; return one of the codes above.
+def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
+    """Run one rank's schedule from where the link stands; return a status code.
 
     Args:
-        channels: int64 of shape (number, CHANNEL_WORDS), see above.
-        streams: how many of them, from the first on, lead to the next rank.
-        memory: uint8, what all chunks lie in.
-        bounds: int64, byte offset of each chunk and the end of the last.
-        first, chunks, actions, offset: the `Schedule`; arrays are int64.
-        outgoing, incoming: uint64 of shape (8,), the headers we send and expect; their step,
-            segment and length words are filled in here.
-        segment_bytes: payload bytes of a full frame, a multiple of `itemsize`.
-        combine, finish: kernel addresses; `divisor`, uint8, is what finish takes as source.
-        checked: whether frames carry the checksum of their payload.
-        release: address of the callback that counts channel c's released segments in
-            ``released[c]``, int64.
-        state: int64 of shape (STATE_WORDS,), see above.
-        message: uint8 of shape (128,), room for two zmq_msg_t.
-        received: uint64 of shape (8,), the last header that arrived.
-        control: uint8, where the payload of a control frame is left.
+        link_address: of the `LinkRecord`.
+        call_address: of the `PassRecord`.
+        buffer: address of the memory that all chunks lie in.
     """
-    buffer = memory.ctypes.data
-    first_msg = message.ctypes.data
+    link = carray(pointer(link_address), 1, LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    call = carray(pointer(call_address), 1, PASS)[0]
+    steps = carray(pointer(call.steps), call.step_count, PASS_STEP)
+    first_msg = link.message.ctypes.data
     second_msg = first_msg + 64
 
-    if first >= 0:
-        segments = _segments(bounds, first, segment_bytes)
-        while state[STARTED] < segments:
+    if call.first_start >= 0:
+        segments = _segments(call.first_start, call.first_end, link.segment_bytes)
+        while link.started < segments:
             status = _send(
-                channels, state[STARTED] % streams, buffer, bounds, first, state[STARTED], offset,
-                outgoing, segment_bytes, checked, np.int64(_NOT_KNOWN), release, released, state,
-                first_msg,
+                link, channels, call, buffer, call.first_start, call.first_end, link.started,
+                call.offset, np.int64(_NOT_KNOWN),
             )  # fmt: skip
             if status != DONE:
                 return status
-            state[STARTED] += 1
+            link.started += 1
 
-    while state[STEP] < chunks.size:
-        step = state[STEP]
-        chunk = chunks[step]
-        action = actions[step]
-        segments = _segments(bounds, chunk, segment_bytes)
-        while state[SEGMENT] < segments:
-            segment = state[SEGMENT]
-            stream = segment % streams
-            start = bounds[chunk] + segment * segment_bytes
-            nbytes = min(segment_bytes, bounds[chunk + 1] - start)
+    while link.step < call.step_count:
+        step = steps[link.step]
+        number = link.step + call.offset
+        segments = _segments(step.start, step.end, link.segment_bytes)
+        while link.segment < segments:
+            segment = link.segment
+            stream = segment % link.streams
+            start = step.start + segment * link.segment_bytes
+            nbytes = min(link.segment_bytes, step.end - start)
             separate = nbytes > INLINE_BYTES_MAX
-            incoming[5] = np.uint64(step + offset) | (np.uint64(segment) << np.uint64(32))
-            incoming[6] = np.uint64(nbytes)
+            call.incoming[5] = np.uint64(number) | (np.uint64(segment) << np.uint64(32))
+            call.incoming[6] = np.uint64(nbytes)
 
+            inline_bytes = 0 if separate else nbytes
             status = receive_header(
-                channels, stream, first_msg, incoming, received, 0 if separate else nbytes,
-                separate, checked, control, state,
-            )  # fmt: skip
+                link, channels[stream], stream, first_msg, call.incoming, inline_bytes, separate
+            )
             if status != DONE:
                 return status
             payload = zmq_msg_data(first_msg) + HEADER_BYTES
             if separate:
                 # Parts of one message arrive together, so this does not wait.
                 zmq_msg_init(second_msg)
-                if zmq_msg_recv(second_msg, channels[stream, RECEIVER], 0) < 0:
+                if zmq_msg_recv(second_msg, channels[stream].receiver, 0) < 0:
                     zmq_msg_close(first_msg)
-                    return _receive_failed(state)
+                    return _receive_failed(link)
                 if zmq_msg_size(second_msg) != nbytes or zmq_msg_more(second_msg) != 0:
                     zmq_msg_close(first_msg)
                     zmq_msg_close(second_msg)
                     return MISSHAPEN
                 payload = zmq_msg_data(second_msg)
 
-            if checked:
-                status = verify(payload, nbytes, received, state)
-                if status != DONE:
-                    if separate:
-                        zmq_msg_close(second_msg)
-                    zmq_msg_close(first_msg)
-                    return status
+            status = verify(link, payload, nbytes)
+            if status != DONE:
+                if separate:
+                    zmq_msg_close(second_msg)
+                zmq_msg_close(first_msg)
+                return status
 
             target = buffer + start
             if nbytes > 0:
-                if action & 1:
-                    call_kernel(combine, target, payload, nbytes // itemsize)
+                if step.action & REDUCE:
+                    call_kernel(call.combine, target, payload, nbytes // call.itemsize)
                 else:
                     memcpy(target, payload, np.uint64(nbytes))
-                if action & 2 and finish != 0:
-                    call_kernel(finish, target, divisor.ctypes.data, nbytes // itemsize)
+                if step.action & FINISH and call.finish != 0:
+                    call_kernel(call.finish, target, call.divisor, nbytes // call.itemsize)
             if separate:
                 zmq_msg_close(second_msg)
             zmq_msg_close(first_msg)
-            state[FRAMES] += 1
-            state[BYTES_RECEIVED] += nbytes
+            link.frames += 1
+            link.bytes_received += nbytes
             # Before sending: were the send to fail, this segment must not be awaited again.
-            state[SEGMENT] += 1
-            if action & 4:
+            link.segment += 1
+            if step.action & FORWARD:
                 known = np.int64(_NOT_KNOWN)
-                if action & 3 == 0:
+                if step.action & (REDUCE | FINISH) == 0:
                     # What goes on as it came keeps its sum, which so guards our memory too.
-                    known = np.int64(received[6] >> np.uint64(32))
+                    known = np.int64(link.received[6] >> np.uint64(32))
                 status = _send(
-                    channels, stream, buffer, bounds, chunk, segment, step + offset + 1, outgoing,
-                    segment_bytes, checked, known, release, released, state, first_msg,
-                )  # fmt: skip
+                    link, channels, call, buffer, step.start, step.end, segment, number + 1, known
+                )
                 if status != DONE:
                     return status
-        state[STEP] += 1
-        state[SEGMENT] = 0
+        link.step += 1
+        link.segment = 0
 
     for _ in range(_DRAIN_YIELDS):
-        if _is_released(channels, released, streams):
+        if _is_released(channels, link.streams):
             return DONE
         sched_yield()
     for _ in range(_DRAIN_SLEEPS):
-        if _is_released(channels, released, streams):
+        if _is_released(channels, link.streams):
             return DONE
         usleep(np.uint32(_DRAIN_SLEEP_US))
     return DRAINING
 
 
 @numba.njit(nogil=True, cache=True)
-def post(
-    channels: Any, channel: Any, frame: Any, release: Any, released: Any, state: Any, message: Any
-) -> Any:
-    """Queue `frame`, uint8, header included, on `channel`; return DONE or why not.
+def post(link_address: Any, channel: Any, frame: Any, nbytes: Any) -> Any:
+    """Queue a frame of `nbytes` at address `frame` on `channel`; return DONE or why not.
 
-    The frame is borrowed like a segment: it has left when ``released[channel]`` has reached
-    ``channels[channel, BORROWED]``, and must live until then.
+    The frame, header included, is borrowed like a segment: it has left when the channel's
+    `released` has reached its `borrowed`, and must live until then.
     """
-    msg = message.ctypes.data
-    counter = released.ctypes.data + 8 * channel
-    zmq_msg_init_data(msg, frame.ctypes.data, np.uint64(frame.size), release, counter)
-    channels[channel, BORROWED] += 1
-    return send_message(channels, channel, msg, 0, state)
+    link = carray(pointer(link_address), 1, LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    return _lend(link, channels, channel, frame, nbytes)
 
 
 @numba.njit(nogil=True, cache=True)
-def send_message(channels: Any, channel: Any, msg: Any, flags: Any, state: Any) -> Any:
+def send_message(link: Any, channel: Any, number: Any, msg: Any, flags: Any) -> Any:
     """Queue the message at address `msg` on `channel`, without waiting; return DONE or why not."""
-    state[CHANNEL] = channel
-    if zmq_msg_send(msg, channels[channel, SENDER], _DONTWAIT | flags) < 0:
-        state[ERRNO] = zmq_errno()
+    link.channel = number
+    if zmq_msg_send(msg, channel.sender, _DONTWAIT | flags) < 0:
+        link.errno = zmq_errno()
         zmq_msg_close(msg)
         # The queue is unbounded, so "try again" can only mean that there is no connection.
-        return UNSENDABLE if state[ERRNO] == _EAGAIN else FAILED
+        return UNSENDABLE if link.errno == _EAGAIN else FAILED
     if flags & _SNDMORE == 0:
-        channels[channel, SENT] += 1
+        channel.sent += 1
     return DONE
 
 
 @numba.njit(nogil=True, cache=True)
 def receive_header(
-    channels: Any,
-    channel: Any,
-    msg: Any,
-    expected: Any,
-    received: Any,
-    inline_bytes: Any,
-    is_more: Any,
-    checked: Any,
-    control: Any,
-    state: Any,
+    link: Any, channel: Any, number: Any, msg: Any, expected: Any, inline_bytes: Any, is_more: Any
 ) -> Any:
     """Receive the message that begins the frame due, at address `msg`; return DONE or why not.
 
     It is the caller's to close after DONE, and closed after anything else.
 
     Args:
-        channels, channel: where from.
+        link: where the header that came is left.
+        channel, number: where from.
         msg: room for a zmq_msg_t.
         expected: uint64 of shape (8,), the header due.
-        received: where the one that came is left.
         inline_bytes: payload bytes due behind the header.
         is_more: whether a second part is due.
-        checked: whether the header holds a checksum, which the caller then is to `verify`.
-        control, state: as for `run`.
     """
-    state[CHANNEL] = channel
+    link.channel = number
     zmq_msg_init(msg)
-    if zmq_msg_recv(msg, channels[channel, RECEIVER], 0) < 0:
-        return _receive_failed(state)
-    channels[channel, SOURCE] = zmq_msg_get(msg, _SRCFD)
-    status = _check(msg, expected, received, inline_bytes, is_more, checked, control, state)
+    if zmq_msg_recv(msg, channel.receiver, 0) < 0:
+        return _receive_failed(link)
+    channel.source = zmq_msg_get(msg, _SRCFD)
+    status = _check(link, msg, expected, inline_bytes, is_more)
     if status != DONE:
         zmq_msg_close(msg)
         return status
-    channels[channel, TAKEN] += 1
+    channel.taken += 1
     return DONE
 
 
 @numba.njit(nogil=True, cache=True)
-def verify(payload: Any, nbytes: Any, received: Any, state: Any) -> Any:
-    """DONE if `nbytes` at address `payload` have the checksum in `received`, else CORRUPT."""
+def verify(link: Any, payload: Any, nbytes: Any) -> Any:
+    """CORRUPT if `nbytes` at address `payload` have another checksum than the last header says."""
+    if link.checked == 0:
+        return DONE
     checksum = crc32c(payload, nbytes)
-    state[COMPUTED] = np.int64(checksum)
-    return DONE if checksum == received[6] >> np.uint64(32) else CORRUPT
+    link.computed = np.int64(checksum)
+    return DONE if checksum == link.received[6] >> np.uint64(32) else CORRUPT
 
 
 @numba.njit(nogil=True, cache=True)
-def _segments(bounds: Any, chunk: Any, segment_bytes: Any) -> Any:
+def _segments(start: Any, end: Any, segment_bytes: Any) -> Any:
     """`schedule.segment_count` of a chunk, for compiled callers."""
-    return max(1, -(-(bounds[chunk + 1] - bounds[chunk]) // segment_bytes))
+    return max(1, -(-(end - start) // segment_bytes))
 
 
 @numba.njit(nogil=True, cache=True)
-def _is_released(channels: Any, released: Any, streams: Any) -> Any:
+def _is_released(channels: Any, streams: Any) -> Any:
     """Whether libzmq has written out everything that the streams have borrowed."""
     for stream in range(streams):  # noqa: SIM110  numba compiles no generators with all()
-        if released[stream] < channels[stream, BORROWED]:
+        if channels[stream].released < channels[stream].borrowed:
             return False
     return True
 
 
 @numba.njit(nogil=True, cache=True)
 def _send(
+    link: Any,
     channels: Any,
-    channel: Any,
+    call: Any,
     buffer: Any,
-    bounds: Any,
-    chunk: Any,
+    chunk_start: Any,
+    chunk_end: Any,
     segment: Any,
     step: Any,
-    outgoing: Any,
-    segment_bytes: Any,
-    checked: Any,
     known: Any,
-    release: Any,
-    released: Any,
-    state: Any,
-    msg: Any,
 ) -> Any:
-    """Queue one segment on `channel`; large ones are borrowed, not copied.
+    """Queue one segment of a chunk; large ones are borrowed, not copied.
 
     `known` is its checksum, if it need not be computed.
     """
-    start = bounds[chunk] + segment * segment_bytes
-    nbytes = min(segment_bytes, bounds[chunk + 1] - start)
-    outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
-    outgoing[6] = np.uint64(nbytes)
-    if checked:
+    number = segment % link.streams
+    start = chunk_start + segment * link.segment_bytes
+    nbytes = min(link.segment_bytes, chunk_end - start)
+    call.outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
+    call.outgoing[6] = np.uint64(nbytes)
+    if link.checked != 0:
         checksum = crc32c(buffer + start, nbytes) if known == _NOT_KNOWN else np.uint64(known)
-        outgoing[6] |= checksum << np.uint64(32)
+        call.outgoing[6] |= checksum << np.uint64(32)
     separate = nbytes > INLINE_BYTES_MAX
     inline_bytes = 0 if separate else nbytes
 
+    msg = link.message.ctypes.data
     zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
     data = zmq_msg_data(msg)
-    memcpy(data, outgoing.ctypes.data, np.uint64(HEADER_BYTES))
+    memcpy(data, call.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
     if inline_bytes > 0:
         memcpy(data + HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
-    status = send_message(channels, channel, msg, _SNDMORE if separate else 0, state)
-    if status != DONE:
-        return status
-    if separate:
-        counter = released.ctypes.data + 8 * channel
-        zmq_msg_init_data(msg, buffer + start, np.uint64(nbytes), release, counter)
-        channels[channel, BORROWED] += 1
-        status = send_message(channels, channel, msg, 0, state)
-        if status != DONE:
-            return status
-    state[BYTES_SENT] += nbytes
-    return DONE
+    flags = _SNDMORE if separate else 0
+    status = send_message(link, channels[number], number, msg, flags)
+    if status == DONE and separate:
+        status = _lend(link, channels, number, buffer + start, nbytes)
+    if status == DONE:
+        link.bytes_sent += nbytes
+    return status
 
 
 @numba.njit(nogil=True, cache=True)
-def _check(
-    msg: Any,
-    expected: Any,
-    received: Any,
-    inline_bytes: Any,
-    is_more: Any,
-    checked: Any,
-    control: Any,
-    state: Any,
-) -> Any:
-    """Compare the header in `msg` with the one due; copy it to `received`."""
+def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> Any:
+    """Queue `nbytes` at address `memory` without a copy; return DONE or why not."""
+    msg = link.message.ctypes.data
+    counter = channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
+    zmq_msg_init_data(msg, memory, np.uint64(nbytes), link.release, counter)
+    channels[number].borrowed += 1
+    return send_message(link, channels[number], number, msg, 0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _check(link: Any, msg: Any, expected: Any, inline_bytes: Any, is_more: Any) -> Any:
+    """Compare the header in `msg` with the one due; copy it to the link's record."""
+    received = link.received
     size = np.int64(zmq_msg_size(msg))
     if size < HEADER_BYTES:
         received[:] = 0
@@ -415,12 +346,12 @@ def _check(
     if (received[0] ^ expected[0]) & low_40_bits != 0 or received[1] != expected[1]:
         return FOREIGN
     if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
-        state[CONTROL_BYTES] = min(size - HEADER_BYTES, control.size)
-        memcpy(control.ctypes.data, data + HEADER_BYTES, np.uint64(state[CONTROL_BYTES]))
+        link.control_bytes = min(size - HEADER_BYTES, ABORT_BYTES_MAX)
+        memcpy(link.control.ctypes.data, data + HEADER_BYTES, np.uint64(link.control_bytes))
         return CONTROL
     for word in range(8):
         difference = received[word] ^ expected[word]
-        if checked and word == 6:
+        if link.checked != 0 and word == 6:
             difference &= np.uint64(0xFFFFFFFF)
         if difference != 0:
             return MISMATCH
@@ -430,6 +361,6 @@ def _check(
 
 
 @numba.njit(nogil=True, cache=True)
-def _receive_failed(state: Any) -> Any:
-    state[ERRNO] = zmq_errno()
-    return WAITING if state[ERRNO] == _EAGAIN or state[ERRNO] == _EINTR else FAILED
+def _receive_failed(link: Any) -> Any:
+    link.errno = zmq_errno()
+    return WAITING if link.errno == _EAGAIN or link.errno == _EINTR else FAILED

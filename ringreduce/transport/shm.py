@@ -17,22 +17,27 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from ringreduce.pure import wire
+from ringreduce.pure.liveness import Flow
+from ringreduce.pure.notification import (
+    ABORT_BYTES_MAX,
+    abort_error,
+    encode_abort,
+    goodbye_error,
+)
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
-from ringreduce.transport.base import Flow, Traffic
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_goodbye, read_news, write_news
+from ringreduce.transport.base import Traffic
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
+from ringreduce.transport.stalls import Interruption, Stall, mismatch_error, timeout_error
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
-    MismatchError,
     PeerLostError,
-    PeerTimeoutError,
     ProtocolError,
     RingReduceError,
 )
@@ -145,7 +150,7 @@ class HostLink:
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
-        self._interrupted, self._cause = False, cast("RingReduceError | None", None)
+        self._interruption = Interruption()
         # Any thread may ask for the traffic: held while it looks, and while the group goes.
         self._traffic_lock = threading.Lock()
         self._traffic = Traffic(0, 0, 0)
@@ -226,25 +231,24 @@ class HostLink:
         address = flat.__array_interface__["data"][0]
         status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
-            self._finish(status, call, address)
+            self._resume(status, call, address)
 
-    def _finish(self, status: int, call: HostCall, address: int) -> None:
-        """Go on with a call whose first turn did not reach the end."""
-        progress, since = -1, 0.0
-        doomed: int | None = None
+    def _resume(self, status: int, call: HostCall, address: int) -> None:
+        """Go on with a call that was not done at the first go."""
+        stall = Stall()
         while status == _WAITING:
-            facts, now = self._look(), time.monotonic()
-            if self._interrupted:
-                raise self._cause or self._closed_meanwhile(call)
-            if facts.progress != progress:
-                progress, since, doomed = facts.progress, now, None
-            elif doomed is not None:
-                raise self._lost(doomed, call)
-            elif now - since >= self._timeout_s:
-                raise self._timed_out(int(facts.peer), call, now - since)
-            # One more turn after the news: what the peer did before it left still counts.
-            late = (i for i in self._mesh.gone() if not self._has_arrived(i))
-            doomed = next(late, None)
+            facts = self._look()
+            if self._interruption.is_set:
+                raise self._interruption.error(**self._where(call, self._index))
+            waited_s = stall.seconds(facts.progress)
+            if stall.lost is not None:
+                raise self._lost(stall.lost, call)
+            if waited_s >= self._timeout_s:
+                peer = int(facts.peer)
+                due = f"rank {self._members[peer]} on the same host"
+                raise timeout_error(due, waited_s, self._timeout_s, **self._where(call, peer))
+            late = (index for index in self._mesh.gone() if not self._has_arrived(index))
+            stall.lost = next(late, None)
             status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
             raise self._error(status, call)
@@ -270,29 +274,14 @@ class HostLink:
             else "meeting in shared memory",
         }
 
-    def _closed_meanwhile(self, call: HostCall) -> RingReduceError:
-        return PeerLostError(
-            "closed its communicator in the middle of a collective",
-            **self._where(call, self._index),
-        )
-
-    def _timed_out(self, index: int, call: HostCall, waited_s: float) -> RingReduceError:
-        peer = self._members[index]
-        return PeerTimeoutError(
-            f"waited {waited_s:.1f} s for rank {peer} on the same host",
-            **self._where(call, index),
-            remedy=f"Read rank {peer}'s log first; raise RINGREDUCE_TIMEOUT_S "
-            f"(now {self._timeout_s:g}) only if it is merely slow.",
-        )
-
     def _lost(self, index: int, call: HostCall) -> RingReduceError:
-        """What a rank left as news tells more than that it has gone."""
-        for teller in range(len(self._members)):
-            if news := self._news(teller):
-                return read_news(news, **self._where(call, teller))
+        """The error of a rank that has gone: what another says of it, or it itself, comes first."""
+        for other in range(len(self._members)):
+            if payload := self._abort_of(other):
+                return abort_error(payload, **self._where(call, other))
         peer = self._members[index]
-        if (word := self._mesh.gone()[index]) is not None:
-            return read_goodbye(word, **self._where(call, index))
+        if (goodbye := self._mesh.gone()[index]) is not None:
+            return goodbye_error(goodbye, **self._where(call, index))
         return PeerLostError(
             f"lost rank {peer} on the same host: it died",
             **self._where(call, index),
@@ -302,49 +291,45 @@ class HostLink:
     def _error(self, status: int, call: HostCall) -> RingReduceError:
         facts = self._look()
         index = int(facts.peer)
+        where = self._where(call, index)
         if status == _ABORTED:
-            return read_news(self._news(index), **self._where(call, index))
+            return abort_error(self._abort_of(index), **where)
         if status == _MISMATCH:
             theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
-            if wire.will_be_explained(theirs, ours) and (news := self._await_news(index)):
-                return read_news(news, **self._where(call, index))
+            if wire.will_be_explained(theirs, ours) and (payload := self._await_abort(index)):
+                return abort_error(payload, **where)
             named = f"rank {self._members[index]}"
-            error = MismatchError(
-                wire.disagreement(theirs, ours, lambda _: named), **self._where(call, index)
-            )
-            error.signatures = ours.signature, theirs.signature
-            return error
+            return mismatch_error(theirs, ours, lambda _: named, **where)
         return ProtocolError(
-            f"found what cannot be in the memory of rank {self._members[index]}",
-            **self._where(call, index),
+            f"found what cannot be in the memory of rank {self._members[index]}", **where
         )
 
-    def _await_news(self, index: int) -> bytes:
-        """What that rank says about why it gives up, if it does so soon."""
+    def _await_abort(self, index: int) -> bytes:
+        """Why that rank gives up, if it soon says so."""
         deadline = time.monotonic() + TIMES.explanation_s
-        while not (news := self._news(index)) and time.monotonic() < deadline:
-            if self._interrupted:
+        while not (payload := self._abort_of(index)) and time.monotonic() < deadline:
+            if self._interruption.is_set:
                 break
-            time.sleep(
-                TIMES.shared_memory_poll_s / 10
-            )  # It has no way to wake us: it is in no step with us.
-        return news
+            # It has no way to wake us: it is in no step with us.
+            time.sleep(TIMES.shared_memory_poll_s / 10)
+        return payload
 
-    def _news(self, index: int) -> bytes:
-        buffer = ctypes.create_string_buffer(NEWS_BYTES_MAX)
+    def _abort_of(self, index: int) -> bytes:
+        """What that rank has left in its segment to say why it gives up; empty for nothing."""
+        buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
         length = self._functions["shm_news"](self._group, index, ctypes.addressof(buffer))
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
-        """Leave word why this rank gives up where the others look when they wait.
+        """Say why this rank gives up, in its segment, where the others look when they wait.
 
         Registered arrays are their owners' alone from then on: a rank that was stopped while it
         wrote into them may be woken at any time.
         """
         if self._group is not None:
-            news = write_news(cause, self._rank)
-            self._functions["shm_abort"](self._group, news, len(news))
+            payload = encode_abort(cause, self._rank)
+            self._functions["shm_abort"](self._group, payload, len(payload))
             if self._heap is not None and (left := self._heap.detach()):
                 _log.warning(
                     "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
@@ -353,9 +338,8 @@ class HostLink:
                 )
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a `run` in another thread raise at its next slice."""
-        self._cause = cause
-        self._interrupted = True
+        """Have a `run` in another thread raise when it looks at the clock next."""
+        self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
         """What this rank has put into and taken from shared memory so far; for any thread."""
@@ -373,16 +357,16 @@ class HostLink:
         """Nothing: whether shared memory moves is seen by its traffic."""
         return Flow()
 
-    def close(self, word: bytes = b"") -> None:
+    def close(self, goodbye: bytes = b"") -> None:
         """Say goodbye; memory goes when the last registered array does."""
-        self._mesh.close(word)
+        self._mesh.close(goodbye)
         self.traffic()
         with self._traffic_lock:
             group, self._group = self._group, None
             if group is not None:
                 self._functions["shm_free"](group)
         self._segments.clear()
-        # Whoever has made this link may keep it for long.
+        # The link itself may live on for long.
         self._own = self._heap = None
 
 

@@ -1,4 +1,4 @@
-"""Unix sockets between the ranks of a host: they pass segments on and tell who has gone.
+"""Unix sockets between the ranks of a host: they pass segments on and show who has gone.
 
 Each rank listens on an abstract address (it is in no file system and goes with the process)
 and is connected with every other rank of its host for as long as the ring lives. The kernel
@@ -17,8 +17,8 @@ import struct
 import time
 from collections.abc import Sequence
 
+from ringreduce.pure.notification import GOODBYE_BYTES_MAX
 from ringreduce.transport import inherited
-from ringreduce.transport.news import GOODBYE_BYTES_MAX
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
 
@@ -57,7 +57,7 @@ class Mesh:
             raise
         self._connections: dict[int, socket.socket] = {}
         self._poll = select.poll()
-        # Those who have gone, and the word they left; None of those who said no goodbye.
+        # Ranks that have gone, and their goodbyes; None where one said none.
         self._gone: dict[int, bytes | None] = {}
         inherited.watch(self)
 
@@ -85,7 +85,7 @@ class Mesh:
             timeout_s: for all of it.
 
         Raises:
-            RendezvousError: somebody did not come or cannot be reached.
+            RendezvousError: a rank did not come or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
@@ -156,7 +156,7 @@ class Mesh:
         socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
 
     def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
-        """Rank and segment of whoever is at the other end; None when it is not of this job."""
+        """Rank and segment of the other end; None when it is not of this job."""
         # Not socket.recv_fds: that one forgets its flags, and every program that this process
         # starts would keep the others' memory.
         data, ancillary, _, _ = connection.recvmsg(
@@ -201,12 +201,12 @@ class Mesh:
         for connection in self._connections.values():
             connection.close()
 
-    def close(self, word: bytes = b"") -> None:
-        """Say goodbye with `word` and close all connections."""
+    def close(self, goodbye: bytes = b"") -> None:
+        """Say goodbye and close all connections."""
         self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.send(_GOODBYE + word[:GOODBYE_BYTES_MAX])
+                connection.send(_GOODBYE + goodbye[:GOODBYE_BYTES_MAX])
             connection.close()
         self._connections.clear()
 

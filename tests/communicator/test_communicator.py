@@ -508,11 +508,11 @@ def test_a_rank_alone_on_its_host_does_not_complain_of_memory(caplog):
     assert [record.message for record in caplog.records] == []
 
 
-def test_news_after_a_failure_answers_background_work_with_that_failure(monkeypatch):
+def test_an_abort_after_a_failure_answers_background_work_with_that_failure(monkeypatch):
     """Two texts would be two errors: that of the call, and that of an op that waits."""
     with ringreduce.Communicator(Config()) as communicator:
         told = []
         monkeypatch.setattr(communicator.engine, "fail", told.append)
         first = communicator.fail(ringreduce.ConfigError("found here"))
-        communicator._notified(ringreduce.ConfigError("heard of later"))
+        communicator.ring_ended(ringreduce.ConfigError("heard of later"))
         assert told == [first, first]

@@ -466,7 +466,7 @@ def test_after_a_mismatch_every_call_raises_it_at_once(
 
 
 def test_a_rank_that_comes_late_is_told_the_cause_though_all_have_left(tmp_path: Path) -> None:
-    # The news lies in its queue when it finds that it can no longer send.
+    # The abort lies in its queue when it finds that it can no longer send.
     program = """
     ring = join()
     say("ready")

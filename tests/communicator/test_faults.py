@@ -69,7 +69,7 @@ def assert_named(
 # The victim's second thread watches where its call stands, and kills it there.
 KILLED = """
 import ctypes
-from ringreduce.transport import loop, shm
+from ringreduce.transport import shm
 PLACE, VICTIM, COUNT = {place!r}, {victim}, {count}
 ring = join()
 
@@ -79,7 +79,7 @@ def is_there():
         link._functions["shm_look"](link._group, ctypes.addressof(facts))
         return 1 <= facts.step < facts.steps - 1
     step = {{"in reduce-scatter": SIZE - 2, "in all-gather": SIZE}}[PLACE]
-    return ring._collectives._link._state[loop.STEP] == step
+    return ring._collectives._link._record.step == step
 
 def die():
     say("dies", at=time.monotonic())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.engine.watch import Watcher
+from ringreduce.pure.watching import Action, Watch
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 from tests.processes import wait_until
@@ -83,10 +83,10 @@ def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Pa
             def fail(*_):
                 raise RuntimeError("a bug")
             watchers = [t for t in threading.enumerate() if "ringreduce watch" in t.name]
-            send, Watcher._send_heartbeat = Watcher._send_heartbeat, fail
+            beat, Watcher._beat = Watcher._beat, fail
             for watcher in watchers:
                 watcher.join(10)
-            Watcher._send_heartbeat = send
+            Watcher._beat = beat
             say("ended", watchers=[w.is_alive() for w in watchers])
         attempt("call", lambda: until_error(ring.barrier))
         del ring
@@ -104,23 +104,22 @@ def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Pa
         ring.wait("again")
 
 
-def test_whoever_leaves_because_of_news_passes_them_on_to_one_who_hears_nothing_else(
+def test_a_rank_that_leaves_because_of_an_abort_passes_it_on_to_one_that_receives_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take = Watcher._take
-    deaf: list[Watcher] = []
+    receive = Watch.receive
+    deaf: list[Watch] = []
 
-    def take_unless_deaf(self: Watcher, *arguments: Any) -> None:
-        if self not in deaf:
-            take(self, *arguments)
+    def receive_unless_deaf(self: Watch, *arguments: Any) -> list[Action]:
+        return [] if self in deaf else receive(self, *arguments)
 
-    monkeypatch.setattr(Watcher, "_take", take_unless_deaf)
+    monkeypatch.setattr(Watch, "receive", receive_unless_deaf)
     is_deaf = threading.Event()
 
     def work(comm: Communicator) -> str:
         if comm.rank == 2:
             assert comm._watcher is not None
-            deaf.append(comm._watcher)
+            deaf.append(comm._watcher._watch)
             is_deaf.set()
             with pytest.raises(RingReduceError) as caught:
                 comm.all_reduce(np.ones(100_000))
@@ -129,7 +128,7 @@ def test_whoever_leaves_because_of_news_passes_them_on_to_one_who_hears_nothing_
             assert is_deaf.wait(10)
             comm.fail(MismatchError("is the culprit", rank=0, size=3))
             return ""
-        wait_until(lambda: comm.failure is not None, "the news")
+        wait_until(lambda: comm.failure is not None, "the abort")
         return str(comm.failure)
 
     _, heard, passed_on = ring_of_threads(3, work, transport="zmq")

@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from ringreduce.collectives.base import Collectives
 from ringreduce.communicator import communicator as communicator_module
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
 from ringreduce.effects.handoff import BucketItem
 from ringreduce.engine.engine import Engine, Work
+from ringreduce.engine.owner import Owner
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -95,7 +98,15 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def new_engine() -> tuple[Engine, list[RingReduceError]]:
     errors: list[RingReduceError] = []
-    return Engine("ringreduce test", errors.append, lambda: None), errors
+    return new_engine_of(errors.append), errors
+
+
+def new_engine_of(
+    fail: Callable[[RingReduceError], object], interrupt: Callable[[], object] = lambda: None
+) -> Engine:
+    """An engine whose communicator and collectives do no more than that."""
+    owner, collectives = SimpleNamespace(fail=fail), SimpleNamespace(interrupt=interrupt)
+    return Engine("ringreduce test", cast(Owner, owner), cast(Collectives, collectives))
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -268,7 +279,7 @@ def test_close_ends_a_wait_in_another_thread(engine):
 
 def test_close_interrupts_before_it_waits_for_what_runs():
     gate = Gate()
-    made = Engine("ringreduce test", lambda error: None, gate.open.set)
+    made = new_engine_of(lambda error: None, gate.open.set)
     made.submit(gate)
     gate.wait_begun()
     in_thread(lambda: made.close("over")).result(DEADLINE_S)
@@ -389,7 +400,7 @@ class TestBuckets:
 
     def test_who_waits_is_answered_though_the_ring_cannot_be_broken(self):
         """Gradients that were not reduced must never be taken for means."""
-        engine = Engine("ringreduce test", lambda error: failing(OSError("no"))(), lambda: None)
+        engine = new_engine_of(lambda error: failing(OSError("no"))())
         plan = Plan(engine.native)
         engine.serve(plan.number, lambda _: failing(PeerLostError("lost rank 3"))())
         start(plan.number, 0)
@@ -717,7 +728,7 @@ def close_with_pending_work(ring: Callable[..., Any]) -> list[Any]:
             left.set()
             return [outcome(lambda each=each: each.wait(0.0)) for each in pending]
         assert left.wait(2 * DEADLINE_S)
-        # The call that rank 0 was in; it may be over here before the news come.
+        # The call that rank 0 was in; it may be over here before the abort comes.
         return outcome(lambda: (comm.all_reduce(np.ones(3)), comm.barrier()))
 
     return ring(3, work)

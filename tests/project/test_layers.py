@@ -156,12 +156,13 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.bootstrap.rendezvous",
         "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
+        "ringreduce.transport.connections",
         "ringreduce.transport.control",
         "ringreduce.transport.descriptors",
+        "ringreduce.transport.diagnosis",
         "ringreduce.transport.libzmq",
         "ringreduce.transport.monitor",
         "ringreduce.transport.security",
-        "ringreduce.transport.zeromq",
     }
 
 

@@ -59,6 +59,7 @@ COMMUNICATOR = [
     "failure",
     "rank",
     "reduce_scatter",
+    "ring_ended",
     "size",
     "statistics",
     "transport",

@@ -8,19 +8,18 @@ import msgspec
 import pytest
 
 from ringreduce.pure import liveness
-from ringreduce.pure.liveness import (
-    Board,
+from ringreduce.pure.liveness import Board, is_dead
+from ringreduce.pure.messages import (
+    Abort,
+    Acknowledgement,
     Heartbeat,
     Heartbeats,
     Left,
     Message,
-    News,
-    Seen,
     Sent,
     Wait,
     decode,
     encode,
-    is_dead,
     message_bytes_max,
 )
 from ringreduce.vocabulary.times import Times
@@ -58,9 +57,9 @@ def board(size: int = 3, now_s: float = 10.0) -> Board:
         Heartbeats(
             ((Heartbeat(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1)), 0.0),)
         ),
-        News(b"cause"),
+        Abort(b"cause"),
         Left(1, 7, "ValueError: x"),
-        Seen(),
+        Acknowledgement(),
     ],
 )
 def test_a_message_arrives_as_it_was(message: Message) -> None:
@@ -86,7 +85,7 @@ def test_the_longest_message_fits_the_limit() -> None:
         Heartbeats(((Heartbeat(0, -1, 1, "", 0.0), 0.0),)),
         Heartbeats(((Heartbeat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
         Heartbeats(((Heartbeat(0, 1, 1, "", float("nan")), 0.0),)),
-        News(bytes(1 << 16)),
+        Abort(bytes(1 << 16)),
         Left(0, 0, "x" * 5000),
     ],
 )
@@ -103,28 +102,26 @@ def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
 
 def test_the_latest_beat_counts_whichever_way_it_came() -> None:
     known = board()
-    known.hear(heartbeat(1, number=7, calls=9), 0.1, 10.5)
-    known.hear(heartbeat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
-    latest = known.latest(1, 10.6)
-    assert latest is not None
-    assert latest[0].calls == 9
-    assert latest[1] == pytest.approx(0.2)
-    known.hear(heartbeat(0, number=99), 0.0, 10.6)  # our own, back again
-    assert known.latest(0, 10.6) is None
+    known.note(heartbeat(1, number=7, calls=9), 0.1, 10.5)
+    known.note(heartbeat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
+    assert known.report(10.6)[0]["calls"] == 9
+    assert known.report(10.6)[0]["heard_s"] == pytest.approx(0.2)
+    known.note(heartbeat(0, number=99), 0.0, 10.6)  # our own, back again
+    assert [facts["rank"] for facts in known.report(10.6)] == [1, 2]
 
 
 def test_ages_add_up_on_the_way() -> None:
     far, near = Board(2, 4, 0.0), Board(1, 4, 100.0)
-    far.hear(heartbeat(3), 0.0, 5.0)
+    far.note(heartbeat(3), 0.0, 5.0)
     [(passed_on, age_s)] = far.heartbeats(5.25)
-    near.hear(passed_on, age_s, 101.0)
+    near.note(passed_on, age_s, 101.0)
     assert near.silent_s(3, 101.0) == pytest.approx(0.25)
 
 
 def test_a_rank_that_is_not_heard_is_suspected_first() -> None:
     known = board()
-    known.hear(heartbeat(1), 0.0, 10.1)
-    known.hear(heartbeat(2, operation=""), 0.0, 12.1)
+    known.note(heartbeat(1), 0.0, 10.1)
+    known.note(heartbeat(2, operation=""), 0.0, 12.1)
     suspicion = known.suspect(Here(), 12.2)
     assert suspicion is not None
     assert (suspicion.rank, suspicion.kind) == (1, "silent")
@@ -160,7 +157,7 @@ def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
 )
 def test_a_live_rank_is_suspected_for_where_it_is(other: Heartbeat, kind: str, words: str) -> None:
     known = board(2)
-    known.hear(other, 0.0, 11.0)
+    known.note(other, 0.0, 11.0)
     suspicion = known.suspect(Here(), 11.1)
     assert suspicion is not None
     assert suspicion.kind == kind
@@ -172,20 +169,20 @@ def test_a_live_rank_is_suspected_for_where_it_is(other: Heartbeat, kind: str, w
 )
 def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Heartbeat) -> None:
     known = board(2)
-    known.hear(other, 0.0, 11.0)
+    known.note(other, 0.0, 11.0)
     assert known.suspect(Here(), 11.1) is None
 
 
 def test_what_was_said_before_the_call_began_says_nothing_of_it() -> None:
     known = board(2)
-    known.hear(heartbeat(1, operation=""), 0.0, 9.9)
+    known.note(heartbeat(1, operation=""), 0.0, 9.9)
     assert known.suspect(Here(), 10.3) is None
 
 
 def test_of_ranks_in_user_code_the_one_that_is_furthest_behind_is_named() -> None:
     known = board(4)
     for rank, calls in ((1, 5), (2, 3), (3, 4)):
-        known.hear(heartbeat(rank, calls=calls, operation=""), 0.0, 11.0)
+        known.note(heartbeat(rank, calls=calls, operation=""), 0.0, 11.0)
     suspicion = known.suspect(Here(), 11.1)
     assert suspicion is not None
     assert suspicion.rank == 2
@@ -211,7 +208,7 @@ def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> No
     assert board(3).hears_nobody(10.0 + 2 * TIMES.silent_s)
     assert not board(2).hears_nobody(10.0 + 2 * TIMES.silent_s)
     known = board(3)
-    known.hear(heartbeat(2), 0.0, 12.0)
+    known.note(heartbeat(2), 0.0, 12.0)
     assert not known.hears_nobody(12.1)
 
 
@@ -235,10 +232,10 @@ def test_both_ends_find_a_dead_connection() -> None:
     sender = Heartbeat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
     receiver = Heartbeat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
     known = Board(1, 2, 10.0)
-    known.hear(sender, 0.1, 11.0)
+    known.note(sender, 0.1, 11.0)
     assert known.dead(receiver, 2.0, 11.0) == (0, 1)
     known = Board(0, 2, 10.0)
-    known.hear(receiver, 0.1, 11.0)
+    known.note(receiver, 0.1, 11.0)
     assert known.dead(sender, 2.0, 11.0) == (0, 1)
     # A rank that is silent has not said that it waits still.
     assert known.dead(sender, 2.0, 11.0 + 2 * TIMES.silent_s) is None
@@ -248,7 +245,7 @@ def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
     known = board(4)
     for rank, done in ((1, 0.5), (2, 0.25), (3, 0.0)):
         calls = 4 if rank == 3 else 5
-        known.hear(Heartbeat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
+        known.note(Heartbeat(rank, 1, calls, "all_reduce", 0.5, done), 0.0, 11.0)
     slowest = known.slowest(Here(), 0.6)
     assert slowest is not None
     assert slowest.rank == 2
@@ -261,6 +258,6 @@ def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
 ) -> None:
     # It waited for long, said so, and was stopped as soon as the frame was on its way.
     known = board(2, 0.0)
-    known.hear(Heartbeat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
+    known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
     own = Heartbeat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
     assert known.dead(own, 0.5, 10.0) == dead

@@ -7,6 +7,7 @@ errs may end the job, with one named error on every rank.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import resource
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ from ringreduce.bootstrap.admission import Members
 from ringreduce.bootstrap.messages import read_hello
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import wire
+from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
+from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import door, loop
-from ringreduce.transport.news import NEWS_BYTES_MAX, read_news
+from ringreduce.transport import door, loop, records
+from ringreduce.transport.base import RingCall
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
@@ -236,11 +240,10 @@ def erring(name):
     def run(link, call, buffer, sequence):
         call.number(sequence)
         header, memory = call.outgoing.copy(), buffer.view(np.uint8)
-        first = call.schedule.first
-        start, end = int(call.bounds_array[first]), int(call.bounds_array[first + 1])
+        start, end = call.record.first_start, call.record.first_end
         header[5], header[6] = call.schedule.offset, end - start
         for parts in ERRORS[name](header, memory[start:end].tobytes()):
-            link._outgoing[0].socket.send_multipart(parts)
+            link._connections.outgoing[0].socket.send_multipart(parts)
     return run
 
 open_rings = []
@@ -399,7 +402,7 @@ class Loop:
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)
         members[1].join(self.peer, 0)
         self.peer.connect(self.link.address)
-        self.receiver = self.link._incoming[0].socket
+        self.receiver = self.link._connections.incoming[0].socket
 
         self.header = wire.encode(
             wire.Header(
@@ -410,14 +413,15 @@ class Loop:
         self.payload = bytes(range(256)) * (nbytes // 256)
         self.memory = np.full(nbytes + 2 * _GUARD, 0xA5, np.uint8)
         self.untouched = self.memory.tobytes()
-        self.state = np.zeros(loop.STATE_WORDS, np.int64)
+        # One chunk, which is copied.
+        ours = replace(wire.decode(self.header), rank=0)
+        self.call = RingCall(ours, Schedule(-1, (0,), (0,)), (0, nbytes), size=2, itemsize=1)
+        self.record = self.link._record
         self.arguments = (
-            self.link._channels, 1, self.memory[_GUARD : _GUARD + nbytes],
-            np.array([0, nbytes], np.int64), -1, np.zeros(1, np.int64), np.zeros(1, np.int64), 0,
-            np.zeros(8, np.uint64), self.header.copy(), segment_bytes, 4, 0, 0,
-            np.zeros(8, np.uint8), False, self.link._release, self.link._released, self.state,
-            self.link._message, self.link._received, self.link._control,
-        )  # fmt: skip
+            ctypes.addressof(self.record),
+            self.call.address,
+            self.memory.ctypes.data + _GUARD,
+        )
 
     def right(self) -> list[bytes]:
         if len(self.payload) > loop.INLINE_BYTES_MAX:
@@ -436,10 +440,10 @@ class Loop:
 
     def run(self) -> int:
         """The status of the loop for the next message; the rest of the message is thrown away."""
-        self.state[: loop.FRAMES] = 0
+        self.record.step = self.record.segment = 0
         for _ in range(200):
             status = int(loop.run(*self.arguments))
-            if status != loop.WAITING:
+            if status != records.WAITING:
                 break
         while self.receiver.getsockopt(zmq.RCVMORE):
             self.receiver.recv()
@@ -451,7 +455,7 @@ class Loop:
         self.link.close()
 
 
-REFUSED = {loop.FOREIGN, loop.MISMATCH, loop.MISSHAPEN, loop.CONTROL}
+REFUSED = {records.FOREIGN, records.MISMATCH, records.MISSHAPEN, records.CONTROL}
 
 
 @pytest.mark.parametrize(
@@ -478,9 +482,9 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
                     assert tried.memory.tobytes() == tried.untouched, [p[:80] for p in parts]
                 frames -= len(batch)
         # A kind that stands for control is drawn once in a thousand frames.
-        assert statuses >= REFUSED - {loop.CONTROL}
+        assert statuses >= REFUSED - {records.CONTROL}
         tried.peer.send_multipart(tried.right())
-        assert tried.run() == loop.DONE
+        assert tried.run() == records.DONE
         assert tried.memory[_GUARD:-_GUARD].tobytes() == tried.payload
         assert (tried.memory[:_GUARD] == 0xA5).all()
         assert (tried.memory[-_GUARD:] == 0xA5).all()
@@ -488,14 +492,14 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
         tried.close()
 
 
-def test_news_that_cannot_be_read_are_an_error_of_bounded_length(chance: random.Random) -> None:
+def test_an_abort_that_cannot_be_read_is_an_error_of_bounded_length(chance: random.Random) -> None:
     right = msgspec.msgpack.encode(
         {"error": "PeerLostError", "origin": 1, "text": "rank 1 of 3 lost it", "peer": 2}
     )
     for _ in range(10_000):
-        error = read_news(mutate_bytes(chance, right)[:NEWS_BYTES_MAX], rank=0, size=3)
+        error = abort_error(mutate_bytes(chance, right)[:ABORT_BYTES_MAX], rank=0, size=3)
         assert isinstance(error, RingReduceError)
-        assert len(str(error)) < 2 * NEWS_BYTES_MAX
+        assert len(str(error)) < 2 * ABORT_BYTES_MAX
 
 
 # --- A rank that errs: the rendezvous -------------------------------------------------------

@@ -25,7 +25,7 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError, RingReduceError
 
 SECRET = "correct horse battery staple"
-# Nobody is let in or told no in more than a few milliseconds; a refusal is the absence of news.
+# Nobody is let in or told no in more than a few milliseconds; a refusal is silence.
 # Longer than libzmq waits for a handshake: who asks while the authenticator goes is refused then.
 _SOON_MS = 15_000
 

@@ -149,7 +149,7 @@ def test_silent_member_is_named_by_its_rank_in_the_job(call):
 
 
 def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
-    """Ranks wait for one another over one place and over two; the news goes both ways."""
+    """Ranks wait for one another over one place and over two; aborts go both ways."""
     cause = MismatchError("has seen enough", rank=3, size=5)
 
     def work(ring: Ring) -> None:

@@ -1,4 +1,4 @@
-"""Why a rank gave up, as it travels to the others: one error, and who met it first."""
+"""Why a rank aborts or leaves, as bytes for the other ranks, and the errors they raise for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from ringreduce.vocabulary.errors import (
 )
 
 __all__ = [
+    "ABORT_BYTES_MAX",
     "GOODBYE_BYTES_MAX",
-    "NEWS_BYTES_MAX",
+    "abort_error",
+    "encode_abort",
+    "encode_goodbye",
+    "goodbye_error",
     "left_error",
-    "read_goodbye",
-    "read_news",
-    "write_goodbye",
-    "write_news",
 ]
 
-# News carry one error's text; what is longer is cut off.
-NEWS_BYTES_MAX = 16384
-
-
-# Of a goodbye: the end of the text of an exception says little.
+# One error's text; what is longer is cut off.
+ABORT_BYTES_MAX = 16384
+# The end of the text of an exception says little.
 GOODBYE_BYTES_MAX = 1024
 
 
@@ -44,8 +42,8 @@ class _Cause(msgspec.Struct):
     peer: int | None
 
 
-def write_news(cause: RingReduceError, rank: int) -> bytes:
-    """`cause` as rank `rank` tells it; when it was told itself, it says by whom."""
+def encode_abort(cause: RingReduceError, rank: int) -> bytes:
+    """Why rank `rank` gives up; a cause that another rank has met keeps that rank as its origin."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
     # A file name in it may hold lone surrogates, which cannot be encoded.
     text = text.encode(errors="replace").decode()
@@ -53,14 +51,14 @@ def write_news(cause: RingReduceError, rank: int) -> bytes:
         error=type(cause).__name__,
         origin=rank if cause.origin is None else cause.origin,
         # A character takes at most four bytes, and the other fields need a little.
-        text=text[: NEWS_BYTES_MAX // 8],
+        text=text[: ABORT_BYTES_MAX // 8],
         peer=cause.peer,
     )
     return msgspec.msgpack.encode(report)
 
 
-def read_news(payload: bytes, **where: Any) -> RingReduceError:
-    """The error to raise for news from another rank; `where` are the fields of this rank's."""
+def abort_error(payload: bytes, **where: Any) -> RingReduceError:
+    """The error to raise for another rank's abort; `where` are the fields of this rank's."""
     try:
         cause = msgspec.msgpack.decode(payload, type=_Cause)
     # Text that is no UTF-8 is a ValueError of Python's; depth that has no end, a RecursionError.
@@ -73,8 +71,8 @@ def read_news(payload: bytes, **where: Any) -> RingReduceError:
     return (kind or ProtocolError)(report, **{**where, "peer": cause.peer, "origin": cause.origin})
 
 
-def write_goodbye(calls: int, why: str) -> bytes:
-    """What a rank leaves behind that closes its communicator after `calls` calls.
+def encode_goodbye(calls: int, why: str) -> bytes:
+    """The goodbye of a rank that closes its communicator after `calls` calls.
 
     Args:
         calls: collectives that it has completed.
@@ -84,7 +82,7 @@ def write_goodbye(calls: int, why: str) -> bytes:
     return msgspec.msgpack.encode(_Goodbye(calls, text))
 
 
-def read_goodbye(payload: bytes, peer: int, **where: Any) -> RingReduceError:
+def goodbye_error(payload: bytes, peer: int, **where: Any) -> RingReduceError:
     """The error to raise for a goodbye of rank `peer` where a call of its own was due."""
     try:
         goodbye = msgspec.msgpack.decode(payload, type=_Goodbye)

@@ -1,0 +1,149 @@
+"""The messages that ranks exchange beside the data, as MessagePack."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+__all__ = [
+    "Abort",
+    "Acknowledgement",
+    "Heartbeat",
+    "Heartbeats",
+    "Left",
+    "Message",
+    "Sent",
+    "Wait",
+    "decode",
+    "encode",
+    "message_bytes_max",
+]
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+# Streams and long distances of a ring; far more than any has.
+_CONNECTIONS_MAX = 96
+
+
+class Sent(msgspec.Struct, frozen=True, array_like=True):
+    """One data connection as its sender sees it.
+
+    Attributes:
+        receiver: the rank at the other end.
+        channel: which of the connections between the two.
+        frames: sent on it, ever.
+        quiet_s: for how long that number has not changed.
+    """
+
+    receiver: _Rank
+    channel: _Rank
+    frames: _Count
+    quiet_s: _Seconds
+
+
+class Wait(msgspec.Struct, frozen=True, array_like=True):
+    """The data connection on which a rank waits for a frame.
+
+    Attributes:
+        sender: the rank at the other end.
+        channel: which of the connections between the two.
+        frames: received on it, ever.
+        dry_s: for how long not one byte has come.
+    """
+
+    sender: _Rank
+    channel: _Rank
+    frames: _Count
+    dry_s: _Seconds
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says of itself.
+
+    Attributes:
+        rank: who.
+        number: counted up with each heartbeat.
+        calls: collectives it has completed.
+        operation: the one it is in; empty in user code.
+        since_s: how long it has been there, when it said so.
+        done: the part of its present pass that is done, 0 to 1.
+        sent: its outgoing data connections.
+        wait: the connection it waits on, if it does.
+    """
+
+    rank: _Rank
+    number: _Count
+    calls: _Count
+    operation: _Name
+    since_s: _Seconds
+    done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
+    wait: Wait | None = None
+
+
+class Heartbeats(msgspec.Struct, frozen=True, tag=True):
+    """All that a rank knows of others, itself first: heartbeats and how old they are."""
+
+    heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """A rank has given up; `cause` is for `pure.notification.abort_error`."""
+
+    cause: Annotated[bytes, msgspec.Meta(max_length=1 << 15)]
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A rank has closed its communicator after `calls` calls.
+
+    Attributes:
+        why: the exception that made it, where one did; else empty.
+    """
+
+    rank: _Rank
+    calls: _Count
+    why: _Text = ""
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, tag=True):
+    """A neighbour's abort or leave has arrived here, so that it may close."""
+
+
+Message = Heartbeats | Abort | Left | Acknowledgement
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """`message` as MessagePack."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: bytes, size: int) -> Message:
+    """What a rank of `size` ranks has sent.
+
+    Raises:
+        ValueError: it is no message, or speaks of ranks that do not exist.
+    """
+    message: Message = _decoder.decode(payload)
+    if isinstance(message, Heartbeats):
+        if len(message.heartbeats) > size:
+            raise ValueError("has heartbeats of more ranks than there are")
+        ranks = [heartbeat.rank for heartbeat, _ in message.heartbeats]
+        for heartbeat, _ in message.heartbeats:
+            ranks += [sent.receiver for sent in heartbeat.sent]
+            ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
+    else:
+        ranks = [message.rank] if isinstance(message, Left) else []
+    if any(rank >= size for rank in ranks):
+        raise ValueError("speaks of a rank that does not exist")
+    return message
+
+
+def message_bytes_max(size: int) -> int:
+    """No message of a job of `size` ranks is longer."""
+    return (1 << 16) + 2048 * size

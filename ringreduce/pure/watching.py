@@ -1,0 +1,346 @@
+"""What a watcher concludes and does: facts in, decisions out. Pure: no clock, thread or socket.
+
+`ringreduce.engine.watch` has the thread that brings the facts (messages, lost connections, where
+this rank stands) and carries out what is returned here: what to send, what to log, and the error
+that has ended the ring.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ringreduce.pure import messages
+from ringreduce.pure.liveness import Board, Flow, Standing
+from ringreduce.pure.messages import Abort, Acknowledgement, Heartbeat, Heartbeats, Left, Sent, Wait
+from ringreduce.pure.notification import abort_error, encode_abort, left_error
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
+
+__all__ = ["Action", "Ended", "Log", "Send", "Watch"]
+
+# Of so many heartbeats a neighbour that is silent for long gets one.
+_SPARING_BEATS = 20
+# A rank that is waited for in four of five looks over five seconds is slow for good.
+_LOOKS, _LOOKS_SLOW = 20, 16
+_COMPLAINTS_MAX = 8
+_ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send `message` to the neighbours, except to those of `but`."""
+
+    message: bytes
+    but: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Log:
+    """Log `text` about this rank."""
+
+    text: str
+    is_warning: bool = True
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Tell the communicator that `error` has ended the ring."""
+
+    error: RingReduceError
+
+
+Action = Send | Log | Ended
+
+
+class Watch:
+    """What one rank's watcher knows. Times are those of one clock.
+
+    Args:
+        rank, size: this rank, among at least two.
+        neighbours: the ranks at the other ends of its control channel.
+        link_timeout_s: how long a connection may carry nothing of what is due.
+        now_s: the time.
+
+    Attributes:
+        board: what is known of the other ranks.
+        cause: why the ring has ended; None while it has not.
+        is_closing: whether this rank leaves; then no loss is its own failure.
+        due_s: when the next heartbeat is due, or the next look at what may have ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        neighbours: Sequence[int],
+        link_timeout_s: float,
+        now_s: float,
+    ) -> None:
+        self._rank, self._size, self._neighbours = rank, size, tuple(neighbours)
+        self._link_timeout_s = link_timeout_s
+        self.board = Board(rank, size, now_s)
+        self.cause: RingReduceError | None = None
+        self.is_closing = False
+        self.due_s = now_s
+        self._unacknowledged: set[int] = set()
+        self._number = self._complaints = 0
+        self._ticked_s, self._paused = now_s, (now_s, 0.0)
+        self._sent: dict[tuple[int, int], tuple[int, float]] = {}
+        self._lost: dict[int, float] = {}
+        self._absence: tuple[Standing, float] | None = None
+        self._progress: object = None
+        self._progressed_s = now_s
+        self._call: tuple[int, float] = (-1, 0.0)
+        self._warn_s, self._has_warned = 0.0, False
+        self._looks: deque[int] = deque(maxlen=_LOOKS)
+        self._slow_s = -TIMES.straggler_pause_s
+
+    def announce(self, message: Abort | Left) -> list[Action]:
+        """What must reach all ranks: it is sent, and acknowledged by the neighbours."""
+        self._unacknowledged = set(self._neighbours)
+        return [Send(messages.encode(message))]
+
+    def is_owed(self, lost: Collection[int]) -> bool:
+        """Whether a neighbour that is still there has not acknowledged what was announced last."""
+        gone = {n for n in self._unacknowledged if self.board.has_left(n)} | set(lost)
+        return bool(self._unacknowledged - gone)
+
+    def tick(self, now_s: float) -> None:
+        """Note the time; this process may have stood still since the last time."""
+        if now_s - self._ticked_s >= TIMES.silent_s:
+            self._paused = now_s, now_s - self._ticked_s
+        if now_s - self._ticked_s > 2 * TIMES.heartbeat_s:
+            # What was not sent while all stood still is no sign of a dead connection.
+            self._sent = {key: (frames, now_s) for key, (frames, _) in self._sent.items()}
+        self._ticked_s = now_s
+
+    def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
+        """A message of a neighbour has come."""
+        try:
+            message = messages.decode(payload, self._size)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._complaints += 1
+            text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
+            return [Log(text)] if self._complaints <= _COMPLAINTS_MAX else []
+        if isinstance(message, Heartbeats):
+            for heartbeat, age_s in message.heartbeats:
+                self.board.note(heartbeat, age_s, now_s)
+            return []
+        if isinstance(message, Acknowledgement):
+            self._unacknowledged.discard(neighbour)
+            return []
+        others = frozenset(self._neighbours) - {neighbour}
+        actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
+        if isinstance(message, Left):
+            if self.board.leave(message):
+                actions.append(Send(payload, frozenset({neighbour})))
+        elif self.cause is None:
+            self.cause = abort_error(message.cause, rank=self._rank, size=self._size)
+            paused_at, paused_s = self._paused
+            if self.cause.peer == self._rank and now_s - paused_at < TIMES.pause_memory_s:
+                self._explain_pause(self.cause, paused_s, "have gone on without it")
+            actions += [Send(payload, frozenset({neighbour})), Ended(self.cause)]
+        return actions
+
+    def look_for_losses(
+        self, lost: Collection[int], ended: Collection[int], standing: Standing, now_s: float
+    ) -> list[Action]:
+        """Neighbours whose connections have ended; from those `ended` nothing more can come."""
+        # A message may come before the event of its connection, which for a moment looks lost;
+        # that must not count when it is.
+        self._lost = {n: since for n, since in self._lost.items() if n in lost}
+        for neighbour in lost:
+            since_s = self._lost.setdefault(neighbour, now_s)
+            if self.is_closing or self.cause is not None or self.board.has_left(neighbour):
+                continue
+            silent_s = self.board.silent_s(neighbour, since_s)
+            # One that was silent already will not say that it leaves.
+            is_over = neighbour in ended or silent_s >= TIMES.silent_s
+            if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
+                self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
+                continue
+            how = (
+                f"nothing was heard of it for {silent_s:.1f} s: it is cut off, or its host is down"
+                if silent_s >= TIMES.silent_s
+                else "its connection has ended, so it died"
+            )
+            return self.end(
+                PeerLostError(
+                    f"lost rank {neighbour}: {how}",
+                    **self._where(standing),
+                    peer=neighbour,
+                    remedy=f"Read rank {neighbour}'s log first.",
+                )
+            )
+        return []
+
+    def end(self, error: RingReduceError) -> list[Action]:
+        """This rank has found out by itself that the ring has ended."""
+        if self.cause is not None or self.is_closing:
+            return []
+        self.cause = error
+        # The others first: the communicator will write its flight record.
+        return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
+
+    def beat(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
+        """Where this rank stands: the heartbeat, and what follows from those of the others.
+
+        `progress` changes while this rank's collectives get on.
+        """
+        self.due_s = now_s + TIMES.heartbeat_s
+        own = self._own(standing, flow, now_s)
+        spared = frozenset(
+            neighbour
+            for neighbour in self._neighbours
+            if self.board.silent_s(neighbour, now_s) > TIMES.sparing_s
+            and self._number % _SPARING_BEATS != 0
+        )
+        heartbeats = ((own, 0.0), *self.board.heartbeats(now_s))
+        actions: list[Action] = [Send(messages.encode(Heartbeats(heartbeats)), spared)]
+        if self.cause is None:
+            actions += self._look_for_absence(standing, now_s)
+        if self.cause is None:
+            dead = self.board.dead(own, self._link_timeout_s, now_s)
+            if dead is not None:
+                actions += self.end(self._dead_error(*dead, standing))
+            else:
+                actions += self._look_for_stalls(standing, flow, progress, now_s)
+        return actions
+
+    def _own(self, standing: Standing, flow: Flow, now_s: float) -> Heartbeat:
+        self._number += 1
+        sent = []
+        for receiver, channel, frames in flow.sent:
+            known = self._sent.get((receiver, channel))
+            if known is None or known[0] != frames:
+                known = self._sent[receiver, channel] = (frames, now_s)
+            sent.append(Sent(receiver, channel, frames, now_s - known[1]))
+        return Heartbeat(
+            rank=self._rank,
+            number=self._number,
+            calls=standing.calls,
+            operation=(standing.operation or "")[:64],
+            since_s=max(0.0, now_s - standing.since_s),
+            done=flow.done,
+            sent=tuple(sent),
+            wait=None if flow.waits is None else Wait(*flow.waits),
+        )
+
+    def _look_for_absence(self, standing: Standing, now_s: float) -> list[Action]:
+        """Whether this rank waits in a call that a rank which has left will never make."""
+        left = None if standing.operation is None else self.board.absent(standing.calls)
+        if left is None:
+            self._absence = None
+        elif self._absence is None or self._absence[0] != standing:
+            # Seen twice, so that a standing that was read in the midst of a change does not count.
+            self._absence = standing, now_s
+            self.due_s = min(self.due_s, now_s + TIMES.ended_s)
+        elif now_s - self._absence[1] >= TIMES.ended_s / 2:
+            return self.end(left_error(left.rank, left.calls, left.why, **self._where(standing)))
+        return []
+
+    def _dead_error(self, sender: int, receiver: int, standing: Standing) -> RingReduceError:
+        return PeerLostError(
+            f"lost the connection from rank {sender} to rank {receiver}: frames were sent, and "
+            f"not a byte has come for {self._link_timeout_s:g} s, though both are alive",
+            **self._where(standing),
+            peer=sender if receiver == self._rank else receiver,
+            remedy="Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it "
+            "recovers from such gaps.",
+        )
+
+    def _look_for_stalls(
+        self, standing: Standing, flow: Flow, progress: object, now_s: float
+    ) -> list[Action]:
+        """Warn of ranks that keep this one waiting, once in a while."""
+        actions: list[Action] = []
+        call = standing.calls, standing.since_s
+        if call != self._call:
+            self._call, self._warn_s = call, 0.0
+            if self._has_warned:
+                self._has_warned = False
+                actions.append(Log("goes on", is_warning=False))
+            self._progressed_s = max(standing.since_s, self._progressed_s)
+        if progress != self._progress:
+            self._progress, self._progressed_s = progress, now_s
+        if standing.operation is None:
+            self._looks.append(-1)
+            return actions
+        waited_s = now_s - max(standing.since_s, self._progressed_s)
+        suspicion = self.board.suspect(standing, now_s)
+        self._looks.append(-1 if suspicion is None else suspicion.rank)
+        limit_s = TIMES.slow_warning_s
+        if suspicion is not None and suspicion.kind == "silent":
+            limit_s = TIMES.silent_warning_s
+        elif waited_s < TIMES.silent_s and now_s - standing.since_s >= limit_s:
+            # It gets on, slowly.
+            suspicion = self.board.slowest(standing, flow.done)
+            waited_s = now_s - standing.since_s
+        if waited_s >= max(limit_s, self._warn_s):
+            self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
+            if suspicion is None or suspicion.rank in self._neighbours:
+                self._has_warned = True
+                what = (
+                    "no other rank is seen to hold it up" if suspicion is None else suspicion.text
+                )
+                text = f"has waited {waited_s:.1f} s in {standing.operation}"
+                actions.append(Log(f"{text} after {standing.calls} calls: {what}"))
+        elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:
+            actions += self._look_for_stragglers(now_s)
+        return actions
+
+    def _look_for_stragglers(self, now_s: float) -> list[Action]:
+        counts = Counter(rank for rank in self._looks if rank >= 0)
+        for rank, count in counts.most_common(1):
+            # Its neighbours warn of a rank; else all would.
+            if count >= _LOOKS_SLOW and rank in self._neighbours:
+                self._slow_s = now_s
+                seconds = _LOOKS * TIMES.heartbeat_s
+                text = f"has waited for rank {rank} most of the last {seconds:.0f} s: it is slower"
+                return [Log(text)]
+        return []
+
+    def explained(self, error: RingReduceError) -> RingReduceError | None:
+        """Why the peer of a call that met `error` has gone, once that is known."""
+        left = None if error.peer is None else self.board.left(error.peer)
+        if left is None:
+            return self.cause
+        fields = {name: getattr(error, name) for name in ("operation", "sequence", "step")}
+        fields |= {"rank": self._rank, "size": self._size}
+        return left_error(left.rank, left.calls, left.why, **fields)
+
+    def named(self, error: PeerTimeoutError, standing: Standing, now_s: float) -> RingReduceError:
+        """`error` about the rank that all wait for, as far as that is known."""
+        named = copy.copy(error)
+        limit = (error.remedy or "").partition("; ")[2]
+        paused_at, paused_s = self._paused
+        is_recent = now_s - paused_at < TIMES.pause_memory_s
+        stood_s = max(now_s - self._ticked_s, paused_s if is_recent else 0.0)
+        suspicion = self.board.suspect(standing, now_s)
+        if stood_s >= TIMES.silent_s:
+            self._explain_pause(named, stood_s, "may have given it up")
+        elif self.board.hears_nobody(now_s):
+            named.remedy = "No other rank is heard any more: this one may be cut off."
+        elif suspicion is not None:
+            named.peer = suspicion.rank
+            what = suspicion.text[0].upper() + suspicion.text[1:]
+            named.remedy = f"{what}. Read rank {suspicion.rank}'s log first" + (
+                f"; {limit}" if limit else "."
+            )
+        return named
+
+    def _explain_pause(self, error: RingReduceError, stood_s: float, what: str) -> None:
+        if stood_s:
+            error.remedy = (
+                f"This process stood still for {stood_s:.1f} s (stopped, or its host was), and "
+                f"the others {what}."
+            )
+
+    def _where(self, standing: Standing) -> dict[str, Any]:
+        return {"rank": self._rank, "size": self._size, "operation": standing.operation}

@@ -1,0 +1,234 @@
+"""The sockets of a link over ZeroMQ: open, connect, shut the ports, see who has gone, close.
+
+Each rank binds a PULL socket for every connection that another rank makes to it, and connects
+a PUSH socket to each of those it sends to (`ringreduce.transport.channel`): `streams` of them
+to the next rank, and one to the ranks 2, 4, 8, ... places ahead, for the exchanges.
+
+Threads: libzmq's for I/O, `streams` of them in a context of its own; they end in `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from ringreduce.pure import schedule
+from ringreduce.transport import inherited
+from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.records import NO_SOURCE, ChannelRecord
+from ringreduce.transport.security import Security
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import RendezvousError
+from ringreduce.vocabulary.times import milliseconds
+
+__all__ = ["Connections", "distances"]
+
+
+class Connections:
+    """A link's pairs of sockets, by channel: the streams', then those of the longer distances.
+
+    Args:
+        rank, size: this rank, and the number of ranks of the job.
+        bind: address to listen on, such as ``tcp://127.0.0.1:*``.
+        frame_bytes_max: longer frames are refused unread.
+        streams: connections to the next rank.
+        security: who may connect.
+
+    Attributes:
+        address: where the sockets listen, for the other ranks' `connect`: an address with one
+            port for each channel, separated by commas.
+        members: the ranks of the ring, in its order; `place` is this rank's in it. Errors name
+            ranks of the job; frames and schedules, places in the ring.
+        incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
+        records: of each channel, for the compiled loops.
+
+    Raises:
+        RendezvousError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        bind: str,
+        frame_bytes_max: int,
+        streams: int,
+        security: Security,
+    ) -> None:
+        self.rank, self.world_size = rank, size
+        self.place, self.members = rank, tuple(range(size))
+        self._streams, self._security = streams, security
+        self._distances = distances(size, streams)
+        self._addresses: tuple[str, ...] = ()
+        self._context = zmq.Context(io_threads=streams)
+        self._authenticator = security.authenticator(self._context)
+        self.incoming: list[Incoming] = []
+        self.outgoing: list[Outgoing] = []
+        limits = frame_bytes_max, milliseconds(TIMES.poll_s)
+        try:
+            for channel in range(len(self._distances)):
+                pulling = Incoming(self._context, bind, *limits, security, _domain(channel))
+                self.incoming.append(pulling)
+        except zmq.ZMQError as error:
+            self._authenticator.close()
+            self._context.destroy(linger=0)
+            raise RendezvousError(
+                f"cannot listen on {bind}: {error.strerror}",
+                rank=rank,
+                size=size,
+                remedy="The rendezvous host must be one of rank 0's own addresses.",
+            ) from error
+        self.address = join_ports([pulling.address for pulling in self.incoming])
+        self.records = (ChannelRecord * len(self._distances))()
+        for record in self.records:
+            record.source = NO_SOURCE
+        inherited.watch(self)
+
+    @property
+    def size(self) -> int:
+        """Number of places in the ring."""
+        return len(self.members)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._context.closed)
+
+    def connect(self, addresses: Sequence[str], members: Sequence[int]) -> None:
+        """Open the ways to the ranks ahead, and close the sockets that the ring does not need.
+
+        Args:
+            addresses: the `address` of each rank's link; those sockets are bound already.
+            members: the ranks of this ring, in its order.
+
+        Raises:
+            RendezvousError: an address is not that of a link like this one.
+        """
+        self.members, self.place = tuple(members), tuple(members).index(self.rank)
+        ports_per_rank = len(self._distances)
+        self._distances = distances(self.size, self._streams)
+        for unneeded in self.incoming[len(self._distances) :]:
+            unneeded.close()
+        del self.incoming[len(self._distances) :]
+        for channel, distance in enumerate(self._distances):
+            peer = self.members[(self.place + distance) % self.size]
+            where: dict[str, Any] = {"rank": self.rank, "size": self.world_size, "peer": peer}
+            ports = split_ports(addresses[peer])
+            if len(ports) != ports_per_rank:
+                raise RendezvousError(
+                    f"got the address {addresses[peer][:200]!r} of rank {peer}, "
+                    f"which has not {ports_per_rank} ports",
+                    **where,
+                    remedy="Start all ranks with the same ringreduce.",
+                )
+            try:
+                pushing = Outgoing(self._context, ports[channel], peer, self._security)
+            except zmq.ZMQError as error:
+                why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
+                raise RendezvousError(
+                    f"cannot connect to rank {peer} at {ports[channel][:200]!r}: {why}",
+                    **where,
+                    remedy=f"Read rank {peer}'s log.",
+                ) from error
+            self.outgoing.append(pushing)
+            self.records[channel].sender = pushing.socket.underlying
+            self.records[channel].receiver = self.incoming[channel].socket.underlying
+        self._addresses = tuple(addresses[member] for member in self.members)
+        for channel in range(len(self._distances)):
+            expected = self._security.credentials(self.behind(channel)[0])
+            self._authenticator.allow(_domain(channel), expected)
+
+    def lock(self) -> None:
+        """Let nobody connect any more; call it once all ranks have taken part in a call.
+
+        A port whose rank has not come within `TIMES.lock_s` stays open for it, with the
+        authenticator. Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq
+        refuses everyone who does not find an authenticator.
+        """
+        deadline = time.monotonic() + TIMES.lock_s
+        # Each is tried, also after one that has not come.
+        if all([p.lock(self._source(c), deadline) for c, p in enumerate(self.incoming)]):
+            self._authenticator.close()
+
+    def behind(self, channel: int) -> tuple[int, str]:
+        """The rank that `channel` receives from, and where that rank listens itself."""
+        place = (self.place - self._distances[channel]) % self.size
+        return self.members[place], split_ports(self._addresses[place])[channel]
+
+    def read_events(self) -> None:
+        """Take note of what has happened to our connections."""
+        for end in self._ends():
+            end.read_events()
+
+    def is_source_lost(self, channel: int, waited_s: float) -> bool:
+        """Whether the connection that `channel` receives from has ended.
+
+        One that has not come yet looks like one that never will, so a rank whose first
+        frame is still due counts only after `TIMES.quiet_s` of silence.
+        """
+        return self.incoming[channel].is_lost(self._source(channel), waited_s > TIMES.quiet_s)
+
+    def lost_outgoing(self, wanted: Sequence[int]) -> list[Outgoing]:
+        """Connections over one of the `wanted` distances that have ended, the nearest first."""
+        return [
+            pushing
+            for pushing, distance in zip(self.outgoing, self._distances, strict=True)
+            if pushing.is_lost and distance in wanted
+        ]
+
+    def gone(self) -> list[tuple[int, str]]:
+        """Neighbours whose connections have ended, those ahead first; quiet ones count."""
+        ahead = [(p.peer, p.address) for p in self.lost_outgoing(self._distances)]
+        channels = range(len(self.incoming))
+        return ahead + [
+            self.behind(channel)
+            for channel in channels
+            if self.is_source_lost(channel, float("inf"))
+        ]
+
+    def arrived_bytes(self, channel: int) -> int | None:
+        """Bytes that have come on `channel`, ever; None where the system does not count."""
+        return self.incoming[channel].arrived_bytes(self._source(channel))
+
+    def borrows(self, channel: int) -> bool:
+        """Whether libzmq still holds memory of ours that has to leave on `channel`."""
+        record = self.records[channel]
+        return bool(record.released < record.borrowed)
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copies of the connections, and nothing else."""
+        inherited.close_connections(end.address for end in self._ends())
+
+    def stop_admitting(self) -> None:
+        """End the authenticator: nobody who connects from now on is answered."""
+        self._authenticator.close()
+
+    def close(self) -> None:
+        """Free everything, after about a second at most."""
+        # libzmq lets go of what it has encrypted before that has left.
+        linger_ms = milliseconds(TIMES.linger_s) if self._security.mechanism == "CURVE" else 0
+        for pushing in self.outgoing:
+            pushing.close(linger_ms)
+        for pulling in self.incoming:
+            pulling.close()
+        self._context.destroy(linger=0)
+
+    def _ends(self) -> list[Incoming | Outgoing]:
+        return [*self.incoming, *self.outgoing]
+
+    def _source(self, channel: int) -> int:
+        return int(self.records[channel].source)
+
+
+def distances(size: int, streams: int) -> tuple[int, ...]:
+    """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
+    return (1,) * streams + schedule.exchange(size).distances[1:]
+
+
+def _domain(channel: int) -> str:
+    """What the authenticator knows the port of `channel` by."""
+    return f"data.{channel}"

@@ -1,0 +1,215 @@
+"""Why a call over ZeroMQ does not go on: who is to blame, and what that rank says of it.
+
+It reads what a loop has left in the link's record, the state of the connections, and aborts and
+goodbyes that are still unread; it returns the error to raise and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+
+from ringreduce.pure import wire
+from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_error
+from ringreduce.transport import records
+from ringreduce.transport.base import ExchangeCall, RingCall
+from ringreduce.transport.connections import Connections
+from ringreduce.transport.records import LinkRecord, words_of
+from ringreduce.transport.stalls import Interruption, mismatch_error, timeout_error
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import (
+    CorruptionError,
+    PeerLostError,
+    ProtocolError,
+    RingReduceError,
+)
+from ringreduce.vocabulary.times import milliseconds
+
+__all__ = ["Diagnosis"]
+
+_Call = RingCall | ExchangeCall
+
+
+class Diagnosis:
+    """The errors of one link.
+
+    Args:
+        connections: the link's.
+        record: where the loop stands.
+        timeout_s: longest wait without any progress.
+        interruption: ends the wait for an explanation.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        record: LinkRecord,
+        timeout_s: float,
+        interruption: Interruption,
+    ) -> None:
+        self._connections, self._record = connections, record
+        self._timeout_s, self._interruption = timeout_s, interruption
+        self.job = 0
+
+    def where(self, call: _Call, peer: int | None) -> dict[str, Any]:
+        """The fields that every error of this call carries."""
+        step = min(self._record.step, max(0, call.steps - 1))
+        return {
+            "rank": self._connections.rank,
+            "size": self._connections.world_size,
+            "peer": peer,
+            "operation": call.operation,
+            "sequence": call.sequence,
+            "step": call.describe_step(step),
+        }
+
+    def lost_neighbour(self, call: _Call, waited_s: float) -> int | None:
+        """A neighbour that this call still needs and that has gone; None: none is known."""
+        known = self._connections
+        known.read_events()
+        step, started = self._record.step, self._record.started
+        channel = self._record.channel
+        if step < call.steps and known.is_source_lost(channel, waited_s):
+            return known.behind(channel)[0]
+        # With nothing more to send, a rank ahead that is gone may just have finished before us;
+        # if it has not, the rank that waits for it sees that and passes it on. Unless that rank
+        # waits for us too, or, in the very first call, knows as little as we do.
+        if waited_s > TIMES.quiet_s and (call.sequence == 0 or isinstance(call, ExchangeCall)):
+            return next((peer for peer, _ in known.gone()), None)
+        borrows = any(known.borrows(channel) for channel in range(len(known.outgoing)))
+        needed = call.sends_to(step, started) + ((1,) if borrows else ())
+        return next((pushing.peer for pushing in known.lost_outgoing(needed)), None)
+
+    def timed_out(self, status: int, call: _Call, waited_s: float) -> RingReduceError:
+        """The error of a call that has made no progress for too long."""
+        if status == records.DRAINING:
+            ahead = self._connections.outgoing[0]
+            peer, due = ahead.peer, f"rank {ahead.peer} ({ahead.address}) to take its data"
+        else:
+            nbytes = format_bytes(int(call.expected(self._record.step)[6]))
+            peer, address = self._source()
+            due = f"{nbytes} from rank {peer} ({address})"
+        return timeout_error(due, waited_s, self._timeout_s, **self.where(call, peer))
+
+    def lost(self, call: _Call) -> RingReduceError:
+        """The error of a call whose neighbour has gone: what that one said, if it said why."""
+        if (said := self._unread_notification(call)) is not None:
+            return said
+        gone = self._connections.gone()
+        peer, address = self._source()
+        if gone and not self._connections.is_source_lost(self._record.channel, self._timeout_s):
+            peer, address = gone[0]
+        return PeerLostError(
+            f"lost the connection with rank {peer} ({address}): "
+            "it died, or closed its communicator early",
+            **self.where(call, peer),
+            remedy=f"Read rank {peer}'s log first.",
+        )
+
+    def error(self, status: int, call: _Call) -> RingReduceError:
+        """The error that stands for what a loop has returned."""
+        record = self._record
+        received = wire.decode(words_of(record.received))
+        peer, _ = self._source()
+        where = self.where(call, peer)
+        if status == records.CONTROL:
+            payload = bytes(record.control[: record.control_bytes])
+            return _notified(received, payload, where)
+        if status == records.MISMATCH:
+            expected = wire.decode(call.expected(record.step))
+            if wire.will_be_explained(received, expected):
+                explained = self._await_notification(call)
+                if explained is not None:
+                    return explained
+            return mismatch_error(received, expected, self._name, **where)
+        if status == records.CORRUPT:
+            return self._corrupted(received, call)
+        if status == records.UNSENDABLE:
+            self._connections.outgoing[record.channel].is_lost = True
+            return self.lost(call)
+        if status == records.FAILED:
+            text = zmq.strerror(record.errno)
+            return ProtocolError(f"got an error from libzmq: {text}", **where)
+        if status == records.MISSHAPEN:
+            what = f"a frame that says {format_bytes(received.nbytes)} and has another length"
+        elif received.magic == wire.MAGIC and received.version != wire.WIRE_VERSION:
+            what = f"a frame of wire version {received.version}, not {wire.WIRE_VERSION}"
+        elif received.magic == wire.MAGIC:
+            what = "a frame of another job"
+        else:
+            what = "bytes that are no frame"
+        return ProtocolError(
+            f"received {what} on {self._connections.incoming[record.channel].address}",
+            **where,
+            remedy="Keep other programs and jobs away from this port.",
+        )
+
+    def _corrupted(self, received: wire.Header, call: _Call) -> RingReduceError:
+        peer, address = self._source()
+        return CorruptionError(
+            f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
+            f"({address}): their CRC-32C is "
+            f"0x{self._record.computed:08x}, rank {peer} sent 0x{received.checksum:08x}; "
+            "nothing of them was used",
+            **self.where(call, peer),
+            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
+            f"the network of the hosts of ranks {peer} and {self._connections.rank}, and what "
+            "lies between.",
+        )
+
+    def _source(self) -> tuple[int, str]:
+        """The rank that the channel used last receives from, and where that rank listens."""
+        return self._connections.behind(self._record.channel)
+
+    def _name(self, place: int) -> str:
+        """What errors call the rank at a place of this ring, as a header gives it."""
+        if place < self._connections.size:
+            return f"rank {self._connections.members[place]}"
+        return f"a rank at place {place}, which is beyond this ring,"
+
+    def _await_notification(self, call: _Call) -> RingReduceError | None:
+        """Why the rank of the channel used last gives up, if it soon says so."""
+        deadline = time.monotonic() + TIMES.explanation_s
+        socket = self._connections.incoming[self._record.channel].socket
+        while (left_s := deadline - time.monotonic()) > 0 and not self._interruption.is_set:
+            socket.poll(milliseconds(min(TIMES.poll_s, left_s)))
+            if (said := self._unread_notification(call)) is not None:
+                return said
+        return None
+
+    def _unread_notification(self, call: _Call) -> RingReduceError | None:
+        """The error of an abort or goodbye that has come and is still unread."""
+        for channel, pulling in enumerate(self._connections.incoming):
+            while True:
+                try:
+                    frame = pulling.socket.recv_multipart(zmq.DONTWAIT)[0]
+                except zmq.ZMQError:
+                    break
+                if len(frame) < wire.HEADER_BYTES:
+                    continue
+                header = wire.decode(np.frombuffer(frame, np.uint64, wire.HEADER_WORDS))
+                theirs = header.magic, header.version, header.job
+                ours = wire.MAGIC, wire.WIRE_VERSION, self.job
+                if theirs == ours and header.kind >= wire.Kind.ABORT:
+                    payload = frame[wire.HEADER_BYTES :][:ABORT_BYTES_MAX]
+                    peer, _ = self._connections.behind(channel)
+                    return _notified(header, payload, self.where(call, peer))
+        return None
+
+
+def _notified(header: wire.Header, payload: bytes, where: dict[str, Any]) -> RingReduceError:
+    """The error that an abort or a goodbye stands for."""
+    read = goodbye_error if header.kind == wire.Kind.GOODBYE else abort_error
+    return read(payload, **where)
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for people: ``17 bytes``, ``1.0 MiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} bytes"
+    units = ("bytes", "KiB", "MiB", "GiB")
+    power = min(3, (nbytes.bit_length() - 1) // 10)
+    return f"{nbytes / 1024**power:.1f} {units[power]}"

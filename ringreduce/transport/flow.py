@@ -1,0 +1,95 @@
+"""How a call over ZeroMQ gets on, as other threads may ask: what is done, and what is dry."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from ringreduce.pure.liveness import Flow
+from ringreduce.transport.connections import Connections
+from ringreduce.transport.records import LinkRecord
+from ringreduce.vocabulary.config import TIMES
+
+__all__ = ["FlowMeter"]
+
+
+class _Dry(NamedTuple):
+    """A channel that has been waited on for a while.
+
+    Attributes:
+        channel: which.
+        arrived: bytes that have come on it, ever.
+        since_s: since when no more have.
+        looked_s: when that was seen last.
+    """
+
+    channel: int
+    arrived: int
+    since_s: float
+    looked_s: float
+
+
+class FlowMeter:
+    """Watches the calls of one link that do not end at the first go.
+
+    Args:
+        connections: the link's.
+        record: where the loop stands.
+    """
+
+    def __init__(self, connections: Connections, record: LinkRecord) -> None:
+        self._connections, self._record = connections, record
+        self._dry: _Dry | None = None
+        self._steps, self._segments = 0, 1
+
+    def begin(self, steps: int, segments: int) -> None:
+        """A call of so many steps, with at most so many segments in each, waits."""
+        self._steps, self._segments = steps, segments
+
+    def end(self) -> None:
+        """It has ended."""
+        self._dry = None
+
+    def note(self, *, is_waiting: bool) -> None:
+        """Look whether a byte has come on the channel used last, if the loop waits for a frame."""
+        now = time.monotonic()
+        channel, arrived = self._record.channel, None
+        if is_waiting:
+            self._connections.incoming[channel].read_events()
+            arrived = self._connections.arrived_bytes(channel)
+        if arrived is None:
+            # Unknown counts as in flight: a link that is merely slow must not look dead.
+            self._dry = None
+        elif (
+            self._dry is None
+            or (channel, arrived) != self._dry[:2]
+            or now - self._dry.looked_s > TIMES.looked_s  # stood still itself
+        ):
+            self._dry = _Dry(channel, arrived, now, now)
+        else:
+            self._dry = self._dry._replace(looked_s=now)
+
+    def flow(self) -> Flow:
+        """Where the link stands; from any thread."""
+        steps = self._record.step + self._record.segment / self._segments
+        return Flow(
+            done=min(1.0, steps / max(1, self._steps)),
+            sent=tuple(
+                (pushing.peer, channel, self._connections.records[channel].sent)
+                for channel, pushing in enumerate(self._connections.outgoing)
+            ),
+            waits=self._waits(),
+        )
+
+    def _waits(self) -> tuple[int, int, int, float] | None:
+        dry, now = self._dry, time.monotonic()
+        # A thread that waits for the GIL, and not for a frame, has not looked for long; what it has
+        # not taken may have come.
+        if (
+            dry is None
+            or now - dry.looked_s > TIMES.looked_s
+            or dry.arrived != self._connections.arrived_bytes(dry.channel)
+        ):
+            return None
+        taken = self._connections.records[dry.channel].taken
+        return self._connections.behind(dry.channel)[0], dry.channel, taken, now - dry.since_s

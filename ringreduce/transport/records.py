@@ -1,0 +1,157 @@
+"""What Python and the compiled loops share: status codes, and records in memory.
+
+Each record is a ctypes structure, which Python reads and writes by name at little cost. A
+compiled function gets its address and reads the same fields through that structure's numpy
+dtype, ``carray(pointer(address), 1, LINK)[0]``. Arrays as arguments would be looked at one by
+one in each call, which costs more than a small message.
+
+Who owns what: a link has one `LinkRecord` and a `ChannelRecord` for each pair of sockets; a
+kind of call has a `PassRecord` or an `ExchangeRecord`, with one record for each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.core.typing import Signature
+from numba.extending import intrinsic
+
+from ringreduce.pure.notification import ABORT_BYTES_MAX
+
+__all__ = [
+    "CHANNEL",
+    "CONTROL",
+    "CORRUPT",
+    "DONE",
+    "DRAINING",
+    "EXCHANGE",
+    "EXCHANGE_STEP",
+    "FAILED",
+    "FOREIGN",
+    "LINK",
+    "MISMATCH",
+    "MISSHAPEN",
+    "NO_SOURCE",
+    "PASS",
+    "PASS_STEP",
+    "UNSENDABLE",
+    "WAITING",
+    "ChannelRecord",
+    "ExchangeRecord",
+    "LinkRecord",
+    "PassRecord",
+    "pointer",
+    "words_of",
+]
+
+# What a loop returns.
+DONE = 0
+WAITING = 1  # nothing arrived for one receive timeout, or a signal came
+DRAINING = 2  # all is received; libzmq still holds borrowed segments
+FOREIGN = 3  # a frame without our magic, version or job
+MISMATCH = 4  # a frame of ours that is not the one due
+MISSHAPEN = 5  # the header due, but a payload of another size
+CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
+UNSENDABLE = 7  # the next rank's connection is gone
+FAILED = 8  # libzmq reported `errno`
+CORRUPT = 9  # a payload whose checksum is `computed` and not what its header says
+
+NO_SOURCE = -1
+
+_i64, _address = ctypes.c_int64, ctypes.c_int64
+_Header = ctypes.c_uint64 * 8
+
+
+class ChannelRecord(ctypes.Structure):
+    """One pair of sockets: to a rank ahead, and from one behind."""
+
+    _fields_ = (
+        ("sender", _address),
+        ("receiver", _address),
+        ("borrowed", _i64),  # frames handed to the sender without a copy, ever
+        ("released", _i64),  # of these, how many libzmq has let go; written by its I/O thread
+        ("source", _i64),  # descriptor the last frame came from; NO_SOURCE before the first
+        ("sent", _i64),  # frames, ever
+        ("taken", _i64),  # frames received, ever
+    )
+
+
+class LinkRecord(ctypes.Structure):
+    """What a link is, and where its call stands."""
+
+    _fields_ = (
+        ("channels", _address),
+        ("channel_count", _i64),
+        ("streams", _i64),  # how many channels, from the first on, lead to the next rank
+        ("segment_bytes", _i64),  # payload of a full frame
+        ("checked", _i64),  # whether frames carry the checksum of their payload
+        ("release", _address),  # callback that counts up `released`
+        ("step", _i64),
+        ("segment", _i64),
+        ("started", _i64),  # segments of the first chunk sent; in an exchange, steps sent
+        ("channel", _i64),  # the one used last
+        ("frames", _i64),  # received, ever: how progress is seen
+        ("bytes_sent", _i64),
+        ("bytes_received", _i64),
+        ("errno", _i64),
+        ("computed", _i64),  # checksum of the last payload that was checked
+        ("received", _Header),  # the last header that arrived
+        ("message", ctypes.c_uint64 * 16),  # room for two zmq_msg_t
+        ("control_bytes", _i64),
+        ("control", ctypes.c_uint8 * ABORT_BYTES_MAX),  # payload of a control frame
+    )
+
+
+class PassRecord(ctypes.Structure):
+    """A pass around the ring: a `Schedule` on a buffer, in bytes."""
+
+    _fields_ = (
+        ("steps", _address),
+        ("step_count", _i64),
+        ("first_start", _i64),  # the chunk sent before anything is received; -1 for none
+        ("first_end", _i64),
+        ("offset", _i64),  # what frames call step 0
+        ("itemsize", _i64),
+        ("combine", _address),  # kernels; `finish` is 0 for none
+        ("finish", _address),
+        ("divisor", _address),  # of the element that `finish` divides by
+        ("outgoing", _Header),  # headers; step, segment and length are filled in for each frame
+        ("incoming", _Header),
+    )
+
+
+class ExchangeRecord(ctypes.Structure):
+    """An exchange of rows."""
+
+    _fields_ = (("steps", _address), ("step_count", _i64), ("row_bytes", _i64))
+
+
+CHANNEL, LINK = np.dtype(ChannelRecord), np.dtype(LinkRecord)
+PASS, EXCHANGE = np.dtype(PassRecord), np.dtype(ExchangeRecord)
+# Where the chunk of a step lies, and a sum of `schedule.REDUCE`, `FINISH` and `FORWARD`.
+PASS_STEP = np.dtype([("start", "i8"), ("end", "i8"), ("action", "i8")])
+# How far ahead `count` rows go in a step, and the headers sent and due, complete.
+EXCHANGE_STEP = np.dtype(
+    [("distance", "i8"), ("count", "i8"), ("outgoing", "u8", (8,)), ("incoming", "u8", (8,))]
+)
+
+
+def words_of(header: Any) -> np.ndarray:
+    """View of the 8 words of a header in a record, dtype uint64."""
+    return np.ctypeslib.as_array(header)
+
+
+def _pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
+    """An address as a pointer, for `numba.carray`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.intp), build
+
+
+pointer = intrinsic(_pointer)

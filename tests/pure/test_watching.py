@@ -1,0 +1,209 @@
+"""What a watcher decides: facts that follow a script, at full time scale, and no thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ringreduce.pure import liveness, messages, watching
+from ringreduce.pure.liveness import Flow
+from ringreduce.pure.messages import (
+    Abort,
+    Acknowledgement,
+    Heartbeat,
+    Heartbeats,
+    Left,
+    Message,
+    Wait,
+)
+from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.watching import Action, Ended, Log, Send, Watch
+from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
+from ringreduce.vocabulary.times import Times
+
+
+@dataclass(frozen=True)
+class Here:
+    calls: int = 5
+    operation: str | None = None
+    since_s: float = 0.0
+
+
+@pytest.fixture(autouse=True)
+def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (liveness, watching):
+        monkeypatch.setattr(module, "TIMES", Times())
+
+
+def a_watch(size: int = 2) -> Watch:
+    return Watch(0, size, sorted({1, size - 1}), 2.0, 0.0)
+
+
+def sent(actions: list[Action]) -> list[Message]:
+    return [messages.decode(a.message, 3) for a in actions if isinstance(a, Send)]
+
+
+def errors(actions: list[Action]) -> list[Exception]:
+    return [action.error for action in actions if isinstance(action, Ended)]
+
+
+def logged(actions: list[Action]) -> list[str]:
+    return [action.text for action in actions if isinstance(action, Log)]
+
+
+ABORT = messages.encode(Abort(encode_abort(MismatchError("is the cause", rank=1, size=2), 1)))
+
+
+def heartbeat(calls: int = 5, operation: str = "", number: int = 1) -> bytes:
+    own = Heartbeat(1, number, calls, operation, 0.0)
+    return messages.encode(Heartbeats(((own, 0.0),)))
+
+
+def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> None:
+    watch = a_watch()
+    # The first message has come before the event of its connection.
+    assert not watch.look_for_losses([1], [], Here(), 0.0)
+    for number in range(1, 20):
+        watch.receive(1, heartbeat(number=number), 0.2 * number)
+        assert not watch.look_for_losses([], [], Here(), 0.2 * number)
+    assert not watch.look_for_losses([1], [], Here(), 4.0)
+    [error] = errors(watch.receive(1, ABORT, 4.1))
+    assert isinstance(error, MismatchError)
+    assert "was told by rank 1: rank 1 of 2 is the cause" in str(error)
+    assert not watch.look_for_losses([1], [1], Here(), 9.0)
+
+
+@pytest.mark.parametrize(("ended", "limit_s"), [([], 1.0), ([1], 0.1)])
+def test_a_loss_that_lasts_ends_the_ring(ended: list[int], limit_s: float) -> None:
+    watch = a_watch()
+    assert not watch.look_for_losses([1], ended, Here(), 0.5)
+    assert not watch.look_for_losses([1], ended, Here(), 0.5 + 0.9 * limit_s)
+    actions = watch.look_for_losses([1], ended, Here(), 0.5 + 1.1 * limit_s)
+    assert isinstance(sent(actions)[0], Abort)
+    [error] = errors(actions)
+    assert isinstance(error, PeerLostError)
+    assert error.peer == 1
+
+
+@pytest.mark.parametrize("leaves", ["the other", "this rank"])
+def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
+    watch = a_watch()
+    if leaves == "the other":
+        watch.receive(1, messages.encode(Left(1, 5)), 0.1)
+    else:
+        watch.is_closing = True
+    for at_s in (0.2, 5.0, 10.0):
+        assert not watch.look_for_losses([1], [1], Here(), at_s)
+
+
+def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_connection() -> None:
+    watch, quiet_s = a_watch(), []
+    for at_s in (0.0, 0.5, 1.1, 1.6):
+        watch.tick(at_s)
+        [message] = sent(watch.beat(Here(), Flow(sent=((1, 0, 7),)), 0, at_s))
+        assert isinstance(message, Heartbeats)
+        quiet_s.append(message.heartbeats[0][0].sent[0].quiet_s)
+    assert quiet_s == pytest.approx([0.0, 0.5, 0.0, 0.5])
+
+
+def test_an_abort_is_passed_on_once_and_acknowledged_each_time() -> None:
+    watch = a_watch(3)
+    first = watch.receive(1, ABORT, 0.1)
+    acknowledgement, passed_on = [action for action in first if isinstance(action, Send)]
+    assert isinstance(sent([acknowledgement])[0], Acknowledgement)
+    assert acknowledgement.but == {2}
+    assert (passed_on.message, passed_on.but) == (ABORT, {1})
+    assert len(errors(first)) == 1
+    again = watch.receive(2, ABORT, 0.2)
+    assert [type(message) for message in sent(again)] == [Acknowledgement]
+    assert not errors(again)
+
+
+def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_acknowledged() -> None:
+    watch = a_watch(3)
+    watch.announce(Left(0, 5))
+    assert watch.is_owed([])
+    watch.receive(1, messages.encode(Acknowledgement()), 0.1)
+    assert watch.is_owed([1])
+    assert not watch.is_owed([2])
+    watch.receive(2, messages.encode(Left(2, 5)), 0.2)
+    assert not watch.is_owed([])
+
+
+def test_messages_that_cannot_be_read_are_logged_a_few_times() -> None:
+    watch = a_watch()
+    texts = [text for _ in range(20) for text in logged(watch.receive(1, b"\xc1", 0.1))]
+    assert len(texts) == 8
+    assert "rank 1" in texts[0]
+
+
+def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_twice() -> None:
+    watch, here = a_watch(), Here(operation="all_reduce")
+    watch.receive(1, messages.encode(Left(1, 5, "ValueError: no")), 0.1)
+    assert not errors(watch.beat(here, Flow(), 0, 0.2))
+    assert watch.due_s == pytest.approx(0.3)
+    [error] = errors(watch.beat(here, Flow(), 0, 0.3))
+    assert "was left by rank 1, which ended with ValueError: no" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "at_s", "what"),
+    [(True, 1.6, "no sign of life for"), (False, 5.6, "is alive and has been in user code")],
+)
+def test_a_warning_names_the_rank_that_is_waited_for_once(
+    is_silent: bool, at_s: float, what: str
+) -> None:
+    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.4)
+    texts = []
+    for number in range(int(at_s / 0.2) + 1):
+        if not is_silent or number == 0:
+            watch.receive(1, heartbeat(number=number + 1), 0.2 * number)
+        texts += logged(watch.beat(here, Flow(), 0, 0.2 * number))
+    [text] = [text for text in texts if "in all_reduce" in text]
+    assert f"in all_reduce after 5 calls: rank 1 {'has shown ' if is_silent else ''}{what}" in text
+    done = watch.beat(Here(6, None, at_s), Flow(), 1, at_s)
+    assert logged(done) == ["goes on"]
+
+
+def test_a_rank_that_is_always_late_is_named() -> None:
+    watch, texts = a_watch(), []
+    for number in range(30):
+        at_s = 10.0 + 0.25 * number
+        here = Here(number, "all_reduce", at_s - 0.2)
+        watch.receive(1, heartbeat(number, "", number + 1), at_s - 0.1)
+        texts += logged(watch.beat(here, Flow(), number, at_s))
+    assert texts == ["has waited for rank 1 most of the last 5 s: it is slower"]
+
+
+def test_a_connection_that_carries_nothing_ends_the_ring() -> None:
+    watch, here = a_watch(), Here(operation="all_reduce")
+    found = []
+    for number in range(12):
+        at_s = 0.25 * number
+        own = Heartbeat(1, number + 1, 5, "all_reduce", 0.0, wait=Wait(0, 0, 6, at_s))
+        watch.receive(1, messages.encode(Heartbeats(((own, 0.0),))), at_s)
+        watch.tick(at_s)
+        found += errors(watch.beat(here, Flow(sent=((1, 0, 7),)), 0, at_s))
+    [error] = found
+    assert "lost the connection from rank 0 to rank 1" in str(error)
+
+
+def test_a_timeout_of_a_process_that_stood_still_says_so() -> None:
+    watch = a_watch()
+    watch.tick(0.1)
+    watch.tick(3.1)
+    met = PeerTimeoutError("waited 2.0 s", peer=1, remedy="Read rank 1's log first; raise it.")
+    text = str(watch.named(met, Here(operation="all_reduce"), 3.2))
+    assert "This process stood still for 3.0 s" in text
+
+
+def test_a_timeout_names_the_rank_that_all_wait_for() -> None:
+    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
+    watch.receive(1, heartbeat(), 0.2)
+    watch.tick(0.2)
+    met = PeerTimeoutError("waited 2.0 s", peer=0, remedy="Read rank 0's log first; raise it.")
+    named = watch.named(met, here, 0.3)
+    assert named.peer == 1
+    assert "Rank 1 is alive and has been in user code for 0.1 s" in str(named)
+    assert str(named).endswith("raise it.")
