@@ -1,4 +1,4 @@
-/* Which interface this library has; asked before anything else is called. */
+/* The interface version of this library; it is checked before any other call. */
 
 #include "ringreduce.h"
 

@@ -1,9 +1,8 @@
-/* Waiting for a bucket without a thread of the framework's: the thread that tells it instead.
+/* Asynchronous waits: the delivery thread, so that no framework thread blocks.
  *
- * One for each handoff, started when somebody first waits so, and joined when the handoff is
- * closed. It unpacks what the engine has reduced and tells whoever asked, who may go on with the
- * rest of his computation right there. So it is not the engine that does this: it has the next
- * bucket to reduce meanwhile.
+ * Each handoff has one, started by the first asynchronous wait and joined when the handoff is
+ * closed. It unpacks reduced buckets and notifies the waiters, whose callbacks may go on computing
+ * in this thread. Meanwhile the engine reduces the next bucket.
  */
 
 #ifndef _GNU_SOURCE
@@ -19,12 +18,13 @@
 struct waiter {
     struct waiter *next;
     struct visit visit;
-    rr_delivered *tell;
+    rr_delivered *notify;
     void *data;
     rr_part parts[];
 };
 
-/* Take out the first whose bucket is awaited no more; NULL: there is none. Under the lock. */
+/* Remove and return the first waiter whose bucket is reduced; NULL: there is none. Needs the lock.
+ */
 static struct waiter *first_due(rr_handoff *handoff)
 {
     for (struct waiter **at = &handoff->waiters; *at != NULL; at = &(*at)->next) {
@@ -54,7 +54,7 @@ static void *deliver(void *argument)
             handoff->waited_ns += rr_now_ns() - handoff->pending_since;
         const int code = rr_bucket_settle(&waiter->visit, waiter->parts, why);
         pthread_mutex_unlock(&rr_handoff_lock);
-        waiter->tell(waiter->data, code, why);
+        waiter->notify(waiter->data, code, why);
         free(waiter);
         pthread_mutex_lock(&rr_handoff_lock);
     }
@@ -63,7 +63,7 @@ static void *deliver(void *argument)
 }
 
 int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t part_count,
-                    rr_delivered *tell, void *data)
+                    rr_delivered *notify, void *data)
 {
     rr_handoff *handoff = visit->owner;
     struct waiter *waiter = malloc(sizeof *waiter + part_count * sizeof *parts);
@@ -80,7 +80,7 @@ int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t pa
 #endif
         handoff->has_thread = true;
     }
-    *waiter = (struct waiter){.visit = *visit, .tell = tell, .data = data};
+    *waiter = (struct waiter){.visit = *visit, .notify = notify, .data = data};
     if (part_count > 0)
         memcpy(waiter->parts, parts, part_count * sizeof *parts);
     struct waiter **last = &handoff->waiters;

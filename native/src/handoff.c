@@ -1,9 +1,9 @@
-/* Buckets on their way from a framework's threads to the engine and back; ringreduce.h draws it.
+/* Buckets go from a framework's threads to the engine and back; ringreduce.h draws it.
  *
  * One lock for the whole process guards every plan and queue. It is taken a few times for each
- * bucket and never while bytes are copied, so finer locks would only make the order in which
- * they are taken a thing to get wrong. Copying happens between two turns under the lock, with
- * the bucket in a state (PACKING, UNPACKING) that keeps everybody else away from it.
+ * bucket and never held while bytes are copied, so finer locks would gain nothing and could be
+ * taken in the wrong order. A bucket that is being copied is in a state (PACKING, UNPACKING) in
+ * which no other thread touches it.
  */
 
 #include "handoff.h"
@@ -14,19 +14,20 @@
 #include <string.h>
 #include <time.h>
 
-/* What a plan's number stands for. The owner stays when the plan has gone: it knows why. */
-struct place {
+/* A plan's number is an index of `plan_entries`. The owner stays after the plan: it has the reason.
+ */
+struct plan_entry {
     rr_handoff *owner;
     struct plan *plan;
 };
 
 pthread_mutex_t rr_handoff_lock = PTHREAD_MUTEX_INITIALIZER;
-/* Buckets in place that an engine has, or will get; 0 wakes whoever waits for that. */
+/* Buckets reduced in place that an engine has or will take; at 0 `let_go` is signalled. */
 static uint32_t borrowed;
 static pthread_cond_t let_go = PTHREAD_COND_INITIALIZER;
 
-static struct place *places;
-static uint64_t place_count, place_room;
+static struct plan_entry *plan_entries;
+static uint64_t plan_entry_count, plan_entry_room;
 
 uint64_t rr_now_ns(void)
 {
@@ -61,7 +62,7 @@ static void free_plan(struct plan *plan)
     free(plan);
 }
 
-static bool lie_well(const rr_slot *slots, uint32_t count, uint64_t nbytes)
+static bool are_in_order(const rr_slot *slots, uint32_t count, uint64_t nbytes)
 {
     uint64_t end = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -113,9 +114,9 @@ int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets, uint32_t 
 {
     for (uint32_t i = 0; i < bucket_count; i++) {
         const rr_bucket *bucket = &buckets[i];
-        if (!lie_well(bucket->slots, bucket->slot_count, bucket->nbytes) ||
+        if (!are_in_order(bucket->slots, bucket->slot_count, bucket->nbytes) ||
             (bucket->results != NULL &&
-             !lie_well(bucket->results, bucket->result_count, bucket->nbytes)))
+             !are_in_order(bucket->results, bucket->result_count, bucket->nbytes)))
             return -EINVAL;
         if (bucket->memory == NULL && (bucket->slot_count != 1 || bucket->results != NULL ||
                                        bucket->slots[0].nbytes != bucket->nbytes))
@@ -128,19 +129,19 @@ int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets, uint32_t 
     pthread_mutex_lock(&rr_handoff_lock);
     if (handoff->over == RR_HANDOFF_CLOSED) {
         code = RR_HANDOFF_CLOSED;
-    } else if (place_count == place_room) {
-        uint64_t room = place_room * 2 + 16;
-        struct place *more = realloc(places, room * sizeof *more);
+    } else if (plan_entry_count == plan_entry_room) {
+        uint64_t room = plan_entry_room * 2 + 16;
+        struct plan_entry *more = realloc(plan_entries, room * sizeof *more);
         if (more == NULL) {
             code = -ENOMEM;
         } else {
-            places = more;
-            place_room = room;
+            plan_entries = more;
+            plan_entry_room = room;
         }
     }
     if (code == RR_DONE) {
-        places[place_count] = (struct place){handoff, copy};
-        *plan = (int64_t)place_count++;
+        plan_entries[plan_entry_count] = (struct plan_entry){handoff, copy};
+        *plan = (int64_t)plan_entry_count++;
     }
     pthread_mutex_unlock(&rr_handoff_lock);
     if (code != RR_DONE)
@@ -148,12 +149,12 @@ int rr_handoff_register(rr_handoff *handoff, const rr_bucket *buckets, uint32_t 
     return code;
 }
 
-/* Whether anybody still looks at `plan`, or may; under the lock. After a failure no bucket of it
- * is packed, queued or taken any more, though its round never ends. */
+/* Whether a thread still uses `plan`, or may; needs the lock. After a failure no bucket of it is
+ * packed, queued or taken any more, though its round never ends. */
 static bool is_busy(const rr_handoff *owner, const struct plan *plan)
 {
     const struct bucket *taken = owner->taken, *end = plan->buckets + plan->bucket_count;
-    /* Also who waits in vain, for a bucket that another thread has taken, looks at the plan. */
+    /* A thread that waits in vain, for a bucket that another one got, uses the plan too. */
     return plan->inside > 0 || (plan->running && owner->over == 0) ||
            (taken >= plan->buckets && taken < end);
 }
@@ -163,11 +164,11 @@ int rr_handoff_unregister(int64_t number)
     struct plan *plan = NULL;
     int code = RR_HANDOFF_MISUSED;
     pthread_mutex_lock(&rr_handoff_lock);
-    if (number >= 0 && (uint64_t)number < place_count && places[number].plan != NULL) {
-        plan = places[number].plan;
-        code = is_busy(places[number].owner, plan) ? RR_HANDOFF_BUSY : RR_DONE;
+    if (number >= 0 && (uint64_t)number < plan_entry_count && plan_entries[number].plan != NULL) {
+        plan = plan_entries[number].plan;
+        code = is_busy(plan_entries[number].owner, plan) ? RR_HANDOFF_BUSY : RR_DONE;
         if (code == RR_DONE)
-            places[number].plan = NULL;
+            plan_entries[number].plan = NULL;
         else
             plan = NULL;
     }
@@ -179,7 +180,7 @@ int rr_handoff_unregister(int64_t number)
 
 /* ---- the engine's side ---- */
 
-/* Both under the lock. `entry` is the queue's from now on. */
+/* Both need the lock. The queue owns `entry` from now on. */
 static void put(rr_handoff *handoff, struct entry *entry)
 {
     entry->next = NULL;
@@ -252,8 +253,8 @@ int rr_handoff_take(rr_handoff *handoff, rr_item *item)
         *item = entry->item;
         discard(entry);
         if (item->kind == RR_ITEM_BUCKET) {
-            /* Its round is in flight, so nobody has unregistered its plan. */
-            handoff->taken = &places[item->plan].plan->buckets[item->bucket];
+            /* Its round is in flight, so its plan is still registered. */
+            handoff->taken = &plan_entries[item->plan].plan->buckets[item->bucket];
             handoff->taken->state = REDUCING;
             handoff->borrows = handoff->taken->in_place;
             item->memory = handoff->taken->memory;
@@ -282,8 +283,8 @@ void rr_handoff_finish(rr_handoff *handoff, const char *why)
 
 int rr_handoff_wait_idle(rr_handoff *handoff, uint32_t timeout_ms)
 {
-    /* The wall clock, since macOS has no other here. When it is set back the wait is longer,
-     * but what is waited for still ends it. */
+    /* The wall clock, since macOS has no other here. If it is set back the timeout is later, but
+     * the condition still ends the wait. */
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += (time_t)(timeout_ms / 1000);
@@ -306,9 +307,9 @@ static void end(rr_handoff *handoff, int code, const char *why)
     if (handoff->over == 0)
         snprintf(handoff->why, sizeof handoff->why, "%s", why);
     handoff->over = code;
-    /* What the engine does not have yet it will not get. */
-    for (uint64_t i = 0; i < place_count; i++) {
-        struct plan *plan = places[i].owner == handoff ? places[i].plan : NULL;
+    /* The engine will take no more buckets. */
+    for (uint64_t i = 0; i < plan_entry_count; i++) {
+        struct plan *plan = plan_entries[i].owner == handoff ? plan_entries[i].plan : NULL;
         for (uint32_t j = 0; plan != NULL && j < plan->bucket_count; j++) {
             struct bucket *bucket = &plan->buckets[j];
             if (bucket->state == PACKED && bucket->in_place) {
@@ -335,17 +336,17 @@ void rr_handoff_close(rr_handoff *handoff, const char *why)
 {
     pthread_mutex_lock(&rr_handoff_lock);
     drop(handoff, true);
-    /* After a failure its text stays: it says more. */
+    /* After a failure its text is kept: it says more. */
     end(handoff, RR_HANDOFF_CLOSED, why);
     while (handoff->inside > 0)
         pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
     handoff->taken = NULL;
     const bool has_thread = handoff->has_thread;
     handoff->has_thread = false;
-    for (uint64_t i = 0; i < place_count; i++) {
-        if (places[i].owner == handoff && places[i].plan != NULL) {
-            free_plan(places[i].plan);
-            places[i].plan = NULL;
+    for (uint64_t i = 0; i < plan_entry_count; i++) {
+        if (plan_entries[i].owner == handoff && plan_entries[i].plan != NULL) {
+            free_plan(plan_entries[i].plan);
+            plan_entries[i].plan = NULL;
         }
     }
     pthread_mutex_unlock(&rr_handoff_lock);
@@ -369,15 +370,15 @@ static int refuse(char *why, int64_t plan, uint32_t bucket, const char *reason)
     return RR_HANDOFF_MISUSED;
 }
 
-/* Look a bucket up and enter its handoff, under the lock; leave after RR_DONE only. `parts` are
- * for the bucket's results, or else for its slots. */
+/* Look a bucket up and enter its handoff; needs the lock. Call `leave` only after RR_DONE. `parts`
+ * are for the bucket's results, or else for its slots. */
 static int enter(struct visit *visit, int64_t number, uint32_t index, bool for_results,
                  const rr_part *parts, uint32_t part_count, char *why)
 {
-    if (number < 0 || (uint64_t)number >= place_count)
+    if (number < 0 || (uint64_t)number >= plan_entry_count)
         return refuse(why, number, index, "there is no such plan in this process");
-    visit->owner = places[number].owner;
-    visit->plan = places[number].plan;
+    visit->owner = plan_entries[number].owner;
+    visit->plan = plan_entries[number].plan;
     if (visit->owner->over != 0) {
         snprintf(why, RR_WHY_BYTES, "%s", visit->owner->why);
         return visit->owner->over;
@@ -399,7 +400,7 @@ static int enter(struct visit *visit, int64_t number, uint32_t index, bool for_r
     return RR_DONE;
 }
 
-/* Under the lock, after `enter`: the code to return, and its text. */
+/* After `enter`, with the lock: the code to return, and its text. */
 static int leave(struct visit *visit, char *why)
 {
     rr_handoff *owner = visit->owner;
@@ -432,7 +433,7 @@ static void unpack(const struct bucket *bucket, const rr_part *parts)
             memcpy(parts[i].data, bucket->memory + bucket->results[i].start, parts[i].nbytes);
 }
 
-/* Tell the engine that this rank is out of step, and wait for what it makes of that. */
+/* Notify the engine that this rank is out of step, and wait until it has failed the handoff. */
 static void complain(rr_handoff *owner)
 {
     owner->complaint = true;
@@ -469,7 +470,7 @@ int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32
         pthread_mutex_lock(&rr_handoff_lock);
     }
     own->state = PACKED;
-    /* This bucket, and those after it that had to wait for it. */
+    /* Queue this bucket, and later ones that had to wait for it. */
     struct plan *whole = visit.plan;
     while (visit.owner->over == 0 && whole->queued < whole->bucket_count &&
            whole->buckets[whole->queued].state == PACKED) {
@@ -541,13 +542,13 @@ int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_
 }
 
 int rr_handoff_wait_async(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
-                          rr_delivered *tell, void *data, char *why)
+                          rr_delivered *notify, void *data, char *why)
 {
     struct visit visit;
     pthread_mutex_lock(&rr_handoff_lock);
     int code = enter(&visit, plan, bucket, true, parts, part_count, why);
     if (code == RR_DONE && rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0) {
-        code = rr_delivery_add(&visit, parts, part_count, tell, data);
+        code = rr_delivery_add(&visit, parts, part_count, notify, data);
         if (code == RR_DONE)
             code = RR_HANDOFF_LATER;
         else if (leave(&visit, why) == RR_DONE)

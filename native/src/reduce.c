@@ -1,8 +1,8 @@
 /* Element-wise reductions of any number of arrays in one pass.
  *
- * The kernels are compiled for what every processor of the architecture has and, on x86-64,
- * for AVX2 and AVX-512; which to use is asked of the processor at the first call. All give the
- * same bits: they add in the same order and nothing is contracted (-ffp-contract=off).
+ * The kernels are compiled for the architecture's baseline and, on x86-64, for AVX2 and AVX-512;
+ * each call asks the processor which to use. All give the same bits: they add in the same order,
+ * and nothing is contracted (-ffp-contract=off).
  */
 
 #include <string.h>
@@ -10,8 +10,8 @@
 #include "reduce.h"
 #include "ringreduce.h"
 
-/* Elements of a block: with eight bytes each a sixth of a first-level cache of 48 KiB, so that
- * pieces of all sources fit beside it. */
+/* Elements of a block. With eight bytes each it fills a sixth of a first-level cache of 48 KiB,
+ * which leaves room for pieces of all sources. */
 #define RR_BLOCK 1024
 
 __extension__ typedef _Float16 half;
@@ -34,8 +34,8 @@ static inline __attribute__((always_inline)) float from_bfloat16(uint16_t bits)
     return value;
 }
 
-/* To the nearest, ties to even. NaN keeps its sign and becomes quiet: rounding could turn it
- * into infinity. */
+/* Round to nearest, ties to even. NaN keeps its sign and becomes quiet, since rounding could turn
+ * it into infinity. */
 static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value)
 {
     uint32_t word;

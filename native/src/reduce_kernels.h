@@ -1,9 +1,9 @@
-/* The reductions for one instruction set: included by reduce.c once for each, with
+/* The reductions for one instruction set. reduce.c includes this once for each, with
  *   RR_TARGET        the attribute that selects it
  *   RR_NAMED(name)   the name with its suffix
  *
- * A block of the result is gathered in `sum`, which stays in the first-level cache, so that
- * each source is read once, each target written once, and a target may be a source.
+ * A block of the result is accumulated in `sum`, which stays in the first-level cache. So each
+ * source is read once, each target is written once, and a target may be a source.
  */
 
 #define RR_REDUCTION(NAME, T, A, FLOATING)                                                 \
@@ -72,7 +72,7 @@
 RR_REDUCTION(float32, float, float, 1)
 RR_REDUCTION(float64, double, double, 1)
 #undef DIVIDE
-/* Towards minus infinity; the divisor is a number of ranks and so positive. */
+/* Rounds towards minus infinity. The divisor is a number of ranks, so it is positive. */
 #define DIVIDE(A, a, b) ((A)((a) / (b) - ((a) % (b) < 0)))
 RR_REDUCTION(int8, int8_t, int8_t, 0)
 RR_REDUCTION(int16, int16_t, int16_t, 0)

@@ -1,9 +1,9 @@
 /* Memory that several processes share: made, sealed, mapped, checked.
  *
- * A memfd has no name in any file system. Its size is sealed before it is handed on, so no
- * process can cut it off under another's feet (which would be SIGBUS), and memory for all
- * fixed parts is taken when it is made, so running out of memory is an error here and not a
- * signal later.
+ * A memfd has no name in any file system. Its size is sealed before it is passed on, so no
+ * process can shrink it while another one uses it (which would be SIGBUS). Memory for all fixed
+ * parts is allocated when it is made, so running out of memory is an error here and not a signal
+ * later.
  */
 
 #ifndef _GNU_SOURCE
@@ -33,7 +33,7 @@ static uint64_t whole_pages(uint64_t bytes)
     return (bytes + page() - 1) / page() * page();
 }
 
-/* fallocate that is not given up for a signal. */
+/* fallocate, repeated when a signal interrupts it. */
 static int allocate(int descriptor, int mode, uint64_t offset, uint64_t bytes)
 {
     int failed;
@@ -103,7 +103,7 @@ int rr_segment_map(int descriptor, void **address, uint64_t *bytes)
     if (mapped == MAP_FAILED)
         return -errno;
 #ifdef MADV_POPULATE_WRITE
-    /* Page faults now rather than in the first calls; kernels before 5.14 do not know it. */
+    /* Page faults now, not in the first calls. Kernels before 5.14 do not support it. */
     (void)madvise(mapped, head.heap, MADV_POPULATE_WRITE);
 #endif
     *address = mapped;
@@ -123,7 +123,7 @@ uint64_t rr_segment_heap(const void *address, uint64_t *bytes)
     return head->heap;
 }
 
-/* Offset in the file of a part of the heap; 0 when it does not lie in it. */
+/* Offset in the file of a part of the heap; 0 if the part exceeds the heap. */
 static uint64_t in_heap(const struct rr_head *head, uint64_t offset, uint64_t bytes)
 {
     if (offset > head->heap_bytes || bytes > head->heap_bytes - offset)
@@ -145,14 +145,14 @@ int rr_segment_release(int descriptor, const void *address, uint64_t offset, uin
     return allocate(descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);
 }
 
-/* Have every page copied now, with what is in it at that moment. */
+/* Make the kernel copy every page now, with its present contents. */
 static void copy_on_write(uint8_t *start, uint64_t bytes)
 {
 #ifdef MADV_POPULATE_WRITE
     if (madvise(start, bytes, MADV_POPULATE_WRITE) == 0)
         return;
 #endif
-    /* Kernels before 5.14: a write that changes nothing, whoever else writes there. */
+    /* Kernels before 5.14: a write that changes nothing, atomic because other threads write too. */
     for (uint64_t at = 0; at < bytes; at += page())
         (void)__atomic_fetch_or(start + at, 0, __ATOMIC_RELAXED);
 }
@@ -162,10 +162,10 @@ int rr_segment_detach(int descriptor, void *address, uint64_t offset, uint64_t b
     const uint64_t at = in_heap(address, offset, bytes);
     if (at == 0 || bytes == 0 || offset % page() != 0 || bytes % page() != 0)
         return -EINVAL;
-    /* A private mapping of the same pages, each copied when it is first written. It is made
-     * elsewhere and moved over the shared one: what can fail fails before that is gone, and
-     * other threads never see a gap. Copying the bytes before the move would lose what they
-     * write in between. */
+    /* A private mapping of the same pages, each copied when it is first written. It is made at
+     * another address and moved over the shared one, so that a failure leaves the shared one
+     * intact and other threads never see a gap. Copying the bytes before the move would lose what
+     * they write in between. */
     void *own = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, (off_t)at);
     if (own == MAP_FAILED)
         return -errno;

@@ -1,4 +1,4 @@
-/* The inside of a segment, as drawn in ringreduce.h; for segment.c, steps.c and shm.c. */
+/* The layout of a segment, as drawn in ringreduce.h; for segment.c, steps.c and shm.c. */
 #ifndef RR_SEGMENT_H
 #define RR_SEGMENT_H
 
@@ -8,7 +8,7 @@
 
 #define RR_LINE 64
 
-/* Written once by the owner, checked by everybody who maps the segment. */
+/* Written once by the owner, checked by every process that maps the segment. */
 struct rr_head {
     uint64_t magic;
     uint32_t abi;
@@ -23,7 +23,7 @@ struct rr_head {
 /* A call as its rank announces it. */
 struct rr_announcement {
     uint64_t header[8];
-    uint64_t registered; /* 1 + offset of its array in the heap; 0: it lies elsewhere */
+    uint64_t registered; /* 1 + offset of its array in the heap; 0: it is not there */
     uint64_t unused[7];
 };
 

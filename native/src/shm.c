@@ -1,9 +1,8 @@
 /* The collectives of the ranks of one host, on the segments drawn in ringreduce.h.
  *
- * A call is a sequence of steps, each some work and then a wait for all. `rr_shm_run` may
- * return in the middle (somebody is late, a signal came) and goes on where it stood, so that
- * deadlines, signals and lost peers are decided in Python; what it needs for that is in
- * struct rr_shm.
+ * A call is a sequence of steps, each some work and then a wait for all ranks. `rr_shm_run` may
+ * return in the middle (a rank is late, a signal came), and continues there when called again.
+ * So Python decides about deadlines, signals and lost peers. struct rr_shm holds the state.
  */
 
 #include <errno.h>
@@ -14,13 +13,13 @@
 #include "segment.h"
 #include "steps.h"
 
-/* What the work of the next step is. */
+/* The work of the next step. */
 enum stage {
-    IDLE,   /* no call is under way */
-    MEET,   /* all have announced their calls: compare them, choose a way */
-    LEND,   /* some arrays are registered and some are not: those go the common way too */
-    STAGED, /* segments travel through the stagings */
-    LAST,   /* all is done but the wait for the others */
+    IDLE,   /* no call is running */
+    MEET,   /* all have announced their calls: compare them, choose an algorithm */
+    LEND,   /* some but not all arrays are registered: stage all of them */
+    STAGED, /* segments go through staging memory */
+    LAST,   /* only the wait for the others is left */
 };
 
 struct peer {
@@ -37,10 +36,10 @@ struct rr_shm {
     uint64_t heap_bytes;
     uint64_t step;     /* the last one that this rank has finished */
     uint64_t calls;    /* begun so far */
-    uint64_t segments; /* that have gone through the staging; their parity chooses the half */
+    uint64_t segments; /* staged so far; their parity chooses the half */
     uint64_t bytes_sent, bytes_received;
     uint32_t culprit;
-    /* The call under way. */
+    /* The running call. */
     enum stage stage;
     uint64_t segment, last_segment; /* next one to copy in; the one after the last */
     uint64_t room;                  /* bytes of a segment */
@@ -112,7 +111,7 @@ void rr_shm_free(rr_shm *group)
 
 /* ---- One step's work ---- */
 
-/* Place of segment `number` within a chunk of `bytes`: offset and length, 0 past its end. */
+/* Length of segment `number` of a chunk of `bytes`, 0 past its end; its offset in `at`. */
 static uint64_t piece(const struct rr_shm *group, uint64_t bytes, uint64_t number, uint64_t *at)
 {
     *at = number * group->room;
@@ -121,22 +120,22 @@ static uint64_t piece(const struct rr_shm *group, uint64_t bytes, uint64_t numbe
     return bytes - *at < group->room ? bytes - *at : group->room;
 }
 
-/* Where `owner` stages a segment for `reader`; a finished one is for everybody, in the
- * owner's own place. In an all-gather the whole half is one segment. */
+/* Where `owner` stages a segment for `reader`. A reduced segment is for all ranks, and staged with
+ * the owner as reader. In an all-gather the whole half is one segment. */
 static uint8_t *staged(const struct rr_shm *group, const rr_call *call, uint32_t owner,
                        uint32_t reader, uint64_t number)
 {
     const uint64_t half = (group->segments + number) & 1;
-    const uint64_t place = is_reducing(call) ? reader : 0;
-    return group->peers[owner].staging + half * group->staging_bytes + place * group->room;
+    const uint64_t slot = is_reducing(call) ? reader : 0;
+    return group->peers[owner].staging + half * group->staging_bytes + slot * group->room;
 }
 
-/* Put segment `number` of what others need of this array into our staging. */
+/* Copy segment `number` of what others need of this array into our staging memory. */
 static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *data, uint64_t number)
 {
     const uint32_t own = group->index;
     for (uint32_t rank = 0; rank < group->size; rank++) {
-        /* Of a reduction others need their own chunks; of an all-gather, ours. */
+        /* In a reduction others need their own chunks; in an all-gather, ours. */
         if ((rank == own) == is_reducing(call))
             continue;
         uint64_t at;
@@ -148,8 +147,8 @@ static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *da
     }
 }
 
-/* Add up segment `number` of our own chunk, into the array and, where others want it, into our
- * staging. */
+/* Add up segment `number` of our own chunk, into the array and, if others need it, into our
+ * staging memory. */
 static void reduce_own(struct rr_shm *group, const rr_call *call, uint8_t *data, uint64_t number)
 {
     const uint32_t own = group->index;
@@ -170,11 +169,11 @@ static void reduce_own(struct rr_shm *group, const rr_call *call, uint8_t *data,
         group->bytes_sent += bytes;
 }
 
-/* Take segment `number` of the others' chunks from their stagings. */
+/* Copy segment `number` of the others' chunks from their staging memory into the array. */
 static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, uint64_t number)
 {
     for (uint32_t other = 1; other < group->size; other++) {
-        /* Each rank begins with the one after it, so that not all read the same one. */
+        /* Each rank begins with the next rank, so that not all read from the same one. */
         const uint32_t rank = (group->index + other) % group->size;
         uint64_t at;
         const uint64_t bytes = piece(group, chunk_bytes(group, call, rank), number, &at);
@@ -203,8 +202,8 @@ static void reduce_in_place(struct rr_shm *group, const rr_call *call)
         group->bytes_sent += (group->size - 1) * bytes;
 }
 
-/* Every rank's whole message is in its inbox. */
-static void reduce_mail(struct rr_shm *group, const rr_call *call, uint8_t *data)
+/* Add up the whole messages in all inboxes. */
+static void reduce_inboxes(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     const void *sources[RR_SHM_SIZE_MAX];
     for (uint32_t rank = 0; rank < group->size; rank++)
@@ -216,7 +215,7 @@ static void reduce_mail(struct rr_shm *group, const rr_call *call, uint8_t *data
     group->bytes_received += (group->size - 1) * total_bytes(group, call);
 }
 
-static int is_mail(const struct rr_shm *group, const rr_call *call)
+static int fits_inbox(const struct rr_shm *group, const rr_call *call)
 {
     return call->action == RR_ALL_REDUCE && total_bytes(group, call) <= RR_INBOX_BYTES;
 }
@@ -228,15 +227,15 @@ static void publish(struct rr_shm *group)
     rr_step_publish(group->peers[group->index].board, ++group->step);
 }
 
-/* How the chunks are cut into segments. */
+/* Choose how chunks are cut into segments. */
 static void plan(struct rr_shm *group, const rr_call *call)
 {
     uint64_t longest = 0;
     for (uint32_t rank = 0; rank < group->size; rank++)
         if (chunk_bytes(group, call, rank) > longest)
             longest = chunk_bytes(group, call, rank);
-    const uint64_t places = is_reducing(call) ? group->size : 1;
-    const uint64_t limit = group->staging_bytes / places / RR_LINE * RR_LINE;
+    const uint64_t slots = is_reducing(call) ? group->size : 1;
+    const uint64_t limit = group->staging_bytes / slots / RR_LINE * RR_LINE;
     /* Segments of about equal length, so that the last one is worth its step. */
     const uint64_t number = (longest + limit - 1) / limit;
     const uint64_t even = number == 0 ? RR_LINE : (longest + number - 1) / number;
@@ -245,7 +244,7 @@ static void plan(struct rr_shm *group, const rr_call *call)
     group->segment = 0;
 }
 
-/* Offset of the array in our heap, counted from 1; 0 when it does not lie there whole. */
+/* 1 + offset of the array in our heap; 0 if the heap does not contain all of it. */
 static uint64_t registered(const struct rr_shm *group, const rr_call *call, const uint8_t *data)
 {
     const uint8_t *heap = group->peers[group->index].heap;
@@ -262,8 +261,8 @@ static void begin(struct rr_shm *group, const rr_call *call, uint8_t *data)
     memcpy(own->header, call->header, sizeof own->header);
     own->header[3] = group->calls;
     own->registered = 0;
-    if (is_mail(group, call)) {
-        group->last_segment = group->segment = 0; /* not those of the call before */
+    if (fits_inbox(group, call)) {
+        group->last_segment = group->segment = 0; /* clear those of the previous call */
         memcpy(inbox_of(group, group->index), data, total_bytes(group, call));
     } else {
         plan(group, call);
@@ -300,7 +299,7 @@ static int compare(struct rr_shm *group, const rr_call *call)
     return RR_DONE;
 }
 
-/* The work of step `segment` of the staged way; RR_DONE after the last, else RR_WAITING. */
+/* The work of step `segment` of a staged call; RR_DONE after the last, else RR_WAITING. */
 static int advance_staged(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     const uint64_t now = ++group->segment, end = group->last_segment;
@@ -322,14 +321,14 @@ static int advance_staged(struct rr_shm *group, const rr_call *call, uint8_t *da
     return RR_DONE;
 }
 
-/* All have met: compare, and do the first step's work of the way that fits all. */
+/* All ranks have announced: compare, choose the algorithm, and do the work of its first step. */
 static int advance_from_meeting(struct rr_shm *group, const rr_call *call, uint8_t *data)
 {
     const int status = compare(group, call);
     if (status != RR_DONE)
         return status;
-    if (is_mail(group, call)) {
-        reduce_mail(group, call, data);
+    if (fits_inbox(group, call)) {
+        reduce_inboxes(group, call, data);
         return RR_DONE;
     }
     uint32_t registered_arrays = 0;
@@ -371,9 +370,9 @@ static int wait_for_all(struct rr_shm *group, const rr_wait_limits *limits)
         if (rr_step_wait(board, group->step, &spins, &yields, limits->sleep_ms) == RR_DONE)
             continue;
         group->culprit = rank;
-        for (uint32_t teller = 0; teller < group->size; teller++)
-            if (__atomic_load_n(&group->peers[teller].board->news_bytes, __ATOMIC_ACQUIRE)) {
-                group->culprit = teller;
+        for (uint32_t aborted = 0; aborted < group->size; aborted++)
+            if (__atomic_load_n(&group->peers[aborted].board->news_bytes, __ATOMIC_ACQUIRE)) {
+                group->culprit = aborted;
                 return RR_ABORTED;
             }
         return RR_WAITING;
@@ -402,7 +401,7 @@ int rr_shm_run(rr_shm *group, const rr_call *call, void *data, const rr_wait_lim
     }
 }
 
-/* ---- What Python asks ---- */
+/* ---- Errors and facts, for Python ---- */
 
 void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes)
 {

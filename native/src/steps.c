@@ -1,8 +1,8 @@
 /* Waiting for a number in shared memory to grow: spin, then yield, then sleep on a futex.
  *
- * Spinning answers in tens of nanoseconds and is right while every rank has a core. With more
- * ranks than cores the one that is waited for may need this very core, so the core is given
- * away (sched_yield); and who waits long must not cost others anything, so it sleeps.
+ * Spinning reacts in tens of nanoseconds and is best while every rank has a core. With more ranks
+ * than cores the awaited rank may need this core, so the waiter yields it (sched_yield). A long
+ * wait should cost the others nothing, so the waiter then sleeps.
  */
 
 #ifndef _GNU_SOURCE
@@ -27,7 +27,7 @@ static inline void pause_a_moment(void)
 #endif
 }
 
-/* A futex is 32 bits wide: the low half of the step counter, which changes with every step. */
+/* A futex has 32 bits: this is the low half of the step counter, which every step changes. */
 static uint32_t *futex_word(struct rr_board *board)
 {
     uint32_t *halves = (uint32_t *)&board->step;
@@ -55,8 +55,8 @@ void rr_step_wake(struct rr_board *board)
 
 void rr_step_publish(struct rr_board *board, uint64_t step)
 {
-    /* Sequentially consistent, as is the count of sleepers: either the sleeper sees the new
-     * step before it sleeps, or we see that it sleeps. */
+    /* Sequentially consistent, as is the count of sleepers: either the sleeper sees the new step
+     * before it sleeps, or this rank sees the sleeper. */
     __atomic_store_n(&board->step, step, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&board->sleepers, __ATOMIC_SEQ_CST) != 0)
         rr_step_wake(board);

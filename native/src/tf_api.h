@@ -1,9 +1,9 @@
 /* The part of TensorFlow's C API that tf_ops.c uses, declared here.
  *
- * TensorFlow's own headers are C++ in places and are not there when this is built. The ABI is
- * stable within TensorFlow 2 (tensorflow/c/kernels.h, ops.h); the symbols are looked up when
- * they are needed. tests/tensorflow/test_tf_api.py compiles these declarations against the headers
- * of the TensorFlow that is installed.
+ * TensorFlow's own headers contain C++, and are missing when this is built. The ABI is stable
+ * within TensorFlow 2 (tensorflow/c/kernels.h, ops.h); symbols are looked up when the ops are
+ * registered. tests/tensorflow/test_tf_api.py compiles these declarations against the installed
+ * headers.
  */
 #ifndef RR_TF_API_H
 #define RR_TF_API_H

@@ -1,13 +1,13 @@
-/* TensorFlow ops that hand gradients to the engine and take the means back.
+/* TensorFlow ops that pass gradients to the engine and return the means.
  *
  *   RingreduceStart(gradients: N * T; plan, bucket) -> token     packs a bucket, returns at once
  *   RingreduceWait(gradients: N * T, tokens: M * int32; plan, bucket) -> means: N * T
  *
- * A wait takes the tokens of all starts of the step, so none can hold a thread of TensorFlow's
- * that a start still needs. It takes the gradients too, for their memory: where nobody else
- * needs it any more the means are written there, which saves allocating, and faulting in, as
- * much memory in every step. Both are ordinary kernels that block; the `done` of TensorFlow's
- * asynchronous ones does not survive the compute function (seen with 2.21).
+ * A wait takes the tokens of all starts of the step, so it cannot block a TensorFlow thread that a
+ * start still needs. It takes the gradients too, for their memory: if nothing else needs that any
+ * more the means are written there, which saves allocating, and faulting in, as much memory in
+ * every step. Both are ordinary blocking kernels: the `done` of TensorFlow's asynchronous kernels
+ * becomes invalid when the compute function returns (seen with 2.21).
  *
  * Both are stateful: never pruned, merged or folded, and run in program order.
  */
@@ -103,7 +103,7 @@ static int get_input(TF_OpKernelContext *context, int64_t index, TF_Tensor **ten
     return tf.TF_GetCode(status) == TF_OK;
 }
 
-/* An output like input `index`, in its memory if nobody else needs that. */
+/* An output like input `index`, in the input's memory if nothing else needs that. */
 static TF_Tensor *output_like(TF_OpKernelContext *context, int64_t index, TF_Status *status)
 {
     TF_Tensor *input;
@@ -113,7 +113,7 @@ static TF_Tensor *output_like(TF_OpKernelContext *context, int64_t index, TF_Sta
     const int rank = tf.TF_NumDims(input);
     for (int i = 0; i < rank; i++)
         dimensions[i] = tf.TF_Dim(input, i);
-    /* Given back first: our own reference would count as somebody who needs it. */
+    /* Released first: our own reference would count as another use. */
     tf.TF_DeleteTensor(input);
     const int candidate = (int)index;
     int forwarded;
@@ -191,8 +191,8 @@ static void compute_wait(void *kernel, TF_OpKernelContext *context)
     compute(wait, kernel, context);
 }
 
-/* Shapes are the inputs', which the caller knows; the C API does not tell a shape function how
- * many inputs a list has. */
+/* Outputs have the inputs' shapes, which the caller knows; a shape function cannot find out through
+ * the C API how many inputs a list has. */
 static void infer_nothing(TF_ShapeInferenceContext *context, TF_Status *status)
 {
     tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
@@ -201,7 +201,7 @@ static void infer_nothing(TF_ShapeInferenceContext *context, TF_Status *status)
 static int resolve(void *library, char *why)
 {
     const char *missing = NULL;
-    /* A pointer to a function goes through memory: C has no cast for it. */
+    /* C cannot cast an object pointer to a function pointer, so memcpy does. */
 #define RESOLVE(result, name, parameters)         \
     {                                             \
         void *symbol = dlsym(library, #name);     \

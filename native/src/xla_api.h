@@ -1,12 +1,11 @@
 /* The part of XLA's foreign function interface that xla_calls.c uses, declared here.
  *
- * It is a C ABI with versions (xla/ffi/api/c_api.h), made for libraries that do not link XLA; its
- * headers are there only where TensorFlow is installed. tests/tensorflow/test_tf_api.py compares
- * every structure and value with those of the TensorFlow that is installed. Fields that are not
- * used are declared only for their room.
+ * It is a versioned C ABI (xla/ffi/api/c_api.h) for libraries that do not link XLA. Its headers
+ * come with TensorFlow. tests/tensorflow/test_tf_api.py compares every structure and value with the
+ * installed headers. Unused fields are declared only for the layout.
  *
- * Declared as in 0.2. Between 0.1 and that two structures differ: XLA_FFI_Metadata had no
- * state_type_id, and the table of TensorFlow 2.18 had no XLA_FFI_ThreadPool_NumThreads.
+ * Declared as in 0.2. Two structures differ in 0.1: XLA_FFI_Metadata had no state_type_id, and the
+ * table of TensorFlow 2.18 had no XLA_FFI_ThreadPool_NumThreads.
  */
 #ifndef RR_XLA_API_H
 #define RR_XLA_API_H

@@ -1,19 +1,19 @@
-/* XLA custom calls that hand gradients to the engine and take the means back, on the CPU.
+/* XLA custom calls that pass gradients to the engine and return the means, on the CPU.
  *
  *   ringreduce_start(gradients..., after) {plan, bucket, in_place} -> [gradient,] token
  *   ringreduce_wait([gradient,] tokens...) {plan, bucket, in_place} -> means..., token
  *
- * All tokens are s32 scalars that stand for "this has happened". A wait takes those of all starts
- * of the step, or XLA would schedule it right behind its own start. It never blocks a thread: what
- * is not reduced yet is told later (delivery.c), and XLA goes on with what does not need it.
+ * Tokens are s32 scalars that only order calls. A wait takes the tokens of all starts of the step;
+ * without them XLA would schedule it right after its own start. A wait never blocks a thread: it
+ * returns a future, which the delivery thread completes (delivery.c), and XLA runs what does not
+ * need the means.
  *
- * `after` is the token of whatever collective came before, since XLA runs what does not depend on
- * each other in any order.
+ * `after` is the token of the previous collective: XLA runs independent calls in any order.
  *
- * The gradient of a bucket that is reduced in place goes through both, and each result shares its
- * operand's buffer. So XLA copies it first if anything else needs it, and leaves it alone from the
- * start to the wait, while the engine works on it. When a call fails XLA frees all memory of the
- * step: it is told only when no engine has any of it.
+ * The gradient of a bucket that is reduced in place passes through both calls, and each result
+ * shares its operand's buffer. So XLA copies the gradient first if anything else needs it, and does
+ * not touch it between start and wait, while the engine works on it. When a call fails XLA frees
+ * all memory of the step, so the failure is reported only when no engine uses any of it.
  */
 
 #ifndef _GNU_SOURCE
@@ -32,7 +32,7 @@
 
 #include "handoff.h"
 
-/* An argument structure of XLA's begins with its size. */
+/* Every argument structure of XLA begins with its size. */
 #define NEW(type) {.struct_size = sizeof(type)}
 
 /* XLA's functions, in the layout of xla_api.h, and the version of its interface. */
@@ -63,7 +63,7 @@ static uint64_t size_of(XLA_FFI_DataType type)
     case XLA_FFI_DataType_U64:
     case XLA_FFI_DataType_F64: return 8;
     }
-    return 0; /* of no gradient's size: the handoff refuses it */
+    return 0; /* matches no gradient: the handoff refuses it */
 }
 
 static rr_part part_of(const XLA_FFI_Buffer *buffer)
@@ -90,14 +90,14 @@ static bool attribute(const XLA_FFI_Attrs *attrs, const char *name, int64_t *val
     return false;
 }
 
-/* What a call is about: where it goes, and the gradients it brings or fetches. */
+/* The bucket of a call, and the gradients that it packs or unpacks. */
 struct call {
     int64_t plan, bucket, in_place;
     uint32_t count;
     rr_part *parts;
 };
 
-/* The first `count` of `buffers`. NULL: all is well, and `parts` is to be freed. */
+/* Read a call and its first `count` `buffers`. NULL: success; the caller frees `parts`. */
 static XLA_FFI_Error *open_call(struct call *call, const XLA_FFI_CallFrame *frame,
                                 void *const *buffers, int64_t count)
 {
@@ -154,8 +154,8 @@ static void destroy(XLA_FFI_Error *error)
     xla.XLA_FFI_Error_Destroy(&args);
 }
 
-/* NULL: XLA has been told. */
-static XLA_FFI_Error *tell(XLA_FFI_Future *future, int code, const char *why)
+/* Complete `future`. NULL: success. */
+static XLA_FFI_Error *settle(XLA_FFI_Future *future, int code, const char *why)
 {
     if (code == RR_DONE) {
         XLA_FFI_Future_SetAvailable_Args set = NEW(XLA_FFI_Future_SetAvailable_Args);
@@ -171,16 +171,16 @@ static XLA_FFI_Error *tell(XLA_FFI_Future *future, int code, const char *why)
     return error;
 }
 
-/* Also by the handoff's thread, which goes on with what XLA has waiting for this. */
+/* The delivery thread calls this too, and then runs XLA's work that waits for the future. */
 static void complete(void *data, int code, const char *why)
 {
     if (code != RR_DONE)
         rr_handoff_let_go();
-    /* Fails for a structure of another size only, which registering has tried. */
-    (void)tell(data, code, why);
+    /* Fails only if a structure has another size, which registering has checked. */
+    (void)settle(data, code, why);
 }
 
-/* Whether the gradient that comes in is where the mean is to be. */
+/* Whether the gradient and the mean are in the same memory. */
 static bool shares_memory(const XLA_FFI_CallFrame *frame)
 {
     const XLA_FFI_Buffer *gradient = frame->args.args[0], *mean = frame->rets.rets[0];
@@ -211,7 +211,7 @@ static XLA_FFI_Error *wait(XLA_FFI_CallFrame *frame)
     return NULL;
 }
 
-/* Whether the call asks what this handler was made for, which is answered then. */
+/* Whether the call only asks for metadata; answers it. */
 static bool answers_metadata(const XLA_FFI_CallFrame *frame)
 {
     XLA_FFI_Extension_Base *extension = frame->extension_start;
@@ -236,7 +236,7 @@ static XLA_FFI_Error *handle_wait(XLA_FFI_CallFrame *frame)
     return answers_metadata(frame) ? NULL : wait(frame);
 }
 
-/* What XLA says is wrong, as `why`. */
+/* Store XLA's error message in `why`. */
 static int refused(XLA_FFI_Error *error, char *why)
 {
     XLA_FFI_Error_GetMessage_Args get = NEW(XLA_FFI_Error_GetMessage_Args);
@@ -247,23 +247,23 @@ static int refused(XLA_FFI_Error *error, char *why)
     return -EINVAL;
 }
 
-/* Complete two futures, one well. If XLA has enlarged a structure that this takes it is known now;
- * a step would wait for ever. */
+/* Complete two futures, one with success. This finds out now whether XLA has enlarged a structure
+ * that completing takes; a step would wait for ever. */
 static int try_futures(char *why)
 {
-    /* XLA destroys those that it was given, and no others. */
+    /* XLA destroys only futures that a handler returned, so these are kept. */
     static XLA_FFI_Future *tried[2];
-    static int told;
+    static int done;
     static const int codes[] = {RR_DONE, -ECANCELED};
-    for (; told < 2; told++) {
+    for (; done < 2; done++) {
         XLA_FFI_Error *error = NULL;
-        if (tried[told] == NULL) {
+        if (tried[done] == NULL) {
             XLA_FFI_Future_Create_Args create = NEW(XLA_FFI_Future_Create_Args);
             error = xla.XLA_FFI_Future_Create(&create);
-            tried[told] = create.future;
+            tried[done] = create.future;
         }
         if (error == NULL)
-            error = tell(tried[told], codes[told], "tried");
+            error = settle(tried[done], codes[done], "tried");
         if (error != NULL)
             return refused(error, why);
     }
@@ -281,11 +281,11 @@ static int register_call(const char *name, XLA_FFI_Handler *handler, char *why)
     return error == NULL ? RR_DONE : refused(error, why);
 }
 
-/* The tables that are known. Neither version nor size tells the first two apart. */
+/* The known tables. The first two have the same version and size. */
 static const struct layout {
     int minor;
     size_t struct_size; /* as the table states it; the first two do not count all functions */
-    int futures_at;     /* place of XLA_FFI_Future_Create among the functions */
+    int futures_at;     /* index of XLA_FFI_Future_Create among the functions */
 } layouts[] = {
     {1, 88, 12},  /* TensorFlow 2.18 */
     {1, 88, 13},  /* TensorFlow 2.19 */
@@ -293,7 +293,7 @@ static const struct layout {
     {2, 192, 13}, /* TensorFlow 2.21 */
 };
 
-/* Copy XLA's table. `futures_at` is what the header that came with this XLA says. */
+/* Copy XLA's table. `futures_at` is from the header that came with this XLA. */
 static int read_table(const XLA_FFI_Api *found, int futures_at, char *why)
 {
     const XLA_FFI_Api_Version *version = &found->api_version;
@@ -320,13 +320,13 @@ static int read_table(const XLA_FFI_Api *found, int futures_at, char *why)
     return RR_DONE;
 }
 
-/* A pointer to a function goes through memory: C has no cast for it. */
+/* C cannot cast an object pointer to a function pointer, so memcpy does. */
 static rr_xla_get_api *find_api(void *library)
 {
     static const char *const names[] = {"XLA_FFI_GetApi", "_ZN3xla3ffi12GetXlaFfiApiEv"};
     void *symbol = dlsym(library, names[0]);
     if (symbol == NULL)
-        symbol = dlsym(library, names[1]); /* the same function, as C++ names it */
+        symbol = dlsym(library, names[1]); /* the same function, with its mangled C++ name */
     rr_xla_get_api *get_api;
     memcpy(&get_api, &symbol, sizeof symbol);
     return get_api;

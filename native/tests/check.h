@@ -1,4 +1,4 @@
-/* The one assertion the C tests use: says where and what, and ends the program. */
+/* The assertion of the C tests: prints where and what, and exits. */
 #ifndef RR_CHECK_H
 #define RR_CHECK_H
 

@@ -1,4 +1,4 @@
-/* Stands in for XLA: takes registrations, and calls handlers as XLA would. */
+/* A fake XLA: accepts registrations, and calls handlers as XLA would. */
 #ifndef FAKE_XLA_H
 #define FAKE_XLA_H
 
@@ -11,19 +11,19 @@ struct XLA_FFI_Error {
     char message[4096];
 };
 
-/* Its state: 0 pending, 1 available, 2 with an error. */
+/* A future's state: 0 pending, 1 available, 2 with an error. */
 FAKE int fake_future_state(XLA_FFI_Future *future);
-/* Wait until it is no longer pending; the error, or NULL. */
+/* Wait until a future is no longer pending; its error, or NULL. */
 FAKE XLA_FFI_Error *fake_future_result(XLA_FFI_Future *future);
 FAKE void fake_future_free(XLA_FFI_Future *future);
 
-/* What was registered under a name; NULL: nothing. */
+/* The handler registered under a name, or NULL. */
 FAKE XLA_FFI_Handler *fake_handler(const char *name);
 
-/* The next registrations fail with this text, or errors of futures. */
+/* The next registrations, or errors of futures, fail with this text. */
 FAKE void fake_refuse(const char *why);
 FAKE void fake_refuse_futures(const char *why);
-/* The table that is shown, and where in it the futures are. */
+/* Set the table that XLA exports, and the index of its futures. */
 FAKE void fake_table(int major, int minor, size_t struct_size, int futures_at);
 
 FAKE rr_xla_get_api XLA_FFI_GetApi;

@@ -84,8 +84,8 @@ static void test_rounds(void)
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, engine, handoff) == 0);
     for (int round = 0; round < ROUNDS; round++) {
-        memset(memory, 0x7f, sizeof memory); /* whatever lies in the padding must go */
-        /* Against plan order: the engine gets them in plan order all the same. */
+        memset(memory, 0x7f, sizeof memory); /* start must clear the padding */
+        /* Not in plan order, but the engine takes them in plan order. */
         for (uint32_t i = BUCKETS; i-- > 0;)
             CHECK(start(plan, i, (float)(round + (int)i)) == RR_DONE);
         for (uint32_t i = 0; i < BUCKETS; i++) {
@@ -135,7 +135,7 @@ static void test_queue_is_first_in_first_out(void)
     CHECK(rr_handoff_post(handoff, 8) == RR_HANDOFF_CLOSED);
 }
 
-/* A round that has failed never ends, but its plan need not stay for that. */
+/* A round that has failed never ends, but its plan can be unregistered. */
 static void test_failed_plan_can_be_forgotten_once_nothing_is_taken(void)
 {
     rr_handoff *handoff = opened();
@@ -193,7 +193,7 @@ static void test_second_start_breaks_everything(void)
     CHECK(start(other, 0, 1) == RR_HANDOFF_FAILED && strcmp(why, "out of turn") == 0);
     rr_handoff_close(handoff, "closed");
     pthread_join(thread, NULL);
-    /* What went wrong first is what a latecomer should read. */
+    /* A late caller gets the first failure. */
     CHECK(start(plan, 0, 1) == RR_HANDOFF_CLOSED && strcmp(why, "out of turn") == 0);
 }
 
@@ -214,7 +214,7 @@ static void *wait_in_thread(void *argument)
     return NULL;
 }
 
-/* All buckets started, nobody reduces, two threads wait; then `end` comes. */
+/* All buckets are started, none is reduced, two threads wait; then `end` is called. */
 static void test_waits_end(void (*end)(rr_handoff *, const char *), int expected)
 {
     rr_handoff *handoff = opened();
@@ -234,8 +234,8 @@ static void test_waits_end(void (*end)(rr_handoff *, const char *), int expected
     rr_handoff_close(handoff, "the end");
 }
 
-/* Two threads wait for the one bucket of a plan, which goes as soon as one of them has it. Under
- * the address sanitizer: the other must not look at a plan that is gone. */
+/* Two threads wait for the one bucket of a plan, which is freed as soon as one of them has it.
+ * Under the address sanitizer: the other must not read a freed plan. */
 static void test_plan_stays_while_somebody_is_inside(void)
 {
     rr_handoff *handoff = opened();
@@ -267,7 +267,7 @@ static void test_plan_stays_while_somebody_is_inside(void)
     rr_handoff_close(handoff, "closed");
 }
 
-/* Somebody who asked to be told, and how he was. */
+/* An asynchronous wait, and its result. */
 struct asked {
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -337,7 +337,7 @@ static void test_who_asks_is_told(void)
     CHECK(ask(&asked[0], plan, 0) == RR_HANDOFF_CLOSED && strcmp(why, "closed") == 0);
 }
 
-/* Two have asked, nobody reduces; when `end` comes they are told. */
+/* Two asynchronous waits, nothing is reduced: `end` notifies both. */
 static void test_who_asks_is_told_of_the_end(void (*end)(rr_handoff *, const char *), int expected)
 {
     rr_handoff *handoff = opened();
@@ -349,7 +349,7 @@ static void test_who_asks_is_told_of_the_end(void (*end)(rr_handoff *, const cha
         CHECK(ask(&asked[i], plan, i) == RR_HANDOFF_LATER);
     end(handoff, "the end");
     for (uint32_t i = 0; i < 2; i++) {
-        /* Before close returns, if it is that. */
+        /* If `end` is close: before it returns. */
         CHECK(expected != RR_HANDOFF_CLOSED || asked[i].told == 1);
         CHECK(answer(&asked[i]) == expected && strcmp(asked[i].why, "the end") == 0);
     }
@@ -357,8 +357,8 @@ static void test_who_asks_is_told_of_the_end(void (*end)(rr_handoff *, const cha
         rr_handoff_close(handoff, "the end");
 }
 
-/* A bucket of XLA's memory, with the engine when its handoff is closed: XLA gets that back when
- * the engine has ended, whether somebody waits for it then or not. */
+/* The engine has a bucket in XLA's memory when the handoff is closed: XLA gets the memory back when
+ * the engine has finished, whether a thread waits for the bucket or not. */
 static void let_go_and_tell(void *data, int code, const char *text)
 {
     rr_handoff_let_go();
@@ -401,11 +401,11 @@ static void test_what_is_lent_comes_back_after_a_close(bool is_awaited)
     }
 }
 
-/* One round of a bucket fails, whoever waits is told why, and the next round is as before. */
+/* One round of a bucket fails: its waiter gets the reason, and the next round succeeds. */
 static void test_a_round_may_fail_alone(void)
 {
     rr_handoff *handoff = opened();
-    /* In come 5 and 3 floats, out comes what lies between them. */
+    /* The slots are 5 and 3 floats, the result is the range between them. */
     static const rr_slot result = {32, 8};
     const rr_bucket only = {memory[0], sizeof memory[0], SLOTS, &result, 2, 1};
     const rr_bucket beyond = {memory[0], 36, SLOTS, &result, 1, 1};

@@ -1,5 +1,5 @@
-/* Reductions against the plainest loop: every type, operator, number of sources, and lengths
- * around the ends of blocks and vectors. */
+/* Reductions compared with a simple loop: every type and operator, several numbers of sources, and
+ * lengths around the ends of blocks and vectors. */
 
 #include <math.h>
 #include <stdint.h>
@@ -111,7 +111,7 @@ static void test_integers_wrap_and_round_down(void)
 
 static void test_halves_add_in_single_precision(void)
 {
-    /* 2048 + 1 is 2048 in float16: one at a time the ones would vanish. */
+    /* 2048 + 1 is 2048 in float16: added one at a time, the ones would be lost. */
     enum { ONES = 64 };
     __extension__ _Float16 big = 2048, one = 1, result;
     const void *sources[ONES + 1] = {&big};

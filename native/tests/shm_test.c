@@ -117,7 +117,7 @@ static void *all_calls(void *argument)
     uint64_t heap_bytes;
     const uint64_t heap = rr_segment_heap(host.segments[rank], &heap_bytes);
     CHECK(heap_bytes == HEAP);
-    const uint64_t offset = 64 * (rank + 1); /* at another place on every rank */
+    const uint64_t offset = 64 * (rank + 1); /* different on every rank */
     CHECK(rr_segment_reserve(host.descriptors[rank], host.segments[rank], 0, HEAP / 2) == RR_DONE);
     int32_t *registered = (int32_t *)((uint8_t *)host.segments[rank] + heap + offset);
     int32_t *private = malloc(COUNTS[sizeof COUNTS / sizeof COUNTS[0] - 1] * sizeof *private);
@@ -178,7 +178,7 @@ static void *giving_up(void *argument)
     return NULL;
 }
 
-/* What another process might hand us instead of a segment. */
+/* File descriptors that are no valid segment. */
 static void test_foreign_segments(void)
 {
     void *address;
@@ -193,7 +193,7 @@ static void test_foreign_segments(void)
     CHECK(rr_segment_map(bare, &address, &bytes) == -EPROTO); /* not sealed */
     CHECK(pwrite(bare, head, sizeof head, 0) == (ssize_t)sizeof head);
     CHECK(fcntl(bare, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
-    CHECK(rr_segment_map(bare, &address, &bytes) == -EPROTO); /* shorter than it says */
+    CHECK(rr_segment_map(bare, &address, &bytes) == -EPROTO); /* shorter than its head says */
 
     int of_other_abi;
     CHECK(rr_segment_create(STAGING, HEAP, &of_other_abi) == RR_DONE);
@@ -228,7 +228,7 @@ static void test_heap_has_an_end(void)
     close(made);
 }
 
-/* Counts in the block until told to stop; returns how far it came. */
+/* Count in the block until `stop`; return the last number. */
 static struct {
     uint64_t *counter;
     int is_over;
@@ -261,7 +261,7 @@ static void test_detached_block_is_out_of_reach(void)
     memset(own, 1, BLOCK);
     CHECK(other[BLOCK / 2] == 1);
 
-    /* A thread of ours goes on writing meanwhile: nothing of that is lost. */
+    /* A thread of this process goes on writing meanwhile: no write is lost. */
     pthread_t thread;
     void *count;
     busy.counter = (uint64_t *)(own + BLOCK - 8);
@@ -279,12 +279,12 @@ static void test_detached_block_is_out_of_reach(void)
 
     for (uint64_t i = 0; i < BLOCK - 8; i++)
         CHECK(own[i] == 1);
-    memset(other, 2, BLOCK); /* who comes late */
+    memset(other, 2, BLOCK); /* a late rank's write */
     own[0] = 3;
     for (uint64_t i = 1; i < BLOCK - 8; i++)
         CHECK(own[i] == 1);
     CHECK(other[0] == 2);
-    own[-1] = 4; /* what lies around it is shared as before */
+    own[-1] = 4; /* memory around it is still shared */
     own[BLOCK] = 4;
     CHECK(other[-1] == 4 && other[BLOCK] == 4);
 

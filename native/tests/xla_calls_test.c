@@ -1,4 +1,4 @@
-/* The custom calls, called as XLA calls them: `fake_xla` stands in for it. */
+/* The custom calls, called as XLA calls them, by `fake_xla`. */
 
 #include "ringreduce.h"
 
@@ -116,7 +116,7 @@ static void test_rounds(void)
     rr_handoff *handoff = NULL;
     CHECK(rr_handoff_open(&handoff) == RR_DONE);
     const int64_t plan = registered(handoff);
-    /* Before anybody reduces, a wait comes back with nothing decided. */
+    /* Before the bucket is reduced, a wait returns with its future pending. */
     struct call call;
     start(plan, 3);
     prepare(&call, plan, false);
@@ -149,7 +149,7 @@ static void test_rounds(void)
     free(error);
 }
 
-/* The ring breaks while XLA waits: its future gets the text. */
+/* The ring breaks while XLA waits: the future gets the text. */
 static void test_failure_completes_what_waits(void)
 {
     rr_handoff *handoff = NULL;
@@ -172,7 +172,7 @@ static void *wait_in_thread(void *frame)
     return NULL;
 }
 
-/* The gradient goes through both calls, and the engine works on it where XLA has it. */
+/* The gradient passes through both calls, and the engine works on it in XLA's memory. */
 static void test_in_place(void)
 {
     rr_handoff *handoff = NULL;
@@ -190,7 +190,7 @@ static void test_in_place(void)
         begin.in_place = 1;
         for (int i = 0; i < FLOATS; i++)
             begin.values[i] = (float)i;
-        /* XLA has shared the buffer, or not, which costs a copy. */
+        /* XLA has shared the buffer, or has not, which costs a copy. */
         XLA_FFI_Buffer own = begin.matrix;
         own.data = round == 0 ? kept : begin.values;
         void *results[] = {&own, &begin.token[1]};
@@ -215,7 +215,7 @@ static void test_in_place(void)
             fake_future_free(end.frame.future);
             continue;
         }
-        /* The ring breaks, or XLA has moved it: told only when the engine has let go of it. */
+        /* The ring breaks, or XLA has moved it: reported only when the engine has released it. */
         if (round == 2)
             end.matrix.data = kept;
         pthread_t thread;
@@ -230,14 +230,14 @@ static void test_in_place(void)
         pthread_join(thread, NULL);
         XLA_FFI_Error *error = fake_future_result(end.frame.future);
         CHECK(strstr(error->message, round == 2 ? "moved" : "rank 1 died") != NULL);
-        memset(own.data, 0, sizeof begin.values); /* as XLA, which the memory is again */
+        memset(own.data, 0, sizeof begin.values); /* XLA owns the memory again */
         fake_future_free(end.frame.future);
         /* As if it had been waited for. */
         rr_part part = {own.data, sizeof begin.values};
         CHECK(rr_handoff_wait(plan, 0, &part, 1, why) ==
               (round == 2 ? RR_DONE : RR_HANDOFF_FAILED));
     }
-    /* What is started and not taken when the ring breaks is let go at once. */
+    /* A bucket that is started but not taken is released at once when the ring breaks. */
     rr_handoff_close(handoff, "closed");
     rr_handoff_let_go();
     CHECK(rr_handoff_open(&handoff) == RR_DONE);
