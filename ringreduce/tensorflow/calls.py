@@ -20,6 +20,8 @@ def call(
     run: Callable[..., Sequence[Any]],
     arguments: Sequence[Any],
     results: Sequence[tuple[Any, Any]],
+    *,
+    of_gradient: bool = False,
 ) -> list[Any]:
     """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
 
@@ -31,6 +33,7 @@ def call(
             `tf.errors.OutOfRangeError`.
         arguments: tensors.
         results: static shape and dtype of each; at least one.
+        of_gradient: as for `refuse_unreachable_places`.
 
     Raises:
         ConfigError: in a place where ranks could not all take part.
@@ -43,7 +46,7 @@ def call(
         except StopIteration as end:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
         return [tf.convert_to_tensor(value) for value in found]
-    refuse_unreachable_places(communicator, what)
+    refuse_unreachable_places(communicator, what, of_gradient=of_gradient)
     if xla.is_compiling():
         return compiled.call(communicator, what, run, arguments, results)
 
@@ -58,7 +61,7 @@ def call(
             raise RuntimeError(str(error)) from error
 
     # On the CPU, where arguments from whatever device are copied to.
-    with order.in_turn(communicator):
+    with order.in_order(communicator):
         dtypes = [dtype for _, dtype in results]
         tensors = tf.numpy_function(as_op, arguments, dtypes, stateful=True)
     order.done(communicator, tensors)

@@ -70,7 +70,10 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
 
 @tf.autograph.experimental.do_not_convert
 def _all_reduce(
-    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = None
+    tensor: Any,
+    communicator: Communicator,
+    op: ReduceOp | str = ReduceOp.SUM,
+    of: Any = numbering.NONE,
 ) -> Any:
     """`all_reduce`; with `of`, as the gradient of the collective of that number."""
     how, value = reduce_op(op), _checked(tensor)
@@ -123,7 +126,7 @@ def _all_gather(
     communicator: Communicator,
     *,
     counts: Sequence[int] | None = None,
-    of: Any = None,
+    of: Any = numbering.NONE,
 ) -> Any:
     """`all_gather`; `of` as for `_all_reduce`."""
     value = _checked(tensor)
@@ -320,7 +323,7 @@ def _numbered(
     value: Any,
     shape: Any,
     *others: Any,
-    of: Any = None,
+    of: Any = numbering.NONE,
 ) -> tuple[Any, Any]:
     """As `call`, for what has a gradient; return its number too, for that to be the gradient of.
 
@@ -328,13 +331,15 @@ def _numbered(
         communicator, what, value, shape: as for `call`.
         run: gets arrays, of `value` and of `others`, and what gives the call its signature.
         others: further tensors.
-        of: the number of the collective whose gradient this is, a tensor; None: of none.
+        of: the number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: of
+            none.
 
     Returns:
-        The result and its number, an int64 scalar; None where there is none.
+        The result and its number, an int64 scalar, or UNKNOWN.
     """
     numbers = numbering.of(communicator)
-    others = (*others, tf.constant(0, tf.int64) if of is None else of)
+    of_gradient = of is not numbering.NONE
+    others = (*others, tf.convert_to_tensor(of, tf.int64))
 
     def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
         *given, origin = arrays
@@ -343,10 +348,11 @@ def _numbered(
         return run(*map(np.array, given), sign), np.int64(number)
 
     results = [(shape, value.dtype), ((), tf.int64)]
-    result, number = call(communicator, what, numbered, [value, *others], results)
+    given = [value, *others]
+    result, number = call(communicator, what, numbered, given, results, of_gradient=of_gradient)
     # What a loop leaves for its gradient cannot leave what XLA compiles; and in there the order
     # of a backward pass follows from that of the forward pass.
-    return result, None if xla.is_compiling() and is_in_loop() else number
+    return result, numbering.UNKNOWN if xla.is_compiling() and is_in_loop() else number
 
 
 def _checked(tensor: Any) -> Any:

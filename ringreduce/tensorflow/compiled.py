@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects.handoff import BucketItem, Layout, RoundFailed
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import order, xla
+from ringreduce.tensorflow.private import ControlFlowFuncGraph
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceError
 
 __all__ = ["call"]
@@ -61,7 +60,7 @@ def call(
                 remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
                 ", or a sum over the batch.",
             )
-    graph = tf_ops.get_default_graph()
+    graph = tf.compat.v1.get_default_graph()
     # Branches and loops belong to the function around them.
     while isinstance(graph, ControlFlowFuncGraph):
         graph = graph.outer_graph

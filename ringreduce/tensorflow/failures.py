@@ -6,6 +6,12 @@ it calls the class `tf.errors.UnknownError`, from C++ or from Python. That class
 this process's communicators, the instance it makes is of both classes: ``except
 ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``. Everything
 else is as before.
+
+This is the one thing that is changed in TensorFlow. Nothing else is there to convert the error of
+`model.fit`: a function that fails returns a status to TensorFlow's own code, on a stack where
+nothing is ours (the optimizer was called while tracing; callbacks are not called on errors), that
+code makes the exception by a fixed table of codes, and what a Python function in a graph raised is
+reduced to code and text as well.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class NativeRoute:
         """The means of the plan's dense gradients, and of its sparse ones, in their order."""
         communicator, number = self._packed.communicator, self._packed.number
         parts = self._packed.parts(dense)
-        with order.in_turn(communicator):
+        with order.in_order(communicator):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
         sparse = self._sparse.mean(communicator, self._packed.plan, slices)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]

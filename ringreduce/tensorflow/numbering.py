@@ -1,11 +1,14 @@
-"""Numbers of the collectives on tensors, by which those of a backward pass name what they are of.
+"""Numbers each tensor collective, so that its gradient can name the forward call.
 
 They count calls as they are made, not as they are traced: the n-th is the n-th on every rank.
+The gradient of a collective has a number that follows from that of the collective alone, since
+TensorFlow may run several gradients in any order.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -13,44 +16,54 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.errors import MismatchError
 
-__all__ = ["Numbers", "of"]
+__all__ = ["NONE", "UNKNOWN", "Numbers", "of"]
+
+# Instead of the number of a forward call: there is no such call, or its number is not known.
+NONE, UNKNOWN = 0, -1
+# Of the n-th forward call, its gradient, the gradient of that: n, n + _DEGREE, n + 2 * _DEGREE.
+_DEGREE = 1 << 48
 
 
 class Numbers:
-    """Those of a communicator's calls; used by one call at a time, as the communicator is."""
+    """Those of a communicator's calls. Gradients may be computed by several threads at a time."""
 
     def __init__(self) -> None:
         self._next = itertools.count(1)
-        self._current = (0, 0)
+        self._calling = threading.local()
 
     def next(self, origin: int) -> tuple[int, Callable[..., int]]:
         """The number of the call that begins, and what makes its signature of its parts.
 
         Args:
-            origin: number of the call whose gradient it is; 0: of none.
+            origin: number of the call whose gradient it is; or NONE, or UNKNOWN.
         """
 
         def sign(*parts: object) -> int:
             signature = signature_of(*parts, origin)
-            self._current = (signature, origin)
+            self._calling.signature, self._calling.origin = signature, origin
             return signature
 
-        return next(self._next), sign
+        if origin == NONE:
+            return next(self._next), sign
+        return (UNKNOWN if origin == UNKNOWN else origin + _DEGREE), sign
 
     def explain(self, error: MismatchError) -> MismatchError | None:
-        """What `error` means where ranks are at the gradients of different collectives."""
-        signature, origin = self._current
-        if origin == 0 or error.signatures[0] != signature:
+        """What `error` means where ranks are at the gradients of different collectives.
+
+        Asked in the thread of the call that failed.
+        """
+        origin = getattr(self._calling, "origin", NONE)
+        if origin in (NONE, UNKNOWN) or error.signatures[0] != self._calling.signature:
             return None
         return MismatchError(
-            f"takes the gradient of its tensor collective number {origin} while rank {error.peer} "
-            "is in another call of that length",
+            f"takes the gradient of its tensor collective number {origin % _DEGREE} while rank "
+            f"{error.peer} is in another call of that length",
             rank=error.rank,
             size=error.size,
             peer=error.peer,
             operation=error.operation,
-            remedy="Ask the tape for the gradients of one loss, the sum of several if need be, and "
-            "let every rank record the same on it.",
+            remedy="Ask the tape for the gradients of one loss, the sum of several if need be, "
+            "within the function that computes it, and let every rank record the same on it.",
         )
 
 

@@ -12,10 +12,9 @@ from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_library
 
 from ringreduce.effects import native
-from ringreduce.tensorflow import framework
+from ringreduce.tensorflow import framework, private
 
 __all__ = ["are_available", "start", "wait"]
 
@@ -45,7 +44,7 @@ def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
         A scalar tensor that is there when the bucket has been handed over.
     """
     with tf.device("CPU:0"):
-        return op_def_library.apply_op(
+        return private.apply_op(
             "RingreduceStart", gradients=list(gradients), plan=plan, bucket=bucket
         )
 
@@ -59,7 +58,7 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
             thread that the start needs.
     """
     with tf.device("CPU:0"):
-        means = op_def_library.apply_op(
+        means = private.apply_op(
             "RingreduceWait",
             gradients=list(gradients),
             tokens=list(tokens),

@@ -6,17 +6,17 @@ import weakref
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops.control_flow_v2_func_graphs import (
-    CondBranchFuncGraph,
-    ControlFlowFuncGraph,
-    WhileBodyFuncGraph,
-    WhileCondFuncGraph,
-)
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.private import (
+    CondBranchFuncGraph,
+    ControlFlowFuncGraph,
+    FuncGraph,
+    WhileBodyFuncGraph,
+    WhileCondFuncGraph,
+    orders_its_ops,
+)
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["is_in_loop", "refuse_unreachable_places", "vouch_for_branch"]
@@ -28,12 +28,12 @@ _vouched: weakref.WeakSet[Any] = weakref.WeakSet()
 def vouch_for_branch() -> None:
     """Say of the branch of `tf.cond` that is being traced that all ranks take it together."""
     if not tf.executing_eagerly():
-        _vouched.add(tf_ops.get_default_graph())
+        _vouched.add(tf.compat.v1.get_default_graph())
 
 
 def is_in_loop() -> bool:
     """Whether the graph that is being traced, or one around it, is the body of a loop."""
-    graph = tf_ops.get_default_graph()
+    graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, FuncGraph):
         if isinstance(graph, WhileBodyFuncGraph):
             return True
@@ -41,20 +41,24 @@ def is_in_loop() -> bool:
     return False
 
 
-def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS) -> None:
+def refuse_unreachable_places(
+    communicator: Communicator, what: str = _GRADIENTS, *, of_gradient: bool = False
+) -> None:
     """Raise where a collective could not run, or not on all ranks, while tracing.
 
     Args:
         communicator: whose rank the error names.
         what: what was to be done there, for the message.
+        of_gradient: it is the gradient of a collective, and its signature says of which.
 
     Raises:
         ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, or in the condition
-            of a loop; inside a branch of `tf.cond`; in a graph of TensorFlow 1.
+            of a loop; inside a branch of `tf.cond`; in the backward pass of a function or loop,
+            unless `of_gradient`; in a graph of TensorFlow 1.
     """
     if tf.executing_eagerly():
         return
-    graph = tf_ops.get_default_graph()
+    graph = tf.compat.v1.get_default_graph()
     if xla.is_compiling() and (reason := xla.why_not()) is not None:
         raise ConfigError(
             f"cannot {what} inside a function compiled with jit_compile=True. {reason}",
@@ -63,6 +67,15 @@ def refuse_unreachable_places(communicator: Communicator, what: str = _GRADIENTS
             remedy="Leave that to what needs no ring: model.compile(..., jit_compile=False), and "
             "rr.compile_gradients(model) to have forward and backward pass compiled; in a loop of "
             "your own an inner function that computes only the loss and its gradients.",
+        )
+    if isinstance(graph, FuncGraph) and not (of_gradient or orders_its_ops(graph)):
+        raise ConfigError(
+            f"cannot {what} in the backward pass of a tf.function or a loop, where TensorFlow may "
+            "run it in another order on each rank",
+            rank=communicator.rank,
+            size=communicator.size,
+            remedy="In a custom gradient use the gradient of a collective of the forward pass, or "
+            "take the gradients in the same tf.function as the loss, outside of loops.",
         )
     # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
     # the iterator has another batch.

@@ -17,12 +17,9 @@ from functools import cache
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla as tf2xla
-from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_ops, control_flow_util
 
 from ringreduce.effects import native
-from ringreduce.tensorflow import framework
+from ringreduce.tensorflow import framework, private
 
 __all__ = ["Started", "compiled_alike", "is_compiling", "start", "wait", "why_not"]
 
@@ -60,7 +57,7 @@ def is_compiling() -> bool:
     """Whether XLA will compile the graph that is being traced."""
     if tf.executing_eagerly():
         return False
-    return bool(control_flow_util.GraphOrParentsInXlaContext(tf_ops.get_default_graph()))
+    return bool(private.is_compiled_by_xla(tf.compat.v1.get_default_graph()))
 
 
 def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +72,7 @@ def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
     def compiled(*upstream: Any) -> Any:
         if tf.executing_eagerly() or is_compiling():
             return gradient(*upstream)
-        context = control_flow_ops.XLAControlFlowContext()
+        context = private.XLAControlFlowContext()
         context.Enter()
         try:
             return gradient(*upstream)
@@ -175,7 +172,7 @@ module @ringreduce_{name} {{
 }}
 """
     return list(
-        tf2xla.call_module(
+        private.call_module(
             list(operands),
             version=_VERSION,
             module=module,

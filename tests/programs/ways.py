@@ -30,3 +30,23 @@ def late(value, whose):
     for _ in range(8):
         y = tf.tanh(tf.matmul(y, mixed))
     return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
+
+
+def late_back(value, whose):
+    """`value`, whose gradient is `late`."""
+
+    @tf.custom_gradient
+    def same(tensor):
+        return tf.identity(tensor), lambda upstream: late(upstream, whose)
+
+    return same(value)
+
+
+def repeated(count, reduce, start):
+    """`reduce` of `reduce` of ... of `start`. XLA needs the maximum for the loop's gradient."""
+    return tf.while_loop(
+        lambda step, _: step < count,
+        lambda step, total: (step + 1, reduce(total)),
+        (0, start),
+        maximum_iterations=count,
+    )[1]

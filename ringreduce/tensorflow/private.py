@@ -1,0 +1,112 @@
+"""All of TensorFlow's names that are not public and that this package uses, checked on import.
+
+Nothing here is changed in TensorFlow. A name that a later version has moved is reported when
+`ringreduce.tensorflow` is imported, and not in the midst of a training step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.vocabulary.errors import ConfigError
+
+__all__ = [
+    "CondBranchFuncGraph",
+    "ControlFlowFuncGraph",
+    "FuncGraph",
+    "WhileBodyFuncGraph",
+    "WhileCondFuncGraph",
+    "XLAControlFlowContext",
+    "apply_op",
+    "call_module",
+    "capture_once",
+    "is_compiled_by_xla",
+    "orders_its_ops",
+]
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(
+        f"TensorFlow {tf.__version__} has no {name}, which ringreduce needs",
+        remedy="Install TensorFlow 2.18 to 2.21.",
+    )
+
+
+def _named(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _missing(f"{module}.{name}") from error
+
+
+_CONTROL_FLOW = "tensorflow.python.ops.control_flow_v2_func_graphs"
+# Graphs of functions, of branches and of loops; `outer_graph` is the one around it.
+FuncGraph = _named("tensorflow.python.framework.func_graph", "FuncGraph")
+ControlFlowFuncGraph = _named(_CONTROL_FLOW, "ControlFlowFuncGraph")
+CondBranchFuncGraph = _named(_CONTROL_FLOW, "CondBranchFuncGraph")
+WhileBodyFuncGraph = _named(_CONTROL_FLOW, "WhileBodyFuncGraph")
+WhileCondFuncGraph = _named(_CONTROL_FLOW, "WhileCondFuncGraph")
+_LoopGradient = _named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph")
+
+_graphs_being_traced = _named("tensorflow.python.framework.ops", "_default_graph_stack")
+
+# What is traced within such a context counts as compiled by XLA.
+XLAControlFlowContext = _named("tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext")
+is_compiled_by_xla = _named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
+# Adds the op XlaCallModule, a module of StableHLO, to the graph that is being traced.
+call_module = _named("tensorflow.compiler.tf2xla.python.xla", "call_module")
+# Adds an op by its name, also one that was registered at run time.
+apply_op = _named("tensorflow.python.framework.op_def_library", "apply_op")
+
+
+def _check_attributes() -> None:
+    graph = FuncGraph("ringreduce")
+    captures = getattr(graph, "function_captures", None)
+    for owner, owners, names in (
+        (graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
+        (_graphs_being_traced, "_default_graph_stack", ("stack",)),
+        (captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
+    ):
+        for name in names:
+            if not hasattr(owner, name):
+                raise _missing(f"{owners}.{name}")
+
+
+_check_attributes()
+
+
+def orders_its_ops(graph: Any) -> bool:
+    """Whether TensorFlow orders the stateful ops of a function's graph as the program has them.
+
+    It does so in functions, and in branches and loops of those, but not in the backward passes that
+    it makes of functions and loops.
+    """
+    return bool(graph._add_control_dependencies)
+
+
+def capture_once(graph: Any, resource: Any) -> Any:
+    """The tensor that stands for `resource`, an eager one, in `graph`: the same at each call."""
+    # The gradient of a loop that `graph` is traced for could not capture it later, by itself.
+    for around in _graphs_being_traced.stack:
+        if isinstance(around, _LoopGradient):
+            _capture_in_loop(around, resource)
+    if isinstance(graph, _LoopGradient):
+        return _capture_in_loop(graph, resource)
+    return graph.capture(resource)
+
+
+def _capture_in_loop(graph: Any, resource: Any) -> Any:
+    captures = graph.function_captures
+    if id(resource) not in captures.by_val_internal:
+        # The gradient of a loop takes nothing from outside but through the graph around it.
+        outer = graph.outer_graph
+        loops = isinstance(outer, _LoopGradient)
+        outside = _capture_in_loop(outer, resource) if loops else outer.capture(resource)
+        inside = graph.capture(outside)
+        # What is called in there and captures the resource itself is to get the same.
+        captures.pop(id(outside), False)
+        captures.add_or_replace(id(resource), outside, inside, is_by_ref=False)
+    return captures.by_val_internal[id(resource)]
