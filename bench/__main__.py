@@ -39,9 +39,7 @@ Dtype = Annotated[str, typer.Option("-d", "--dtype")]
 Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
 Transport = Annotated[
     str,
-    typer.Option(
-        metavar="|".join(SETTINGS["transport"].values), help="How ranks reach each other."
-    ),
+    typer.Option(metavar="|".join(SETTINGS["transport"].values), help="How ranks communicate."),
 ]
 
 
@@ -90,14 +88,14 @@ def peers(
     end: End = "64M",
     factor: Factor = 4,
     warmup: Warmup = 5,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns of each system at each size.")] = 5,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds at each size.")] = 5,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL", help="Only this system, such as gloo; may be repeated."),
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, taking turns."""
+    """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, alternating."""
     labels = [entry.label for entry in ENTRIES]
     if unknown := sorted(set(only or ()) - set(labels)):
         raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
@@ -112,7 +110,7 @@ def peers(
 
 
 def rate_of(text: str) -> str:
-    """`text`, which must be a rate such as 1gbit."""
+    """`text`, checked to be a rate such as 1gbit."""
     try:
         bits_per_second(text)
     except ValueError as error:
@@ -122,7 +120,7 @@ def rate_of(text: str) -> str:
 
 @contextlib.contextmanager
 def unavailable_is_an_answer() -> Iterator[None]:
-    """Within, what this machine cannot do ends the program with one sentence and code 2."""
+    """Within, `UnavailableError` ends the program with one sentence and code 2."""
     try:
         yield
     except UnavailableError as error:
@@ -139,7 +137,7 @@ def link(
     begin: Begin = "16M",
     end: End = "64M",
     factor: Factor = 4,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns of each system at each size.")] = 3,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds at each size.")] = 3,
     json_file: Json = None,
 ) -> None:
     """Share of a slow network's rate that an all-reduce reaches. Needs root."""
@@ -149,7 +147,7 @@ def link(
             workers=workers,
             rate=rate,
             size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
-            # A call takes most of a second: fewer of them tell as much.
+            # A call takes most of a second, so fewer are enough.
             pace=Pace(rounds=rounds, calls_min=9, warmup=2),
             json_file=json_file,
         )
@@ -160,8 +158,8 @@ def link(
 def train(
     model: Annotated[str, typer.Option(help="mlp, cnn or transformer.")] = "cnn",
     workers: Annotated[int, typer.Option(min=2, help="Replicas and ranks.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each system gets.")] = 8,
-    steps: Annotated[int, typer.Option(min=2, help="Steps in a turn.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in a round.")] = 10,
     ceiling: Annotated[
         bool, typer.Option("--ceiling", help="Also workers that reduce nothing.")
     ] = False,
@@ -175,7 +173,7 @@ def train(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Samples per second of one process, MirroredStrategy and ringreduce, taking turns."""
+    """Samples per second of one process, MirroredStrategy and ringreduce, alternating."""
     from bench import train as training
 
     if model not in (known := ("mlp", "cnn", "transformer")):

@@ -1,8 +1,8 @@
-"""One entry for each collective: what a call does, what must come out, what bandwidth means.
+"""One entry for each collective: its call, its expected result, and its bus bandwidth.
 
 Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): algbw = S / t and busbw = algbw *
-factor, where the factor makes busbw the speed that each link would have to have. S is the
-size of the result for all_gather and of the input for the others.
+factor, where the factor makes busbw the speed that each link needs. S is the size of the
+result for all_gather and of the input for the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a figure was measured on: machine, versions, command, and what the machine can do.
+"""Facts about a run: machine, versions, command, and the ceilings of this machine.
 
-The ceilings are measured anew in each run, because absolute speeds drift: a collective is
-read against the memcpy and the loopback stream beside it.
+Each run measures the ceilings again, since absolute speeds drift: compare a collective with
+the memcpy and the loopback stream of the same run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def memcpy_gb_s(nbytes: int = 64 << 20, repeats: int = 15) -> float:
 
 
 def loopback_stream_gb_s(nbytes: int = 512 << 20, piece: int = 1 << 20) -> float:
-    """Speed of one TCP stream over loopback, sender and receiver a thread each, in GB/s."""
+    """Speed of one TCP stream over loopback between two threads, in GB/s."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         outgoing = socket.create_connection(listener.getsockname())
         incoming, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""What checksums cost an all-reduce over ZeroMQ: two rings of the same processes take turns.
+"""What checksums cost an all-reduce over ZeroMQ: two rings of the same processes alternate.
 
 ``ringreduce run -n 2 -m bench.integrity`` measures over loopback; with ``--rate 10gbit``
 (and without the launcher) on hosts with links of that rate, which needs root.
@@ -23,7 +23,7 @@ from ringreduce import Communicator, Config
 
 MIB = sizes(1, 64, 4)
 CALLS_MIN, SECONDS_PER_SIZE = 24, 6.0
-_PORT = 4000  # in network namespaces that are ours alone
+_PORT = 4000  # free, since the network namespaces are new
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What share of a slow network's rate an all-reduce between hosts reaches.
+"""The share of a slow network's rate that an all-reduce between hosts reaches.
 
-The hosts are network namespaces on links of that rate (`namespaces`). The raw stream over
-them is the ceiling; ringreduce over ZeroMQ and, where it is installed, Gloo take turns.
+The hosts are network namespaces on links of that rate (`namespaces`). An iperf3 stream over
+them is the ceiling. ringreduce over ZeroMQ and, if installed, Gloo alternate.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def with_share(row: dict[str, Any], raw_gbit_s: float) -> dict[str, Any]:
 
 
 def table_line(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """A row as text."""
     label = " ".join(filter(None, (row["system"], row["transport"])))
     return (
         f"{short_size(row['size_bytes']):>6} {label:<16} {row['time_us'] / 1e3:>10.1f} "

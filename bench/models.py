@@ -20,14 +20,14 @@ def batches(name: str, count: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mlp() -> keras.Model:
-    """784-2048-2048-2048-10: 10.0 M parameters, little arithmetic for each of them."""
+    """784-2048-2048-2048-10: 10.0 M parameters, little arithmetic per parameter."""
     layers = [keras.Input((784,))]
     layers += [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
     return keras.Sequential([*layers, keras.layers.Dense(10)])
 
 
 def _cnn() -> keras.Model:
-    """Five 3 x 3 convolutions on 32 x 32 x 3: 0.28 M parameters, much arithmetic for each."""
+    """Five 3 x 3 convolutions on 32 x 32 x 3: 0.28 M parameters, much arithmetic per parameter."""
     layers = [keras.Input((32, 32, 3))]
     for block in ((32,), (64, 64), (128, 128)):
         for filters in block:

@@ -3,10 +3,10 @@ r"""Hosts for a bench: network namespaces whose links to a common switch have a 
     rr<pid>h0: eth0 10.77.0.1 --- p0 \
     rr<pid>h1: eth0 10.77.0.2 --- p1  +- bridge br0, in the namespace rr<pid>s
     ...                               /
-    each --- a veth pair, with tbf on both ends: so fast towards the switch and from it
+    each --- a veth pair, with tbf on both ends: the same rate in both directions
 
-The bridge is in a namespace too, so that nothing of the machine's own network changes, no
-rule of its firewall meets our frames, and with the namespaces everything is gone.
+The bridge is in a namespace too. So the machine's own network does not change, its firewall
+does not see our frames, and deleting the namespaces removes everything.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from collections.abc import Iterator
 
 from bench.systems import Host
 
-# tbf lets this much pass at full speed: a millisecond's worth, which covers the timer's coarseness
-# at 1000 Hz, and at least two of the 64 KiB frames that TCP hands to a veth.
+# tbf passes this much at full speed: a millisecond's worth, to cover the timer's resolution at
+# 1000 Hz, and at least two of the 64 KiB frames that TCP sends over a veth.
 BURST_S, BURST_BYTES_MIN = 1e-3, 128 << 10
-# What may queue in front of a link before frames are dropped, as in a switch with some buffer.
+# Queue in front of a link before frames are dropped, as in a switch with some buffer.
 QUEUE_MS = 20
 COMMAND_TIMEOUT_S = 20
 STREAM_S, STREAM_START_TIMEOUT_S = 3, 5
@@ -42,7 +42,7 @@ class UnavailableError(Exception):
 
 
 def require(*tools: str) -> None:
-    """Raise `UnavailableError` unless this can work, with these programs too."""
+    """Raise `UnavailableError` unless this user can make hosts and has these programs too."""
     for tool in ("ip", "tc", *tools):
         if shutil.which(tool) is None:
             package = "iperf3" if tool == "iperf3" else "iproute2"
@@ -54,7 +54,7 @@ def require(*tools: str) -> None:
 
 
 def bits_per_second(rate: str) -> int:
-    """Of a rate in the words of tc: 1gbit, 500mbit.
+    """The value of a rate as tc writes it: 1gbit, 500mbit.
 
     Raises:
         ValueError: it is not of that form.
@@ -67,7 +67,7 @@ def bits_per_second(rate: str) -> int:
 
 @contextlib.contextmanager
 def shaped(count: int, rate: str) -> Iterator[list[Host]]:
-    """`count` hosts joined by links of that rate; they are gone afterwards, whatever happens.
+    """`count` hosts connected by links of that rate; always removed afterwards.
 
     Raises:
         UnavailableError: `ip` or `tc` refuses.
@@ -82,7 +82,7 @@ def shaped(count: int, rate: str) -> Iterator[list[Host]]:
     ]
     with contextlib.ExitStack() as stack:
         for namespace in (switch, *(host.name for host in hosts)):
-            # First, so that a signal in between finds it; removing what is not there is harmless.
+            # Before adding it, so that no signal leaves it behind; a missing one does no harm.
             stack.callback(_remove, namespace)
             _run(f"ip netns add {namespace}")
         _run(f"ip -n {switch} link add br0 type bridge")
@@ -102,10 +102,10 @@ def shaped(count: int, rate: str) -> Iterator[list[Host]]:
 
 
 def stream_bits_per_second(source: Host, target: Host) -> float:
-    """Payload rate of one TCP stream between two hosts, as iperf3 sees it arrive.
+    """Payload rate of one TCP stream between two hosts, as iperf3's receiver measures it.
 
     Raises:
-        UnavailableError: iperf3 did not manage.
+        UnavailableError: iperf3 failed.
     """
     listen = ["iperf3", "--server", "--one-off", "--bind", target.address]
     send = ["iperf3", "--client", target.address, "--time", str(STREAM_S), "--omit", "1", "--json"]
@@ -121,7 +121,7 @@ def stream_bits_per_second(source: Host, target: Host) -> float:
                 check=False,
             )
             measured = json.loads(result.stdout or "{}")
-            # Refused, with exit code 0, until the server listens.
+            # Until the server listens iperf3 reports an error, with exit code 0.
             if "error" not in measured or time.monotonic() >= deadline:
                 break
             time.sleep(0.1)
@@ -146,7 +146,7 @@ def _run(command: str) -> None:
 
 
 def _remove(namespace: str) -> None:
-    """Delete it if it is there; a second Ctrl-C waits until that is done."""
+    """Delete a namespace if it exists; a second Ctrl-C is delayed until that is done."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         subprocess.run(

@@ -1,8 +1,8 @@
-"""All-reduce of ringreduce beside Gloo, Open MPI and TensorFlow's own ring, in one run.
+"""All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's own ring, compared in one run.
 
-All are started first; for each size they then take turns of a few calls, several rounds.
-A time means what it means in `worker`: single calls back to back, the mean over the ranks,
-the median over the calls of all turns.
+All are started first; for each size they then alternate, a few calls each, for several rounds.
+A time means the same as in `worker`: single calls back to back, the mean over the ranks, the
+median over the calls of all rounds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bench.systems import ENTRIES, Entry, Host
 from bench.turns import System, SystemFailed, Turns, ended_by_signals
 
 ITEMSIZE = 4
-# A turn is about this long, within the limits on its calls.
+# The length of a turn, within the limits on its calls.
 TURN_S, CALLS_PER_TURN_MAX = 0.1, 1000
-# Other systems have used the caches since: these calls, or as many as fit, are not counted.
+# Calls at the start of a turn that are not counted: other systems have used the caches since.
 UNTIMED_S, UNTIMED_MIN, UNTIMED_MAX = 0.005, 2, 200
 PEERS = ("gloo", "openmpi", "tf-ring")
-# Wide enough for the longest label, and the whole table for 100 columns.
+# Wide enough for the longest label; the whole table has 100 columns.
 COLUMNS = (
     f"{'size':>6} {'system':<25} {'time':>10} {'p99':>10} {'algbw':>7} {'#wrong':>6}"
     + "".join(f" {'x ' + peer:>9}" for peer in PEERS)
@@ -36,7 +36,7 @@ UNITS = f"{'':>6} {'':<25} {'(us)':>10} {'(us)':>10} {'(GB/s)':>7}"
 
 @dataclass(frozen=True)
 class Pace:
-    """How often things are called.
+    """How many calls are made.
 
     Attributes:
         rounds: turns of each system at each size.
@@ -54,7 +54,7 @@ class Pace:
 
 @dataclass
 class Measured:
-    """What one system has shown at one size."""
+    """Measurements of one system at one size."""
 
     once_s: float = 0.0
     wrong: int = 0
@@ -91,9 +91,9 @@ def run(
 
 
 class Comparison:
-    """Systems that are up, one rank on each host, and the turns they take.
+    """Running systems, with one rank on each host, that alternate.
 
-    What fails, now or later, is reported and left out of what follows.
+    A system that fails, now or later, is reported and left out from then on.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Comparison:
         started = turns.start(systems)
         self._entries = []
         for entry in entries:
-            said = started[entry.label]
-            if isinstance(said, SystemFailed):
-                self._leave_out(said)
-            elif (reason := _other_transport(entry, said[0].get("transport"))) is not None:
+            answer = started[entry.label]
+            if isinstance(answer, SystemFailed):
+                self._leave_out(answer)
+            elif (reason := _other_transport(entry, answer[0].get("transport"))) is not None:
                 print(f"# {entry.label}: left out, since {reason}")
                 turns.drop(entry.label)
             else:
@@ -121,7 +121,7 @@ class Comparison:
         self._each(found, lambda label: self._add_wrong(found[label], label, check))
         for _ in range(self._pace.rounds):
             self._each(found, lambda label: self._take_turn(found[label], label, count))
-        # Once more: what goes wrong only under load is wrong too.
+        # Once more, for errors that occur only under load.
         self._each(found, lambda label: self._add_wrong(found[label], label, check))
         return [row(entry, self._size, count, found[entry.label]) for entry in self._entries]
 
@@ -156,7 +156,7 @@ class Comparison:
 
 
 def _other_transport(entry: Entry, used: str | None) -> str | None:
-    """Why this is not the comparison that was meant: the ring has chosen another transport."""
+    """A reason to leave the entry out: its ring has chosen another transport."""
     wanted = (entry.transport or "").partition("-")[0]
     if used is None or used == wanted:
         return None
@@ -164,7 +164,7 @@ def _other_transport(entry: Entry, used: str | None) -> str | None:
 
 
 def row(entry: Entry, world_size: int, count: int, measured: Measured) -> dict[str, Any]:
-    """One system at one size, in the words of `bench all_reduce`."""
+    """One system at one size, with the keys of `bench all_reduce`."""
     times = np.concatenate(measured.times)
     time_s, nbytes = float(np.median(times)), count * ITEMSIZE
     algbw = nbytes / time_s / 1e9
@@ -186,9 +186,9 @@ def row(entry: Entry, world_size: int, count: int, measured: Measured) -> dict[s
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one size; ringreduce's gain their speed as a multiple of each peer's.
+    """The rows of one size; ringreduce's get their speed as a multiple of each peer's.
 
-    Of algbw or of latency: at one size that is the same number.
+    For algbw and latency this is the same number at one size.
     """
     peers = {row["system"]: row["time_us"] for row in rows if row["system"] in PEERS}
     for row in rows:
@@ -198,7 +198,7 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table_line(row: dict[str, Any]) -> str:
-    """A row for people; blank where there is nothing to compare with."""
+    """A row as text; blank where there is nothing to compare with."""
     label = " ".join(filter(None, (row["system"], row["transport"])))
     ratios = row.get("ratio_to", {})
     return (
@@ -209,7 +209,7 @@ def table_line(row: dict[str, Any]) -> str:
 
 
 def short_size(nbytes: int) -> str:
-    """1024 as 1K; what is no whole number of a unit, in bytes."""
+    """1024 as 1K; in bytes if it is no whole number of a unit."""
     for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if nbytes >= factor and nbytes % factor == 0:
             return f"{nbytes // factor}{unit}"

@@ -1,4 +1,4 @@
-"""Results: rows under a header that says where they come from, as a file and for people."""
+"""Results: rows under a header with the facts of the run, as a file and as text."""
 
 from __future__ import annotations
 

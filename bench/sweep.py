@@ -1,4 +1,4 @@
-"""A collective over a range of sizes: spawn the ring, print nccl-tests' columns, write rows."""
+"""Measure a collective over a range of sizes: spawn the ring, print a table, write rows."""
 
 from __future__ import annotations
 

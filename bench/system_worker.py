@@ -1,8 +1,7 @@
-"""A rank of any system of `peers` and `link`: sums float32 arrays when the driver says so.
+"""A rank of any system of `peers` and `link`: sums float32 arrays on orders of the driver.
 
-``python -m bench.system_worker SYSTEM`` with whatever environment that system's launcher
-gives its ranks. All are measured by the same loop; an entry of `SYSTEMS` says how a rank
-joins and what a call is.
+``python -m bench.system_worker SYSTEM`` in the environment that the system's launcher sets.
+All are measured by the same loop; an entry of `SYSTEMS` joins the system and makes its calls.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Member:
     """A rank that has joined.
 
     Attributes:
-        rank, size: its place.
-        load: takes initial values, which it copies; returns a call that sums over all ranks,
-            in place where the system can, and returns the result (anything that numpy reads).
+        rank, size: its rank and the number of ranks.
+        load: copies initial values and returns a call, which sums over all ranks, in place
+            if the system can, and returns the result (anything that numpy reads).
         facts: for the driver.
     """
 
@@ -59,7 +58,7 @@ def join_gloo(arguments: argparse.Namespace) -> Member:
 
     distributed.init_process_group(
         "gloo",
-        # A file, since it can be reached from every network namespace.
+        # A file, since every network namespace can reach it.
         init_method=f"file://{Line.folder() / 'gloo'}",
         rank=arguments.rank,
         world_size=arguments.size,
@@ -105,7 +104,7 @@ def join_tf_ring(arguments: argparse.Namespace) -> Member:
 
     def in_replica(tensor: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        # An argument is on no device as yet, and the strategy wants one. This copies nothing.
+        # The strategy requires a tensor on a device, which an argument is not. No copy is made.
         placed = tf.identity(tensor)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, placed, options)
 
@@ -116,8 +115,8 @@ def join_tf_ring(arguments: argparse.Namespace) -> Member:
         # On the CPU a tf.function has run when it returns; there is no in-place form.
         return lambda: step(tensor)
 
-    place = json.loads(os.environ["TF_CONFIG"])
-    return Member(place["task"]["index"], len(place["cluster"]["worker"]), load, {})
+    job = json.loads(os.environ["TF_CONFIG"])
+    return Member(job["task"]["index"], len(job["cluster"]["worker"]), load, {})
 
 
 SYSTEMS = {
@@ -143,7 +142,7 @@ def count_wrong(member: Member, count: int) -> int:
 def measure(call: Call, untimed: int, calls: int) -> list[float]:
     """Seconds of each of `calls` single calls, back to back, after `untimed` others.
 
-    Those also bring the ranks together, in place of a barrier, which not every system has.
+    Those also synchronize the ranks, since not every system has a barrier.
     """
     for _ in range(untimed):
         call()

@@ -1,7 +1,7 @@
-"""What is compared in `peers` and `link`: how each is recognised as installed, and started.
+"""The systems that `peers` and `link` compare: whether each is installed, how it is started.
 
-One entry for each system and transport. What its ranks then do is in `system_worker`.
-All get the machine's defaults; what is set, and why, stands in the entry.
+One entry for each system and transport; its ranks run `system_worker`. All use their defaults;
+where an option is set, a comment says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKER = (sys.executable, "-m", "bench.system_worker")
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs: its address, its network interface, and what its command begins with."""
+    """Where a rank runs: address, network interface, and the prefix of its command."""
 
     address: str = "127.0.0.1"
     interface: str = "lo"
@@ -41,8 +41,8 @@ class Entry:
 
     Attributes:
         system, transport: as in the rows; the transport is None where there is no choice.
-        missing: what to install, or None when all is there.
-        processes: what starts its ranks, one on each of the given hosts.
+        missing: what to install, or None if nothing is missing.
+        processes: the programs that start its ranks, one on each of the given hosts.
         version: of the installed system, for the header.
     """
 
@@ -63,7 +63,7 @@ def ring_processes(
 ) -> list[Process]:
     """`command` as the ranks of a ringreduce job, one on each host.
 
-    What ``ringreduce run`` does on one host, for ranks in several network namespaces too. Between
+    As ``ringreduce run`` on one host, but also for ranks in several network namespaces. Between
     namespaces data is encrypted, unless the user's ``RINGREDUCE_ENCRYPTION`` is off.
     """
     rendezvous = f"{hosts[0].address}:{free_ports(1)[0]}"
@@ -87,7 +87,7 @@ def ring_processes(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago."""
+    """Ports that were free a moment ago."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [listener.getsockname()[1] for listener in sockets]
@@ -113,9 +113,9 @@ def _gloo(hosts: Sequence[Host]) -> list[Process]:
 
 def _openmpi(hosts: Sequence[Host]) -> list[Process]:
     # --oversubscribe allows more ranks than cores. Open MPI then yields the core while it polls,
-    # and polls without yielding where there are cores enough. That default is its best: with 4
+    # and does not yield with enough cores. This default is its fastest: with 4
     # ranks on 2 cores, 1 KiB takes 14 us, and 8 ms with --mca mpi_yield_when_idle 0; with 2 ranks
-    # 0.9 us, and 1.5 us with it at 1. Unbound it is quicker up to 64 KiB with 4 ranks on 2 cores
+    # 0.9 us, and 1.5 us with it at 1. Unbound it is faster up to 64 KiB with 4 ranks on 2 cores
     # (1 KiB 8.8 against 13.5 us), and the same with 2.
     command = ["mpirun", "-n", str(len(hosts)), "--oversubscribe", "--allow-run-as-root"]
     command += ["--bind-to", "none"]

@@ -1,8 +1,8 @@
-"""Training speed of one process, MirroredStrategy and ringreduce, interleaved in one run.
+"""Training speed of one process, MirroredStrategy and ringreduce, alternating in one run.
 
-All systems are started first and then take turns (`turns`), a few steps each. For ringreduce
-a step is also taken apart: how long the ring was busy with gradients, and how long the step
-stood still for it. What is between the two was hidden behind the computation.
+All systems are started first and then alternate (`turns`), a few steps each. For ringreduce two
+parts of a step are measured too: how long the ring was busy with gradients, and how long the
+step was blocked by it. The difference was hidden behind the computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 SYSTEMS = ("single", "mirrored", "ringreduce")
 CEILING = "unreduced"
-# Of a system that XLA compiles. MirroredStrategy cannot be: it fails with InvalidArgumentError.
+# Marks a system that XLA compiles. MirroredStrategy fails with InvalidArgumentError then.
 JIT = "-jit"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
@@ -38,7 +38,7 @@ UNITS = f"{'':<35}" + f" {'(ms)':>7}" * 5 + f" {'(%)':>6}"
 
 @dataclass
 class Measured:
-    """What one system has shown; for each turn a mean over its ranks."""
+    """Measurements of one system; for each turn a mean over its ranks."""
 
     seconds: list[float] = field(default_factory=list)
     waiting_s: list[float] = field(default_factory=list)
@@ -76,10 +76,10 @@ def run(
         workers: replicas and ranks.
         rounds, steps: turns of each system, and steps in each.
         transport: of ringreduce's ranks.
-        link: with a rate, ringreduce's ranks run on hosts of their own (`namespaces`).
-        ceiling: whether workers that reduce nothing take turns too: what this machine gives
-            to so many processes, and so the most that any reduction could leave.
-        jit: whether systems that can be compiled by XLA take turns in that form too.
+        link: with a rate, each of ringreduce's ranks runs on its own host (`namespaces`).
+        ceiling: whether workers that reduce nothing take part too: the highest speed of so
+            many processes on this machine, with any reduction.
+        jit: whether systems that XLA can compile take part in that form too.
         json_file: where rows go.
 
     Raises:
@@ -93,7 +93,7 @@ def run(
     header = facts()
     report.describe(header, f"{workers} workers, global batch {GLOBAL_BATCH}, model {model}")
     if link is not None:
-        print(f"# ringreduce's workers are on hosts of their own, links of {link}")
+        print(f"# each of ringreduce's workers is on its own host, links of {link}")
     measured = {name: Measured() for name in names}
     with contextlib.ExitStack() as stack:
         stack.enter_context(ended_by_signals())
@@ -115,7 +115,7 @@ def run(
 
 
 def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> System:
-    """How one is started: a process, or a rank on each host."""
+    """How a system is started: as one process, or as a rank on each host."""
     workers, kind = len(hosts), name.removesuffix(JIT)
     command = [
         *(sys.executable, "-m", "bench.train_worker", kind, "--model", model),
@@ -128,17 +128,17 @@ def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> Syst
 
 
 def start(turns: Turns, systems: Sequence[System], measured: dict[str, Measured]) -> None:
-    """Have all ready. Raises SystemFailed if one is not: the comparison is of them all."""
-    for name, said in turns.start(systems).items():
-        if isinstance(said, SystemFailed):
-            raise said
-        measured[name].transport = said[0]["transport"]
+    """Start all systems. Raises SystemFailed if one fails: the comparison needs them all."""
+    for name, answer in turns.start(systems).items():
+        if isinstance(answer, SystemFailed):
+            raise answer
+        measured[name].transport = answer[0]["transport"]
 
 
 def row(
     name: str, model: str, workers: int, link: str | None, measured: Measured
 ) -> dict[str, Any]:
-    """One system's figures. Those about communication are None where there is none to see."""
+    """One system's figures. Those about communication are None except for ringreduce."""
     step_ms = float(np.median(measured.seconds)) * 1e3
     kind = name.removesuffix(JIT)
     result = {
@@ -178,7 +178,7 @@ def hidden_share(waiting: float, communication: float) -> float | None:
 
 
 def table_line(row: dict[str, Any], mirrored: float) -> str:
-    """A row for people, with its speed as a multiple of MirroredStrategy's."""
+    """A row as text, with its speed as a multiple of MirroredStrategy's."""
 
     def cell(value: float | None, width: int, digits: int = 1) -> str:
         return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"

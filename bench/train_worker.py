@@ -1,4 +1,4 @@
-"""A process of a training benchmark: trains a few steps when the driver says so, and reports.
+"""A process of a training benchmark: trains a few steps on each order of the driver.
 
 ``python -m bench.train_worker single ...``, or the same for each rank of a ring.
 """
@@ -19,11 +19,11 @@ from bench import models
 from bench.turns import Line
 from ringreduce import Communicator
 
-BATCHES = 8  # distinct batches, used in turn
+BATCHES = 8  # distinct batches, repeated
 
 
 class StepClock(keras.callbacks.Callback):
-    """Seconds of each training step, from batch end to batch end, and what the ring did then."""
+    """Seconds of each training step, from batch end to batch end, and the ring's time in it."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class StepClock(keras.callbacks.Callback):
         self.communicated.append(communicated(self._comm))
 
     def report(self) -> dict[str, Any]:
-        """Of the steps after the first, which has no beginning to be measured from."""
+        """Times of all steps but the first, whose start is unknown."""
         steps = len(self.ends) - 1
         (busy, waited), (busy_before, waited_before) = self.communicated[-1], self.communicated[0]
         return {
@@ -49,7 +49,7 @@ class StepClock(keras.callbacks.Callback):
 
 
 def communicated(comm: Communicator) -> tuple[float, float]:
-    """Seconds so far that the ring was busy with gradients, and that steps were blocked for it."""
+    """Seconds so far that the ring was busy with gradients, and that steps waited for it."""
     statistics = comm.statistics()
     return statistics.reducing_s, statistics.waited_s
 

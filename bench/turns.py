@@ -1,7 +1,7 @@
-"""Systems that take turns: all started first, then told one at a time what to do.
+"""Systems that alternate: all are started first, then one at a time gets an order.
 
-A slow minute of the machine so hurts all systems alike. While one works, the others sleep.
-That is why every process has a line of its own to the driver: to wait for one's turn in a
+So a slow minute of the machine affects all systems alike. While one works, the others sleep:
+every process waits for orders on its own connection to the driver, its line. Waiting in a
 barrier of the measured system would burn a core (Open MPI polls), or wake up now and then.
 
     driver --order--> rank 0 of gloo            the driver's end: Turns
@@ -9,9 +9,8 @@ barrier of the measured system would burn a core (Open MPI polls), or wake up no
            <-answer-- ...
            (ranks of the other systems: asleep in recv on their lines)
 
-Lines carry a JSON object per line of text. They are Unix sockets, since a path can be
-reached from every network namespace, and loopback TCP only from its own. A process whose
-line has ended has no driver any more, and ends too.
+Each message is a JSON object on one line of text. Lines are Unix sockets, since every network
+namespace can reach a path, but only its own loopback. A process whose line is closed exits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import IO, Any
 # Ranks import TensorFlow, and the ring loop may have to be compiled, all at once.
 START_TIMEOUT_S = 180.0
 TURN_TIMEOUT_S = 300.0
-# From the end of the line to SIGTERM, and from there to SIGKILL.
+# From closing the line to SIGTERM, and from SIGTERM to SIGKILL.
 END_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.2
@@ -54,12 +53,12 @@ class Process:
 
 @dataclass(frozen=True)
 class System:
-    """What takes a turn.
+    """A system that takes part.
 
     Attributes:
         name: unique among the systems of a run.
         processes: what the driver starts.
-        lines: how many processes open a `Line`: the ranks, whoever started them.
+        lines: how many processes open a `Line`: the ranks, even if another process starts them.
     """
 
     name: str
@@ -68,7 +67,7 @@ class System:
 
 
 class SystemFailed(Exception):
-    """A system ended, fell silent or never came; `Turns` has shown what it printed."""
+    """A system ended, did not answer or did not start; `Turns` has shown its output."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} {reason}")
@@ -76,11 +75,11 @@ class SystemFailed(Exception):
 
 
 class Line:
-    """A process's end: it says who it is, then gets orders and answers them.
+    """A process's end: it sends its name and rank, then receives orders and answers them.
 
     Args:
         rank: this process's number among those of its system with a line.
-        facts: what else the driver should know before the first order.
+        facts: sent to the driver with the name and rank.
     """
 
     def __init__(self, rank: int, **facts: Any) -> None:
@@ -90,24 +89,24 @@ class Line:
         self.answer(system=os.environ[_NAME], rank=rank, **facts)
 
     def orders(self) -> Iterator[dict[str, Any]]:
-        """Each order as it comes, until the driver hangs up or has gone."""
+        """Each order as it arrives, until the driver closes the line or ends."""
         with contextlib.suppress(ConnectionError):
             for text in self._file:
                 yield json.loads(text)
 
     def answer(self, **values: Any) -> None:
-        """Tell the driver."""
+        """Send an answer to the driver."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     @staticmethod
     def folder() -> Path:
-        """A directory that all processes of this run share, gone afterwards."""
+        """A directory that all processes of this run share; removed afterwards."""
         return Path(os.environ[_PATH]).parent
 
 
 class Turns:
-    """The driver's end. A context manager: at its end all processes are ended too."""
+    """The driver's end. A context manager, whose exit ends all processes."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -129,7 +128,7 @@ class Turns:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Hang up on all before waiting for any: they end at the same time.
+        # Close all lines before waiting for any process, so that all end at the same time.
         for running in self._running.values():
             running.hang_up()
         for running in self._running.values():
@@ -139,11 +138,11 @@ class Turns:
     def start(
         self, systems: Sequence[System], timeout_s: float = START_TIMEOUT_S
     ) -> dict[str, SystemFailed | list[dict[str, Any]]]:
-        """Start all; return once each has come or failed.
+        """Start all; return once each is ready or has failed.
 
         Returns:
-            For each system what its processes said of themselves, in rank order, or how it
-            failed; its output has then been shown.
+            For each system the first messages of its processes, in rank order, or how it
+            failed; then its output has been shown.
         """
         deadline = time.monotonic() + timeout_s
         for system in systems:
@@ -166,10 +165,10 @@ class Turns:
     def ask(
         self, name: str, order: Mapping[str, Any], timeout_s: float = TURN_TIMEOUT_S
     ) -> list[dict[str, Any]]:
-        """Give all ranks of one system an order; their answers, in rank order.
+        """Send all ranks of one system an order; return their answers, in rank order.
 
         Raises:
-            SystemFailed: a rank hung up, or not all answered in time.
+            SystemFailed: a rank closed its line, or not all answered in time.
         """
         running = self._running[name]
         try:
@@ -184,7 +183,7 @@ class Turns:
         running.end(END_TIMEOUT_S)
 
     def _accept(self, timeout_s: float) -> None:
-        """Take one process that calls in, if one does within a moment."""
+        """Accept one process, if one connects within `_POLL_S`."""
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
@@ -194,7 +193,7 @@ class Turns:
             end.introduction = end.receive(timeout_s)
             self._running[end.introduction["system"]].lines[end.introduction["rank"]] = end
         except (EOFError, OSError, KeyError):
-            # It died while it said its name, and its exit code tells; or its system has failed.
+            # It died during this message, and its exit code is checked; or its system has failed.
             connection.close()
 
     def _failed(self, name: str, reason: str) -> SystemFailed:
@@ -220,7 +219,7 @@ class _End:
         self.connection.sendall(json.dumps(order).encode() + b"\n")
 
     def read(self) -> dict[str, Any] | None:
-        """What has come, if that makes a whole answer. Waits for the first byte."""
+        """The next answer, or None if it is incomplete. Waits for the first byte."""
         data = self.connection.recv(1 << 16)
         if not data:
             raise EOFError
@@ -239,12 +238,12 @@ class _End:
 
 
 class _Running:
-    """The processes of one system, their lines by rank, and what they print."""
+    """The processes of one system, their lines by rank, and their output."""
 
     def __init__(self, system: System, path: str) -> None:
         self.system = system
         self.lines: dict[int, _End] = {}
-        # What it says matters only when something fails: TensorFlow, for one, greets at length.
+        # Shown only when something fails: TensorFlow, for one, prints much at the start.
         self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         common = {**os.environ, _PATH: path, _NAME: system.name}
         self._processes = [
@@ -254,7 +253,7 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # Ctrl-C is the driver's; and its group can be killed as a whole.
+                # Ctrl-C reaches the driver only, and the group can be killed as a whole.
                 start_new_session=True,
             )
             for process in system.processes
@@ -264,7 +263,7 @@ class _Running:
         return [self.lines[rank].introduction for rank in sorted(self.lines)]
 
     def exit_code(self) -> int | None:
-        """Of a process that has ended, the first that failed before others; None if none has."""
+        """The exit code of an ended process, a failed one first; None if all are running."""
         codes = [code for process in self._processes if (code := process.poll()) is not None]
         return next((code for code in codes if code), codes[0] if codes else None)
 
@@ -279,7 +278,7 @@ class _Running:
                     end.send(order)
                 except ConnectionError:
                     raise EOFError(f"lost rank {rank}, which ended before its turn") from None
-            # All at once, since a rank that dies leaves the others waiting for it.
+            # From all at once, since a rank that dies leaves the others waiting for it.
             while selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready and time.monotonic() >= deadline:
@@ -300,13 +299,13 @@ class _Running:
         for end in self.lines.values():
             end.connection.close()
 
-    def end(self, patience_s: float) -> Sequence[str]:
-        """Wait for the processes to end by themselves, then ask them to, then kill them.
+    def end(self, timeout_s: float) -> Sequence[str]:
+        """Wait `timeout_s` for the processes to exit, then send SIGTERM, then SIGKILL.
 
         Returns:
-            The last lines of what they have printed.
+            The last lines of their output.
         """
-        for number, wait_s in ((None, patience_s), (signal.SIGTERM, KILL_TIMEOUT_S)):
+        for number, wait_s in ((None, timeout_s), (signal.SIGTERM, KILL_TIMEOUT_S)):
             deadline = time.monotonic() + wait_s
             for process in self._processes:
                 if number is not None and process.poll() is None:
@@ -315,7 +314,7 @@ class _Running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
-            # Also what a launcher that was killed, or failed, has left behind.
+            # Also kills what a launcher that was killed, or failed, has left behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -326,7 +325,7 @@ class _Running:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end the program as Ctrl-C does: through every `finally`."""
+    """Within, SIGTERM and SIGHUP end the program as Ctrl-C does, running every `finally`."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -15,7 +15,7 @@ import ringreduce
 from bench.collectives import COLLECTIVES, Collective
 from ringreduce import Communicator
 
-# A size is measured at least this often, and until this long a time has passed.
+# A size is measured for about this long, within the limits on its calls.
 ITERATIONS_MIN, ITERATIONS_MAX = 20, 1000
 SECONDS_PER_SIZE = 1.0
 
@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def transport(comm: Communicator, registered: bool) -> str:
-    """The one really in use, and whether it reduces the buffers where they lie."""
+    """The transport in use, and whether it reduces the buffers in place."""
     return "shm-registered" if registered and comm.transport == "shm" else comm.transport
 
 
 def count_wrong(comm: Communicator, entry: Collective, buffer: np.ndarray, op: str) -> int:
-    """Elements, over all ranks, that differ from what numpy makes of all ranks' inputs.
+    """Elements, over all ranks, that differ from numpy's result for all ranks' inputs.
 
     Inputs are small whole numbers, so that sums are exact and equality is ==.
     """

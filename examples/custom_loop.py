@@ -1,8 +1,8 @@
-"""Train with a loop of one's own: a tape that averages, a plain optimizer, batch normalization.
+"""Train with a custom loop: a tape that averages, a plain optimizer, batch normalization.
 
 Runs alone (``python examples/custom_loop.py``) and, unchanged, as workers of one job:
 ``ringreduce run -n 2 examples/custom_loop.py``. The global batch is the same either way. Ends
-with an error if the workers' weights are not equal to the last bit.
+with an error if the workers' weights differ in any bit.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def make_model():
 def main():
     arguments = parser.parse_args()
     comm = rr.init()
-    keras.utils.set_random_seed(digits.SEED)  # all workers must shuffle alike
+    keras.utils.set_random_seed(digits.SEED)  # all workers must shuffle in the same order
     (pixels, labels), (test_pixels, test_labels) = digits.load()
     data = tf.data.Dataset.from_tensor_slices((pixels, labels)).shuffle(
         digits.SPLIT, seed=digits.SEED
@@ -52,7 +52,7 @@ def main():
     optimizer = keras.optimizers.Adam(0.003)
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # Not what random layers draw from: that may differ.
+    # Without the state of random layers, which may differ.
     rr.broadcast_variables([*model.weights, *optimizer.variables])
 
     @tf.function
@@ -69,7 +69,7 @@ def main():
         if comm.rank == 0:
             print(f"epoch {epoch + 1}: loss {float(loss):.4f}", flush=True)
 
-    # Each worker counts its part of the test data; the parts need not be equally long.
+    # Each worker counts its part of the test data; the parts may have different lengths.
     own = slice(comm.rank, None, comm.size)
     answers = np.argmax(model(test_pixels[own], training=False), axis=1)
     right = rr.all_reduce(tf.constant(int((answers == test_labels[own]).sum())))

@@ -1,4 +1,4 @@
-"""The main job, three ways: one process, MirroredStrategy, and two workers on a ring.
+"""Train the digits three ways: one process, MirroredStrategy, and two workers on a ring.
 
 ``make demo`` runs this. Each way trains digits.py's model on the same data in the same
 order with the same global batch; the table at the end compares them.

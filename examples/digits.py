@@ -21,13 +21,13 @@ parser.add_argument("--epochs", type=int, default=15)
 parser.add_argument("--batch-size", type=int, default=128, help="over all workers together")
 parser.add_argument("--optimizer", default="adam", help="name of a Keras optimizer")
 parser.add_argument("--jit", action="store_true", help="have XLA compile the training step")
-parser.add_argument("--json", metavar="FILE", help="rank 0 writes what came out here")
+parser.add_argument("--json", metavar="FILE", help="rank 0 writes the result here")
 parser.add_argument("--save-weights", metavar="FILE", help="rank 0 writes the weights here")
 SPLIT, SEED = 1500, 1
 
 
 def load():
-    """Training and test pixels (8 x 8, 0 to 1) and labels, in an order that depends on nothing."""
+    """Training and test pixels (8 x 8, 0 to 1) and labels, always in the same order."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(SEED).permutation(len(labels))
     pixels = (pixels[order].reshape(-1, 8, 8, 1) / 16).astype("float32")
@@ -60,7 +60,7 @@ class EpochClock(keras.callbacks.Callback):
 
 
 def samples_per_s(clock, batch_size):
-    """Training speed in the median epoch; the first also compiles, so it seldom is that."""
+    """Training speed in the median epoch, which is seldom the first, since that one compiles."""
     return SPLIT // batch_size * batch_size / float(np.median(np.diff(clock)))
 
 

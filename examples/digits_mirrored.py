@@ -35,7 +35,7 @@ def main():
     clock = [time.perf_counter()]
     callbacks = [digits.EpochClock(clock)]
     model.fit(data, epochs=arguments.epochs, shuffle=False, verbose=2, callbacks=callbacks)
-    # Evaluated outside the strategy, so that all systems are measured alike.
+    # Evaluated outside the strategy, as for the other systems.
     weights = model.get_weights()
     plain = digits.make_model()
     plain.set_weights(weights)

@@ -1,7 +1,7 @@
 """Train on handwritten digits with Keras's callbacks, which act alike on all workers.
 
-Each worker validates on digits of its own; all see the validation loss of all of them, stop
-after the same epoch with the same weights, and only rank 0 writes a checkpoint:
+Each worker validates on different digits. All see the validation loss over all workers, stop after
+the same epoch with the same weights, and only rank 0 writes a checkpoint:
 ``ringreduce run -n 2 examples/early_stopping.py``. Runs alone too.
 """
 

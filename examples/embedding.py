@@ -1,10 +1,10 @@
-"""Classify short made-up texts with a large embedding, whose gradients travel as rows.
+"""Classify short made-up texts with a large embedding, whose gradients are sent as rows.
 
 ringreduce run -n 2 examples/embedding.py
 
-Of the embedding's 50 000 rows a batch uses about a thousand, and only those are sent to the
-other workers. Ends with what was sent, what whole gradients would have been, and a digest of
-the weights on every worker; the exit code is 1 if the digests differ.
+A batch uses about a thousand of the embedding's 50 000 rows, and only those are sent to the
+other workers. At the end the program prints how much was sent, how much whole gradients would
+be, and a digest of every worker's weights; the exit code is 1 if the digests differ.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main():
         optimizer=optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
     before = model.evaluate(words, labels, verbose=0)
-    # Rank 0's weights go to all before the first step; they are not counted.
+    # Rank 0's weights are sent to all before the first step; they are not counted.
     model.fit(data.take(1), shuffle=False, verbose=0)
     sent, steps = comm.statistics().bytes_sent, int(optimizer.iterations)
     model.fit(data, epochs=arguments.epochs, shuffle=False, verbose=0)

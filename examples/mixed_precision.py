@@ -1,7 +1,7 @@
 """Train in half precision: 16-bit activations, 32-bit weights, a scaled loss.
 
-``ringreduce run -n 2 examples/mixed_precision.py``. `compile` adds the loss scale by itself. One
-worker's infinity is in everybody's mean, so all skip the same steps, and their scales stay equal.
+``ringreduce run -n 2 examples/mixed_precision.py``. `compile` adds the loss scale. An
+infinity on one worker is in every worker's mean, so all skip the same steps and keep equal scales.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Train on unequal amounts of data: every worker has a part of its own, of whatever length.
+"""Train on unequal amounts of data: every worker has its own part, of any length.
 
 ``ringreduce run -n 2 examples/uneven_data.py``. Worker r gets twice as much as worker r + 1, as a
-stream whose length nobody knows in advance. Who runs out makes empty steps until all have; the
-mean is over the samples that were there.
+stream of unknown length. A worker whose data ends makes empty steps until all have ended; the
+mean is over the samples of the step.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def own_part(arrays, comm):
 
 
 def stream(arrays, batch_size):
-    """`arrays` in batches, as a generator gives them: of unknown number."""
+    """`arrays` in batches, from a generator: their number is unknown."""
 
     def generate():
         for start in range(0, len(arrays[0]), batch_size):
@@ -71,7 +71,7 @@ def main():
         epochs=arguments.epochs,
         shuffle=False,
         verbose=2 if comm.rank == 0 else 0,
-        # With it the numbers shown are those of all workers' samples.
+        # It makes the shown metrics those of all workers' samples.
         callbacks=[rr.callbacks.Together([count])],
     )
     _, accuracy = model.evaluate(*test, verbose=0)
