@@ -21,10 +21,10 @@ from ringreduce.communicator.process import (
     size,
 )
 from ringreduce.keras import callbacks
+from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
-from ringreduce.keras.horovod import advice_on_name
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.jit import compile_gradients
 from ringreduce.keras.join import join, joined

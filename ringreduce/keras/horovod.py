@@ -1,59 +1,174 @@
-"""What Horovod's users ask for under its names, and what it is called here.
+"""Horovod's names with Horovod's meaning: ``import ringreduce.keras.horovod as hvd``.
 
-Names that mean the same have the same name. Those that do not are not there, so that nothing means
-something else in silence; asking for one says what to use.
+Everything of `ringreduce.keras` is here too. Collectives on tensors are Horovod's: they average by
+default, take factors, and have Horovod's gradients.
+
+                    ringreduce.keras                       here
+    allgather       sum over all ranks of the own rows     mean of them
+    broadcast       sum on the root, zeros elsewhere       mean on the root
+    reducescatter   gathered; for means divided by size    size times that
+    allreduce       the same allreduce                     the same
 """
 
 from __future__ import annotations
 
-__all__ = ["advice_on_name", "advice_on_option"]
+from collections.abc import Callable, Sequence
+from typing import Any
 
-_PAGE = "docs/from-horovod.md has the whole table"
-_MEANS = "leave it out: gradients are always averaged"
+import tensorflow as tf
 
-_NAMES = {
-    "Adasum": "there is none",
-    "Average": 'write op="mean"; for gradients leave it out, they are always averaged',
-    "Max": 'write op="max"',
-    "Min": 'write op="min"',
-    "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
-    "Product": 'write op="product"',
-    "Sum": 'write op="sum"; gradients are always averaged',
-    "allgather": "use all_gather(tensor)",
-    "allgather_object": "use all_gather_object(value)",
-    "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
-    "alltoall": "there is none",
-    "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
-    "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
-    "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
-    "grouped_allreduce": 'use all_reduce([...], op="mean")',
-    "mpi_enabled": "there is no MPI",
-    "nccl_built": "there is no NCCL",
-    "reducescatter": "use reduce_scatter(tensor)",
-    "start_timeline": "use ringreduce run --log-dir DIR, and ringreduce report DIR",
-}
-_OPTIONS = {
-    "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
-    "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",
-    "device_dense": "leave it out: there is one way to reduce",
-    "device_sparse": "leave it out: there is one way to reduce",
-    "gradient_predivide_factor": "leave it out: sums are divided before they are rounded",
-    "groups": "leave it out, or use bucket_bytes",
-    "name": "leave it out: it has the name of the optimizer it wraps",
-    "num_groups": "leave it out, or use bucket_bytes",
-    "op": _MEANS,
-    "process_set": "use communicator",
-    "scale_local_gradients": "leave it out: gradients of local variables stay as they are",
-}
+import ringreduce.keras as rr
+from ringreduce.keras.advice import ABSENT
+from ringreduce.tensorflow.variables import value_of
+from ringreduce.vocabulary.types import ReduceOp
+
+__all__ = [
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object_fn",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "local_rank_op",
+    "local_size_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]
+
+Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+allgather_object = rr.all_gather_object
 
 
-def advice_on_name(name: str) -> str:
-    """Why ``ringreduce.keras`` has no `name`, for an AttributeError."""
-    plain = f"module 'ringreduce.keras' has no attribute {name!r}"
-    return f"{plain}: {_NAMES[name]} ({_PAGE})" if name in _NAMES else plain
+def allreduce(
+    tensor: Any,
+    *,
+    op: ReduceOp | str = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> Any:
+    """Reduce a tensor over all ranks, by default to the mean; `ringreduce.keras.all_reduce`.
+
+    Args:
+        tensor: as there; `tf.IndexedSlices` stay sparse.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        prescale_factor, postscale_factor: by which each rank's tensor, and the result, are
+            multiplied; for integers in float64, and then rounded towards zero.
+        name: not used.
+    """
+    return _scaled(rr.all_reduce(_scaled(tensor, prescale_factor), op), postscale_factor)
 
 
-def advice_on_option(name: str) -> str:
-    """Why ``DistributedOptimizer`` takes no `name`, for a TypeError."""
-    plain = f"DistributedOptimizer got an unexpected keyword argument {name!r}"
-    return f"{plain}: {_OPTIONS[name]} ({_PAGE})" if name in _OPTIONS else plain
+def grouped_allreduce(tensors: Sequence[Any], **options: Any) -> list[Any]:
+    """`allreduce` of each of `tensors`, in turn."""
+    return [allreduce(tensor, **options) for tensor in tensors]
+
+
+def allgather(tensor: Any, name: str | None = None) -> Any:
+    """Join the tensors of all ranks along the first dimension; `ringreduce.keras.all_gather`."""
+    return rr.all_gather(_with_gradient_times(tensor, 1 / rr.size()))
+
+
+def grouped_allgather(tensors: Sequence[Any], name: str | None = None) -> list[Any]:
+    """`allgather` of each of `tensors`, in turn."""
+    return [allgather(tensor) for tensor in tensors]
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
+    """The tensor that rank `root_rank` passed, on every rank; `ringreduce.keras.broadcast`."""
+    return rr.broadcast(_with_gradient_times(tensor, 1 / rr.size()), root_rank)
+
+
+def reducescatter(
+    tensor: Any,
+    *,
+    op: ReduceOp | str = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> Any:
+    """Reduce a tensor over all ranks, and leave each its rows; `ringreduce.keras.reduce_scatter`.
+
+    Args:
+        tensor, op, prescale_factor, postscale_factor, name: as for `allreduce`.
+    """
+    own = _with_gradient_times(_scaled(tensor, prescale_factor), float(rr.size()))
+    return _scaled(rr.reduce_scatter(own, op), postscale_factor)
+
+
+def grouped_reducescatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
+    """`reducescatter` of each of `tensors`, in turn."""
+    return [reducescatter(tensor, **options) for tensor in tensors]
+
+
+def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
+    """Give `variables` the values they have on rank `root_rank`, and return these; eagerly."""
+    rr.broadcast_variables(variables, root_rank)
+    return [tf.convert_to_tensor(value_of(variable)) for variable in variables]
+
+
+def broadcast_object_fn(root_rank: int = 0, name: str | None = None) -> Callable[[Any], Any]:
+    """A function that gives every rank the object that rank `root_rank` passes to it."""
+    return lambda value: rr.broadcast_object(value, root_rank)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """This rank, as a scalar int32 tensor."""
+    return tf.constant(rr.rank(), name=name)
+
+
+def size_op(name: str | None = None) -> Any:
+    """The number of ranks, as a scalar int32 tensor."""
+    return tf.constant(rr.size(), name=name)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """This rank's number on its host, as a scalar int32 tensor."""
+    return tf.constant(rr.local_rank(), name=name)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """The number of ranks on this host, as a scalar int32 tensor."""
+    return tf.constant(rr.local_size(), name=name)
+
+
+def __getattr__(name: str) -> Any:
+    return _is_absent if name in ABSENT else getattr(rr, name)
+
+
+def _is_absent() -> bool:
+    """False: ringreduce is built with none of Horovod's transports."""
+    return False
+
+
+def _scaled(tensor: Any, factor: float) -> Any:
+    if factor == 1.0:
+        return tensor
+    if isinstance(tensor, tf.IndexedSlices):
+        values = _scaled(tensor.values, factor)
+        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    value = tf.convert_to_tensor(tensor)
+    if value.dtype.is_floating:
+        return value * tf.cast(factor, value.dtype)
+    return tf.cast(tf.cast(value, tf.float64) * factor, value.dtype)
+
+
+def _with_gradient_times(tensor: Any, factor: float) -> Any:
+    """`tensor`, whose gradient is multiplied by `factor`."""
+
+    @tf.custom_gradient
+    def same(value: Any) -> Any:
+        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return same(tf.convert_to_tensor(tensor))

@@ -29,18 +29,19 @@ from keras.src.saving import object_registration
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import weighting
+from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.copying import Description
-from ringreduce.keras.horovod import advice_on_option
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.loss_scale import turn_inside_out
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
-from ringreduce.keras.weighting import Kind
+from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["DistributedOptimizer"]
 
@@ -87,6 +88,7 @@ class DistributedOptimizer(Wrapper):
             used that the whole is less. Either way rows of the same index are added before the
             optimizer sees them, with one rank too: plain Keras's Adam, say, squares each by itself.
         local_variables: variables that every rank keeps to itself; see `register_local_var`.
+        op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
             its own gradients just before they are averaged. ``"raise"``: all ranks raise the same
             `NumericsError`, which names rank, variable, element and step; also where all
@@ -125,6 +127,7 @@ class DistributedOptimizer(Wrapper):
         compression: str = "none",
         sparse_as_dense: bool = False,
         local_variables: Sequence[Any] = (),
+        op: ReduceOp | str = ReduceOp.MEAN,
         **others: Any,
     ) -> None:
         for name in others:
@@ -133,6 +136,7 @@ class DistributedOptimizer(Wrapper):
         for name, value in (("bucket_bytes", bucket_bytes), ("accumulate_steps", accumulate_steps)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; accepted: 1 and more")
+        how = gradient_op(op)
         turn_inside_out()
         super().__init__(learning_rate=0.0, name=inner.name)
         self._stand_for(inner)
@@ -143,6 +147,7 @@ class DistributedOptimizer(Wrapper):
             "accumulate_steps": accumulate_steps,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
+            "op": how,
         }
         self._bridge = GradientBridge(
             bucket_bytes,
@@ -199,7 +204,9 @@ class DistributedOptimizer(Wrapper):
             grads = self._synchronize(known, grads)
         kinds = [self._kind_of(variable) for variable in known]
         step = Step(grads, known, kinds, weighting.current())
-        self._strategy.take(step, self._inner, Reducer(self._bridge, self._ring()))
+        self._strategy.take(
+            step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
+        )
 
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[list[Any], Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,13 +12,14 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
-from ringreduce.keras.initial import InitialValues
+from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.keras.weighting import Kind, gradient_op, of_mean, weighted
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["DistributedGradientTape"]
 
@@ -47,8 +49,10 @@ class DistributedGradientTape:
             `watch_accessed_variables`.
         communicator: whose ranks; by default the process's, when `gradient` is called.
         persistent, watch_accessed_variables: as for `tf.GradientTape`; refused with a `tape`.
-        bucket_bytes, check_numerics, compression, sparse_as_dense: as for
+        bucket_bytes, check_numerics, compression, sparse_as_dense, op: as for
             `DistributedOptimizer`.
+        local_variables: sources that every rank keeps to itself: neither their values nor their
+            gradients are shared.
 
     Raises:
         ConfigError: `tape` is no tape, or an option is impossible.
@@ -65,6 +69,8 @@ class DistributedGradientTape:
         check_numerics: str = "off",
         compression: str = "none",
         sparse_as_dense: bool = False,
+        local_variables: Sequence[Any] = (),
+        op: ReduceOp | str = ReduceOp.MEAN,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
@@ -81,6 +87,7 @@ class DistributedGradientTape:
                 remedy="Make the tape with persistent and watch_accessed_variables.",
             )
         self._tape, self._communicator = tape, communicator
+        self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "first_bytes": min(bucket_bytes, FIRST_BUCKET_BYTES),
@@ -135,18 +142,40 @@ class DistributedGradientTape:
         paths = [_name(source, number) for number, source in enumerate(flat)]
         ring = self._communicator or default_communicator()
         kept = _kept_for(ring)
-        variables = [one for one in flat if isinstance(one, (tf.Variable, keras.Variable))]
-        gradients = kept.initial.give(variables, gradients, ring)
+        is_local = [_identity(source) in self._local for source in flat]
+        shared = [None if local else g for g, local in zip(gradients, is_local, strict=True)]
+        variables = [
+            source
+            for source, local in zip(flat, is_local, strict=True)
+            if isinstance(source, (tf.Variable, keras.Variable)) and not local
+        ]
+        shared = kept.initial.give(variables, shared, ring)
         if (weight := weighting.current()) is not None:
-            gradients = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in gradients]
-        means = kept.bridge(self._options).mean(ring, gradients, paths)
-        return tf.nest.pack_sequence_as(own, means)
+            shared = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in shared]
+            counts = tf.math.sign(weight.own)
+            gradients = [weighted(gradient, Kind.LOCAL, counts) for gradient in gradients]
+        reducer = kept.bridge(self._options)
+        found = [
+            reducer.own(gradient) if local else of_mean(mean, self._op, ring)
+            for gradient, mean, local in zip(
+                gradients, reducer.mean(ring, shared, paths), is_local, strict=True
+            )
+        ]
+        return tf.nest.pack_sequence_as(own, found)
+
+    def register_local_source(self, source: Any) -> None:
+        """Add a variable to `local_variables`."""
+        self._local.add(_identity(source))
 
     def __getattr__(self, name: str) -> Any:
         # What is not found otherwise: watch, stop_recording, reset, watched_variables, jacobian.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._tape, name)
+
+
+def _identity(variable: Any) -> int:
+    return id(plain_variable(variable))
 
 
 class _Kept:

@@ -9,7 +9,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow import collectives
-from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.errors import ArrayError
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 __all__ = [
     "all_gather",
@@ -35,7 +36,9 @@ def all_reduce(
     Args:
         tensor: anything `tf.convert_to_tensor` takes, or a nested structure of such: a list, a
             tuple or a dict is one, and is reduced leaf by leaf. Shapes and dtypes are equal on
-            all ranks; dtypes are integers and floats up to 64 bits, bfloat16 included.
+            all ranks; dtypes are integers and floats up to 64 bits, bfloat16 included, but not
+            uint32 and uint64; bool for min, max and product. `tf.IndexedSlices` stay sparse, for
+            sums and means: the result has the rows of all ranks.
         op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``.
         communicator: whose ranks; the process's default by default.
 
@@ -54,7 +57,30 @@ def all_reduce(
         ClosedError: `init` was not called.
     """
     ring = communicator or default_communicator()
-    return tf.nest.map_structure(lambda leaf: collectives.all_reduce(leaf, ring, op), tensor)
+
+    def reduced(leaf: Any) -> Any:
+        if isinstance(leaf, tf.IndexedSlices):
+            return _reduced_slices(leaf, ring, op)
+        return collectives.all_reduce(leaf, ring, op)
+
+    return tf.nest.map_structure(reduced, tensor)
+
+
+def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
+    """All ranks' rows one after the other, for means divided by the number of ranks."""
+    how = reduce_op(op)
+    if how not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ArrayError(
+            f"cannot reduce tf.IndexedSlices with op={how.name.lower()!r}",
+            rank=ring.rank,
+            size=ring.size,
+            remedy="Use sum or mean, or tf.convert_to_tensor first.",
+        )
+    values = collectives.all_gather(slices.values, ring)
+    if how is ReduceOp.MEAN:
+        values = values / tf.cast(ring.size, values.dtype)
+    indices = collectives.all_gather(slices.indices, ring)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -21,9 +21,19 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
-__all__ = ["Kind", "Weight", "current", "exchanged", "step_weight", "using", "weighted"]
+__all__ = [
+    "Kind",
+    "Weight",
+    "current",
+    "exchanged",
+    "gradient_op",
+    "of_mean",
+    "step_weight",
+    "using",
+    "weighted",
+]
 
 
 class Kind(enum.Enum):
@@ -64,6 +74,21 @@ def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
     if kind is Kind.MAXIMUM:
         return tf.where(own > 0, gradient, tf.constant(gradient.dtype.min, gradient.dtype))
     return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))
+
+
+def gradient_op(op: ReduceOp | str) -> ReduceOp:
+    """How gradients of all ranks combine; ConfigError unless that is a mean or a sum."""
+    how = reduce_op(op)
+    if how not in (ReduceOp.MEAN, ReduceOp.SUM):
+        raise ConfigError(f"op is {how.name.lower()!r}; accepted for gradients: mean, sum")
+    return how
+
+
+def of_mean(mean: Any, op: ReduceOp, communicator: Communicator) -> Any:
+    """The mean of a gradient over all ranks, or their sum."""
+    if op is ReduceOp.MEAN or communicator.size == 1:
+        return mean
+    return weighted(mean, Kind.MEAN, float(communicator.size))
 
 
 _local = threading.local()

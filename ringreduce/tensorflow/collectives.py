@@ -35,6 +35,7 @@ from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.tensorflow import numbering, xla
 from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.carriers import carried
 from ringreduce.tensorflow.places import is_in_loop
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
@@ -65,7 +66,7 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
         RingReduceError: eagerly, what went wrong; out of a graph when that is run
             (`ringreduce.tensorflow.failures`).
     """
-    return _all_reduce(tensor, communicator, op)
+    return carried(tensor, lambda value: _all_reduce(value, communicator, op), op)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -117,7 +118,7 @@ def all_gather(
     Raises:
         As `all_reduce`.
     """
-    return _all_gather(tensor, communicator, counts=counts)
+    return carried(tensor, lambda value: _all_gather(value, communicator, counts=counts))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -175,6 +176,10 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
     Raises:
         As `all_reduce`; ArrayError also when `root` is no rank.
     """
+    return carried(tensor, lambda value: _broadcast(value, communicator, root))
+
+
+def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     source, value = checked_root(root, communicator.rank, communicator.size), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
@@ -218,6 +223,10 @@ def reduce_scatter(
     Raises:
         As `all_reduce`; ArrayError also for a tensor without dimensions.
     """
+    return carried(tensor, lambda value: _reduce_scatter(value, communicator, op), op)
+
+
+def _reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
     how, value = reduce_op(op), _checked(tensor)
     if value.shape.rank == 0:
         raise ArrayError(

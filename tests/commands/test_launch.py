@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 
 import ringreduce
+from ringreduce.commands.cli import app
 from ringreduce.commands.launch.supervisor import default_threads
 from ringreduce.testing import ring_of_processes
 from tests.processes import (
@@ -145,6 +147,14 @@ def test_the_scripts_own_arguments_pass_unchanged(tmp_path: Path, arguments: lis
     name = script(tmp_path, "import json, sys\nprint(json.dumps(sys.argv[1:]))")
     done = run(tmp_path, "-n", "1", name, *arguments)
     assert json.loads(done.stdout.removeprefix("[0] ")) == arguments
+
+
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_no_help_has_square_brackets_which_would_be_taken_for_markup(command: str) -> None:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    texts = [found.help, *(getattr(one, "help", "") for one in found.params)]
+    assert any(texts)
+    assert not [text for text in texts if "[" in (text or "")]
 
 
 def test_a_module_is_run_by_its_name(tmp_path: Path) -> None:

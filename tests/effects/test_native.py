@@ -49,6 +49,17 @@ def test_foreign_library_is_refused(tmp_path: Path) -> None:
         native.load(path)
 
 
+def test_a_checkout_without_a_library_says_so_and_blames_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "native").mkdir()
+    monkeypatch.setattr(native, "native_wanted", lambda: True)
+    monkeypatch.setattr(sys.modules["ringreduce"], "__path__", [str(tmp_path / "ringreduce")])
+    said = native.why_missing()
+    assert f"imported from its sources in {tmp_path}, where the native library is not built" in said
+    assert "compiler" not in said
+
+
 def test_hidden_library_is_not_loaded() -> None:
     program = "from ringreduce.effects import native; print(native.library(), native.why_missing())"
     done = subprocess.run(

@@ -10,7 +10,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
-from tests.models import fit, make_model
+from tests.models import MUON_TRAINS, fit, make_model
 
 
 @pytest.fixture
@@ -55,6 +55,28 @@ def test_it_is_a_keras_optimizer_without_variables_of_its_own(world_of_one):
     assert [v is w for v, w in zip(optimizer.variables, inner.variables, strict=True)]
     assert optimizer.built
     assert inner.built
+
+
+@pytest.mark.skipif(not MUON_TRAINS, reason="Keras 3.12's Muon finds no path")
+def test_weights_decay_as_the_inner_optimizer_has_it(world_of_one):
+    """Muon replaces what the base class does, which would find `weight_decay` and nothing else."""
+    optimizer = rr.DistributedOptimizer(
+        keras.optimizers.Muon(0.5, weight_decay=0.25, adam_weight_decay=0.5)
+    )
+    variable = keras.Variable([8.0, 4.0])
+    optimizer.build([variable])
+    optimizer._apply_weight_decay([variable])
+    assert variable.numpy().tolist() == [6.0, 3.0]
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_gradients_are_averaged_or_added(op):
+    for make in (
+        lambda: rr.DistributedOptimizer(keras.optimizers.SGD(), op=op),
+        lambda: rr.DistributedGradientTape(op=op),
+    ):
+        with pytest.raises(ringreduce.ConfigError, match=f"op is '{op}'; accepted .*: mean, sum"):
+            make()
 
 
 def test_learning_rate_reads_and_writes_the_inner_one(world_of_one):

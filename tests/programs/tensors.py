@@ -13,6 +13,7 @@ import tensorflow as tf
 from shared import error_of, say
 
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 from ringreduce.keras import tape as tapes
 from ringreduce.tensorflow import xla
 from ringreduce.vocabulary.types import DTYPE_NAMES
@@ -357,6 +358,49 @@ def tape_of_what_its_function_makes():
         say(f"tape made {way}", gradient_and_value=plain(wrap(making())()))
 
 
+def as_horovod_does():
+    """Values and gradients under Horovod's names, and what only these have."""
+    table = tf.Variable([[1.0, 2.0]] * 2)
+    ways = {
+        "allgather": hvd.allgather,
+        "broadcast": lambda value: hvd.broadcast(value, size - 1),
+        "reducescatter": lambda value: hvd.reducescatter(value, op=hvd.Sum)[:1],
+        "reducescatter mean": lambda value: hvd.reducescatter(value)[:1],
+        "allreduce": lambda value: hvd.allreduce(value, prescale_factor=3.0, postscale_factor=2.0),
+    }
+    for name, collective in ways.items():
+
+        def step(collective=collective):
+            with tf.GradientTape() as tape:
+                value = tf.fill((size, 2), 1.0)
+                tape.watch(value)
+                result = collective(value)
+                loss = tf.reduce_sum(result) * (rank + 1)
+            return tape.gradient(loss, value)
+
+        all_ways(f"horovod {name}", step)
+    flags, small = tf.constant([rank == 0, True]), tf.constant([60_000, rank], tf.uint16)
+    all_ways("flags", lambda: (rr.all_gather(flags), rr.all_reduce(flags, "min")))
+    all_ways("uint16", lambda: (rr.all_reduce(small, "max"), rr.broadcast(small, size - 1)))
+    slices = tf.IndexedSlices(tf.constant([[2.0 * size]]), tf.constant([rank]), tf.constant([4, 1]))
+    both = hvd.allreduce(slices), rr.all_reduce(slices)
+    say("slices", sparse=[isinstance(one, tf.IndexedSlices) for one in both], both=plain(both))
+
+    def local():
+        options = {"local_variables": [table], "op": "sum"}
+        with rr.DistributedGradientTape(persistent=True, **options) as tape:
+            loss = tf.reduce_sum(table) * (rank + 1)
+            other = tf.reduce_sum(first_of_all) * (rank + 1)
+        return tape.gradient(loss, table), tape.gradient(other, first_of_all)
+
+    first_of_all = tf.Variable([1.0])
+    all_ways("tape of local", local)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+    weight = keras.Variable([0.0])
+    optimizer.apply([[rank + 1.0]], [weight])
+    say("optimizer sum", weight=plain(weight))
+
+
 def tape_structures():
     first, second = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
     unused, table = tf.Variable(1.0), tf.Variable(tf.ones((4, 2)))
@@ -556,6 +600,7 @@ tape_trains_like_the_wrapper()
 tape_costs_one_collective_a_step()
 tape_begins_with_rank_0s_values()
 tape_of_what_its_function_makes()
+as_horovod_does()
 tape_structures()
 normalization_in_fit()
 normalization_of_batches()

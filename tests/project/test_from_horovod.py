@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
+from ringreduce.keras import advice
 from tests.jobs import run_job
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text(encoding="utf-8")
@@ -59,6 +61,24 @@ def test_names_it_speaks_of_exist(name):
 )
 def test_horovods_callbacks_have_their_names(name):
     assert issubclass(getattr(rr.callbacks, name), rr.callbacks.VerifyReplicas.__base__)
+
+
+def test_names_that_are_provided_exist_under_horovods_names():
+    for name in sorted(advice._PROVIDED):
+        assert getattr(hvd, name) is not None
+    assert not any(getattr(hvd, name)() for name in advice.ABSENT)
+    assert hvd.DistributedOptimizer is rr.DistributedOptimizer
+
+
+@pytest.mark.parametrize("name", sorted(advice._NAMES))
+def test_names_that_are_missing_say_what_to_use(name):
+    with pytest.raises(AttributeError, match=f"'{name}': .*docs/from-horovod.md"):
+        getattr(rr, name)
+
+
+def test_a_callback_that_is_missing_says_what_to_use():
+    with pytest.raises(AttributeError, match="save_best_only=True"):
+        _ = hvd.callbacks.BestModelCheckpoint
 
 
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])

@@ -267,3 +267,51 @@ def test_shapes_that_differ_are_a_mismatch_on_all_ranks_for_good(size):
         assert first["error"] == "MismatchError"
         assert first["ours"]
         assert again["error"] == "MismatchError"
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("name", ["allgather", "broadcast", "reducescatter", "reducescatter mean"])
+def test_gradients_under_horovods_names_are_horovods(name, how, size):
+    mean = (size + 1) / 2
+    for rank, got in enumerate(of_every_rank(f"horovod {name}", size, how)):
+        rows = {
+            "allgather": [mean] * size,
+            "broadcast": [mean if rank == size - 1 else 0] * size,
+            "reducescatter": [size * (row + 1) for row in range(size)],
+            "reducescatter mean": [row + 1 for row in range(size)],
+        }[name]
+        assert got == [[row] * 2 for row in rows]
+
+
+@every_size
+@every_way
+def test_factors_are_in_the_gradient_too(how, size):
+    mean = 6 * (size + 1) / 2
+    assert of_every_rank("horovod allreduce", size, how) == [[[mean] * 2] * size] * size
+
+
+@every_size
+@every_way
+def test_bool_and_uint16_travel(how, size):
+    flags = [flag for rank in range(size) for flag in (rank == 0, True)]
+    assert of_every_rank("flags", size, how) == [[flags, [size == 1, True]]] * size
+    last = [60_000, size - 1]
+    assert of_every_rank("uint16", size, how) == [[last, last]] * size
+
+
+@every_size
+def test_slices_stay_sparse(size):
+    for fact in facts_of(size)["slices"]:
+        assert fact["sparse"] == [True, True]
+        rows = [[1.0] if row < size else [0.0] for row in range(4)]
+        assert fact["both"] == [[[2 * v] for [v] in rows], [[2 * size * v] for [v] in rows]]
+
+
+@every_size
+@every_way
+def test_local_sources_stay_local_and_sums_are_sums(how, size):
+    total = size * (size + 1) / 2
+    for rank, got in enumerate(of_every_rank("tape of local", size, how)):
+        assert got == [[[rank + 1] * 2] * 2, [total]]
+    assert [fact["weight"] for fact in facts_of(size)["optimizer sum"]] == [[-total]] * size

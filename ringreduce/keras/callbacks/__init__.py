@@ -1,5 +1,8 @@
 """Callbacks for `model.fit` that make all ranks act alike; begin with `Together`."""
 
+from typing import NoReturn
+
+from ringreduce.keras.advice import advice_on_callback
 from ringreduce.keras.callbacks.broadcast import Broadcast
 from ringreduce.keras.callbacks.forwarding import OnRankZero
 from ringreduce.keras.callbacks.learning_rate import (
@@ -33,3 +36,7 @@ BroadcastGlobalVariablesCallback = Broadcast
 LearningRateScheduleCallback = LearningRateSchedule
 LearningRateWarmupCallback = LearningRateWarmup
 MetricAverageCallback = MetricAverage
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(advice_on_callback(name))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.weighting import Kind, Weight
+from ringreduce.keras.weighting import Kind, Weight, of_mean
 from ringreduce.tensorflow import GradientBridge, path_of
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.types import ReduceOp
@@ -51,15 +51,16 @@ class Reducer:
     Args:
         bridge: averages.
         communicator: whose ranks.
+        op: MEAN or SUM, for what is averaged.
     """
 
-    def __init__(self, bridge: GradientBridge, communicator: Communicator) -> None:
-        self._bridge, self._communicator = bridge, communicator
+    def __init__(self, bridge: GradientBridge, communicator: Communicator, op: ReduceOp) -> None:
+        self._bridge, self._communicator, self._op = bridge, communicator, op
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
     ) -> list[Any]:
-        """Those of kind MEAN averaged, of kind MAXIMUM the largest, of kind LOCAL this rank's.
+        """Those of kind MEAN averaged or added, of kind MAXIMUM the largest, of kind LOCAL own.
 
         Args:
             gradients: tensors, `tf.IndexedSlices` or None.
@@ -78,6 +79,8 @@ class Reducer:
         for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
             if kind is Kind.MAXIMUM and gradient is not None:
                 final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
+            elif kind is Kind.LOCAL:
+                final.append(self._bridge.own(gradient))
             else:
-                final.append(self._bridge.own(gradient) if kind is Kind.LOCAL else mean)
+                final.append(of_mean(mean, self._op, self._communicator))
         return final

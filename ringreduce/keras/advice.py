@@ -1,0 +1,115 @@
+"""What Horovod's users ask for under its names, and what it is called here.
+
+Names that mean the same have the same name. Those that do not are not there, so that nothing means
+something else in silence; asking for one says what to use. Many are in `ringreduce.keras.horovod`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ABSENT", "advice_on_callback", "advice_on_name", "advice_on_option"]
+
+_PAGE = "docs/from-horovod.md has the whole table"
+
+_GROUPS = "there is none: make a ringreduce.Communicator of those ranks, and pass communicator="
+_TIMELINE = "use ringreduce run --log-dir DIR, and ringreduce report DIR"
+
+# What Horovod may be built with, and ringreduce never is.
+ABSENT = frozenset(
+    f"{what}_{state}"
+    for what in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
+    for state in ("built", "enabled")
+) | {"mpi_threads_supported"}
+# Those that `ringreduce.keras.horovod` has.
+_PROVIDED = ABSENT | {
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "broadcast_",
+    "broadcast_object_fn",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "local_rank_op",
+    "local_size_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+}
+
+_NAMES = {
+    "Adasum": "there is none",
+    "Average": 'write op="mean"; for gradients that is the default',
+    "Max": 'write op="max"',
+    "Min": 'write op="min"',
+    "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
+    "Product": 'write op="product"',
+    "Sum": 'write op="sum"',
+    "allgather": "use all_gather(tensor)",
+    "allgather_object": "use all_gather_object(value)",
+    "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
+    "alltoall": "there is none",
+    "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
+    "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
+    "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
+    "broadcast_": "use broadcast_variables(variables, root_rank)",
+    "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
+    "broadcast_object_fn": "use broadcast_object(value, root_rank)",
+    "grouped_allgather": "use all_gather(tensor) of each",
+    "grouped_allreduce": 'use all_reduce([...], op="mean")',
+    "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
+    "is_homogeneous": "compare all_gather_object(local_size())",
+    "local_rank_op": "use local_rank()",
+    "local_size_op": "use local_size()",
+    "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",
+    "ProcessSet": _GROUPS,
+    "add_process_set": _GROUPS,
+    "global_process_set": _GROUPS,
+    "rank_op": "use rank()",
+    "reducescatter": 'use reduce_scatter(tensor, op="mean")',
+    "remove_process_set": _GROUPS,
+    "size_op": "use size()",
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    **dict.fromkeys(ABSENT, "there is no such transport here"),
+}
+_OPTIONS = {
+    "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
+    "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",
+    "device_dense": "leave it out: there is one way to reduce",
+    "device_sparse": "leave it out: there is one way to reduce",
+    "gradient_predivide_factor": "leave it out: sums are divided before they are rounded",
+    "groups": "leave it out, or use bucket_bytes",
+    "name": "leave it out: it has the name of the optimizer it wraps",
+    "num_groups": "leave it out, or use bucket_bytes",
+    "process_set": "use communicator",
+    "scale_local_gradients": "leave it out: gradients of local variables stay as they are",
+}
+
+
+def advice_on_name(name: str) -> str:
+    """Why ``ringreduce.keras`` has no `name`, for an AttributeError."""
+    plain = f"module 'ringreduce.keras' has no attribute {name!r}"
+    if name not in _NAMES:
+        return plain
+    where = ", or import ringreduce.keras.horovod, which has it" if name in _PROVIDED else ""
+    return f"{plain}: {_NAMES[name]}{where} ({_PAGE})"
+
+
+def advice_on_callback(name: str) -> str:
+    """Why ``ringreduce.keras.callbacks`` has no `name`, for an AttributeError."""
+    plain = f"module 'ringreduce.keras.callbacks' has no attribute {name!r}"
+    if name != "BestModelCheckpoint":
+        return plain
+    best = "put keras.callbacks.ModelCheckpoint(path, save_best_only=True) into Together"
+    return f"{plain}: {best} ({_PAGE})"
+
+
+def advice_on_option(name: str) -> str:
+    """Why ``DistributedOptimizer`` takes no `name`, for a TypeError."""
+    plain = f"DistributedOptimizer got an unexpected keyword argument {name!r}"
+    return f"{plain}: {_OPTIONS[name]} ({_PAGE})" if name in _OPTIONS else plain

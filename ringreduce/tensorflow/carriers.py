@@ -1,0 +1,39 @@
+"""Tensors of dtypes that do not travel: they do as another dtype that holds all their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.vocabulary.errors import ArrayError
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
+
+__all__ = ["carried"]
+
+# Sums of uint16 that are too large wrap when they are made uint16 again, as other integers do.
+_CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}
+
+
+def carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str = "max") -> Any:
+    """The result of `collective` on `tensor`, in the dtype of that.
+
+    Args:
+        tensor: what `tf.convert_to_tensor` takes; uint16 and bool become another dtype for it.
+        collective: gets the tensor.
+        op: how it combines elements, if it does.
+
+    Raises:
+        ArrayError: bool, and `op` is a sum or a mean.
+    """
+    value = tf.convert_to_tensor(tensor)
+    carrier = _CARRIERS.get(value.dtype.name)
+    if carrier is None:
+        return collective(value)
+    if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ArrayError(
+            f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}",
+            remedy='Use op="max" for any, op="min" for all, or count with tf.cast.',
+        )
+    return tf.cast(collective(tf.cast(value, carrier)), value.dtype)
