@@ -1,0 +1,335 @@
+"""The deliberate breakages of `tests/breakages.py`: mistakes that a careless change could make."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BREAKAGES", "Breakage"]
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One mistake.
+
+    Attributes:
+        name: unique.
+        file: which it is made in, from the root of the repository.
+        text: occurs there exactly once.
+        replacement: what it becomes.
+        harm: what a user would suffer.
+        tests: files that should catch it, the quickest first.
+    """
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    harm: str
+    tests: tuple[str, ...]
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it is in the C library."""
+        return self.file.startswith("native/")
+
+    @property
+    def digest(self) -> str:
+        """Changes with the mistake that is made."""
+        parts = repr((self.file, self.text, self.replacement))
+        return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+
+    def applied(self, root: Path) -> str:
+        """The file's text with the mistake; ValueError: there is no one place for it."""
+        before = (root / self.file).read_text()
+        if (found := before.count(self.text)) != 1:
+            raise ValueError(f"the text of {self.name} occurs {found} times in {self.file}")
+        return before.replace(self.text, self.replacement)
+
+
+BREAKAGES = (
+    Breakage(
+        "schedule-rows-twice",
+        "ringreduce/pure/schedule.py",
+        "tuple(min(distance, size - distance) for distance in distances)",
+        "distances",
+        "With 3, 5 or 6 ranks a small all-reduce writes beyond its memory.",
+        ("tests/pure/test_schedule.py",),
+    ),
+    Breakage(
+        "wire-parts-run-together",
+        "ringreduce/pure/wire.py",
+        "hashlib.blake2b(repr(parts).encode(), digest_size=8)",
+        'hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8)',
+        "Ranks whose gradient plans differ slightly reduce them together, without an error.",
+        ("tests/pure/test_wire.py",),
+    ),
+    Breakage(
+        "buckets-optimizer-numbers",
+        "ringreduce/pure/buckets.py",
+        r'r"_\d+(?=[_/:]|$)"',
+        r'r"_\d+(?=[/:]|$)"',
+        "A rank that made another model before cannot share its optimizer's state.",
+        ("tests/pure/test_buckets.py",),
+    ),
+    Breakage(
+        "buckets-compiled-or-not",
+        "ringreduce/pure/buckets.py",
+        'signature_of("plan", essence, self.buckets, self.compiled)',
+        'signature_of("plan", essence, self.buckets)',
+        "A rank that compiles its step trains with others that do not, and rounds differently.",
+        ("tests/pure/test_buckets.py",),
+    ),
+    Breakage(
+        "liveness-what-was-said-before",
+        "ringreduce/pure/liveness.py",
+        "max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))",
+        "sent.quiet_s",
+        "A healthy connection counts as dead when its receiver was stopped for a moment.",
+        ("tests/pure/test_liveness.py",),
+    ),
+    Breakage(
+        "blame-user-code-last",
+        "ringreduce/pure/blame.py",
+        "(f.calls, f.operation is not None, -f.stood_s, f.rank)",
+        "(f.calls, -f.stood_s, f.rank)",
+        "A rank that waits is named in place of the one in user code that it waits for.",
+        ("tests/pure/test_blame.py",),
+    ),
+    Breakage(
+        "watch-old-losses",
+        "ringreduce/pure/watching.py",
+        "{n: since for n, since in self._lost.items() if n in lost}",
+        "dict(self._lost)",
+        "After a connection was made anew, the next short gap ends the job at once.",
+        ("tests/pure/test_watching.py",),
+    ),
+    Breakage(
+        "loop-first-stream-alone",
+        "ringreduce/transport/loop.py",
+        "for stream in range(streams):  # noqa",
+        "for stream in range(1):  # noqa",
+        "With several streams a call returns while libzmq still sends from the user's array.",
+        ("tests/collectives/test_collectives.py", "tests/transport/test_zeromq.py"),
+    ),
+    Breakage(
+        "loop-header-without-length",
+        "ringreduce/transport/loop.py",
+        "difference &= np.uint64(0xFFFFFFFF)",
+        "difference &= np.uint64(0)",
+        "A frame whose header names another length is taken as if nothing were wrong.",
+        ("tests/transport/test_corruption.py", "tests/transport/test_fuzz.py"),
+    ),
+    Breakage(
+        "exchange-rows-sent-again",
+        "ringreduce/transport/exchange.py",
+        "if link.started == link.step:",
+        "if link.started >= link.step:",
+        "A rank that waits for a late one sends its rows twice, and the next call fails.",
+        ("tests/communicator/test_communicator.py", "tests/collectives/test_collectives.py"),
+    ),
+    Breakage(
+        "ring-mean-over-this-ring",
+        "ringreduce/collectives/ring.py",
+        "np.array([self._mean_over], computed) if mean else None",
+        "np.array([self._size], computed) if mean else None",
+        "On several hosts with several ranks each the mean of large arrays is too large.",
+        ("tests/collectives/test_collectives.py",),
+    ),
+    Breakage(
+        "hierarchical-last-barrier",
+        "ringreduce/collectives/hierarchical.py",
+        "            self._ring.barrier()\n        self._host.barrier()",
+        "            self._ring.barrier()",
+        "A barrier lets ranks pass before those of other hosts have come.",
+        ("tests/collectives/test_collectives.py",),
+    ),
+    Breakage(
+        "shm-nothing-lent",
+        "native/src/shm.c",
+        "if (group->is_registered)\n            copy_in(group, call, data, 0);",
+        "",
+        "Where only some ranks' arrays are registered, the sum is of old memory.",
+        ("tests/transport/test_shm.py",),
+    ),
+    Breakage(
+        "shm-everybody-arrays",
+        "native/src/shm.c",
+        "call->action == RR_ALL_REDUCE ? arrays : &arrays[own]",
+        "arrays",
+        "A reduce-scatter of registered arrays writes into rank 0's.",
+        ("tests/transport/test_shm.py",),
+    ),
+    Breakage(
+        "handoff-padding",
+        "native/src/handoff.c",
+        "memset(bucket->memory + filled, 0, bucket->nbytes - filled);",
+        "(void)filled;",
+        "Old memory travels behind the gradients, where it may be NaN and stop the training.",
+        ("tests/effects/test_handoff.py",),
+    ),
+    Breakage(
+        "handoff-last-one-leaves",
+        "native/src/handoff.c",
+        "if (--owner->inside == 0 && code == RR_HANDOFF_CLOSED)\n"
+        "        pthread_cond_broadcast(&owner->changed);",
+        "owner->inside--;",
+        "Closing a communicator while a step waits never returns.",
+        ("tests/effects/test_handoff.py",),
+    ),
+    Breakage(
+        "tf-ops-error-of-a-wait",
+        "native/src/tf_ops.c",
+        "rr_handoff_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,\n"
+        "                        (uint32_t)kernel->gradients, why) != RR_DONE)",
+        "rr_handoff_wait(kernel->plan, (uint32_t)kernel->bucket, parts.parts,\n"
+        "                        (uint32_t)kernel->gradients, why) == RR_HANDOFF_MISUSED)",
+        "When the ring fails in a step, that step applies gradients that were never averaged.",
+        ("tests/tensorflow/test_bridge_failures.py",),
+    ),
+    Breakage(
+        "xla-calls-moved-gradient",
+        "native/src/xla_calls.c",
+        "call.in_place && !shares_memory(frame)",
+        "call.in_place && frame->rets.size < 2 && !shares_memory(frame)",
+        "A gradient that XLA has moved is applied without being averaged.",
+        ("tests/keras/test_jit.py",),
+    ),
+    Breakage(
+        "xla-calls-table-of-2-18",
+        "native/src/xla_calls.c",
+        "{1, 88, 12},",
+        "{1, 88, 11},",
+        "jit_compile=True is refused with TensorFlow 2.18.",
+        ("tests/tensorflow/test_tf_api.py",),
+    ),
+    Breakage(
+        "engine-unanswered",
+        "ringreduce/engine/engine.py",
+        '_log.exception("the engine could not tell the other ranks")\n        finally:',
+        '_log.exception("the engine could not tell the other ranks")\n        else:',
+        "A step waits for ever, or applies what was not reduced, when an abort cannot be sent.",
+        ("tests/engine/test_engine.py",),
+    ),
+    Breakage(
+        "engine-failed-round",
+        "ringreduce/engine/engine.py",
+        "self._queue.finish(failed)",
+        "self._queue.finish()",
+        "A collective in a compiled step that was refused returns garbage and no error.",
+        ("tests/engine/test_engine.py", "tests/keras/test_jit.py"),
+    ),
+    Breakage(
+        "rendezvous-the-wrong-one",
+        "ringreduce/bootstrap/rendezvous.py",
+        "[*members.identities, *([identity] if identity else [])]",
+        "members.identities",
+        "A rank with another size or version waits until its time limit and blames rank 0.",
+        ("tests/bootstrap/test_rendezvous.py",),
+    ),
+    Breakage(
+        "rendezvous-taken-rank",
+        "ringreduce/bootstrap/admission.py",
+        "elif hello.rank in self._hellos and hello.size == own.size:",
+        "elif hello.rank in self._hellos:",
+        "A job started with two sizes is reported as one rank too many, and the rest wait.",
+        ("tests/bootstrap/test_rendezvous.py",),
+    ),
+    Breakage(
+        "security-nobody-to-ask",
+        "ringreduce/transport/security.py",
+        "socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)",
+        "socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)",
+        "Anybody may connect to a rank once its ring has formed.",
+        ("tests/transport/test_security.py",),
+    ),
+    Breakage(
+        "security-two-with-one-key",
+        "ringreduce/transport/security.py",
+        "            or len(set(found)) != self._size\n",
+        "",
+        "A rank accepts a table in which another one has its own key.",
+        ("tests/transport/test_security.py",),
+    ),
+    Breakage(
+        "security-encryption-by-default",
+        "ringreduce/transport/security.py",
+        '(config.encryption == "auto" and not is_local)',
+        "False",
+        "Between hosts gradients travel in plain text unless encryption is asked for.",
+        ("tests/transport/test_security.py",),
+    ),
+    Breakage(
+        "bridge-in-place-over-sockets",
+        "ringreduce/tensorflow/bridge.py",
+        '_IN_PLACE_BYTES if compiled_over == "shm" else None',
+        "_IN_PLACE_BYTES if compiled_over else None",
+        "After a failure XLA frees memory that libzmq is still sending.",
+        ("tests/tensorflow/test_bridge.py",),
+    ),
+    Breakage(
+        "order-functions-in-between",
+        "ringreduce/tensorflow/order.py",
+        "token is None or others:",
+        "token is None:",
+        "A collective behind a function with collectives runs before them, on some ranks.",
+        ("tests/tensorflow/test_order.py",),
+    ),
+    Breakage(
+        "sparse-padding-of-rows",
+        "ringreduce/tensorflow/sparse.py",
+        "at = end + -(end - middle) % INDEX_BYTES",
+        "at = end",
+        "Embeddings in float16 get other ranks' rows in the wrong places, or an error.",
+        ("tests/tensorflow/test_sparse.py",),
+    ),
+    Breakage(
+        "accumulation-weights-kept",
+        "ringreduce/keras/strategies/accumulate.py",
+        "            cycle.mean.assign(0.0)\n",
+        "",
+        "With accumulate_steps each update is smaller than the one before.",
+        ("tests/keras/test_steps.py",),
+    ),
+    Breakage(
+        "join-before-anybody-has-data",
+        "ringreduce/keras/join.py",
+        "with tf.control_dependencies([weight.mean]), weighting_module.using(weight):",
+        "with weighting_module.using(weight):",
+        "The step that ends an epoch counts: learning rate schedules drift.",
+        ("tests/keras/test_uneven.py",),
+    ),
+    Breakage(
+        "callbacks-all-want-to-stop",
+        "ringreduce/keras/callbacks/stopping.py",
+        "ring.all_reduce(wants, ReduceOp.MAX)",
+        "ring.all_reduce(wants, ReduceOp.MIN)",
+        "A rank that stops alone leaves the others waiting for it.",
+        ("tests/keras/test_callbacks.py",),
+    ),
+    Breakage(
+        "saving-optimizer-twice",
+        "ringreduce/keras/wrapper.py",
+        '{*dir(type(self))} - {"inner_optimizer"}',
+        "{*dir(type(self))}",
+        "Saved models hold the optimizer twice, and plain Keras cannot load them.",
+        ("tests/keras/test_saving.py",),
+    ),
+    Breakage(
+        "launcher-last-words",
+        "ringreduce/commands/launch/supervisor.py",
+        "while self._read(stream):\n                        pass",
+        "pass",
+        "The launcher blames a rank that only reported the failure of another.",
+        ("tests/commands/test_launch.py",),
+    ),
+    Breakage(
+        "launcher-killed-by-a-signal",
+        "ringreduce/commands/launch/failure.py",
+        "self.returncode > 0 and any(",
+        "any(",
+        "A rank that was killed is not named as the cause if it had logged a lost peer before.",
+        ("tests/commands/test_launch_failure.py",),
+    ),
+)

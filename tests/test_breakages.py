@@ -1,0 +1,22 @@
+"""Each deliberate breakage can still be made: a stale one would prove nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.breakage_list import BREAKAGES, Breakage
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.name)
+def test_it_changes_one_place_and_its_tests_are_there(breakage: Breakage) -> None:
+    assert breakage.applied(ROOT) != (ROOT / breakage.file).read_text()
+    assert breakage.tests
+    assert all((ROOT / test).is_file() for test in breakage.tests)
+
+
+def test_names_are_unique() -> None:
+    assert len({breakage.name for breakage in BREAKAGES}) == len(BREAKAGES)
