@@ -315,7 +315,7 @@ def _table(results: dict[str, dict[str, Any]]) -> str:
     lines = []
     for name, result in results.items():
         test = result.get("caught_by") or result.get("error") or "MISSED: every test passes"
-        test = " ".join(test.rpartition("/")[2].split())
+        test = " ".join(re.sub(r"^[\w/]*/", "", test).split())
         room = _WIDTH - width - 8
         shown = test if len(test) <= room else test[: room - 3] + "..."
         lines.append(f"{name:{width}} {result['seconds']:5d}s {shown}")
