@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import forkserver
 from tests.scheduling import Scheduling
 
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -24,6 +25,10 @@ if os.environ.get("RINGREDUCE_TEST_RANDOM", "") != "1":
 
 # The kernel takes a moment to forget a thread that has been joined.
 _SETTLE_S = 5.0
+
+
+def pytest_unconfigure() -> None:
+    forkserver.close()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:

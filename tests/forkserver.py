@@ -30,7 +30,7 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Forked", "is_wanted"]
+__all__ = ["Forked", "close", "is_wanted"]
 
 # What a worker may need, slowest first; imported in the server, where nothing of it runs.
 _PRELOADED = (
@@ -146,6 +146,18 @@ class _Server:
         ancillary = array.array("i", descriptors)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, ancillary)]
         self._socket.sendmsg([payload], rights)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.wait(10)
+
+
+def close() -> None:
+    """End the server, if there is one, and with it what still runs."""
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
 
 
 def _the_server() -> _Server:

@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from ringreduce.effects import native
+from ringreduce.vocabulary.config import TIMES
 from tests.figures import record
 from tests.processes import (
     DEADLINE_S,
@@ -249,7 +250,7 @@ def test_a_short_pause_is_no_fault(tmp_path: Path) -> None:
             ring.workers[rank].signal(signal.SIGSTOP)
             # Nothing can tell us that the others wait: they say nothing then.
             with pytest.raises(AssertionError, match="in vain"):
-                wait_until(lambda: False, "the pause to end", 0.5)
+                wait_until(lambda: False, "the pause to end", 0.5 * TIMES.silent_s)
             ring.workers[rank].signal(signal.SIGCONT)
         for worker in ring.workers:
             assert worker.wait(30) == 0, worker.stderr

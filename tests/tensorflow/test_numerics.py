@@ -181,7 +181,7 @@ hold()
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
     ("bridge", "options"),
-    [fit for fit in FITS if "steps" not in fit[1]],
+    [fit for fit in FITS if "steps" not in getattr(fit, "values", fit)[1]],
     indirect=["bridge"],
 )
 def test_a_poisoned_gradient_comes_out_of_fit_as_our_error_on_all_ranks(
