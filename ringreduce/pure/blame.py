@@ -1,12 +1,12 @@
 """Which rank is to blame, from what is known of each. Pure: facts in, a finding out.
 
-The watcher of a running job, the launcher and ``ringreduce report`` all ask `find_culprit`.
-Each gives the facts it has, and says the finding in its own words. The order of suspicion:
+The watcher, the launcher and ``ringreduce report`` all call `find_culprit` with the facts they have
+and put the finding into their own words. The order of suspicion:
 
-1. the rank whose own error came first, whatever others say of it;
+1. the rank whose own error came first, whatever others report of it;
 2. ranks that disagree: a minority of one, else both sides; ranks that never joined;
 3. the rank that others waited for or lost, followed from one to the next (in a ring, rank 0
-   waits for 3 because that waits for 2); it may be unknown, since it was killed;
+   waits for 3 because that waits for 2); nothing may be known of it, since it was killed;
 4. the rank that has shown no sign of life for longest;
 5. the rank with the fewest calls completed while others wait in the next one;
 6. ranks in different calls that have the same number.
@@ -23,7 +23,7 @@ from ringreduce.vocabulary import errors
 
 __all__ = ["Error", "Facts", "Finding", "Reason", "find_culprit"]
 
-# These speak of another rank, so the one that raises them is not to blame.
+# Errors about another rank: the one that raises them is not to blame.
 _ABOUT_OTHERS = ("PeerLostError", "PeerTimeoutError", "PeerError", "RendezvousError")
 # Only in these calls must the amount be equal on all ranks.
 _EQUAL_AMOUNTS = ("all_reduce", "reduce_scatter")
@@ -49,10 +49,10 @@ class Error:
     """What a rank failed with.
 
     Attributes:
-        kind: name of its class; one that is not ringreduce's is the program's own.
+        kind: name of its class; a name that is not ringreduce's is the program's own exception.
         when_s: when, on a clock that all facts share.
         peer: the rank that it names.
-        origin: the rank that found it and told this one; None: this rank itself.
+        origin: the rank that found it and notified this one; None: this rank itself.
     """
 
     kind: str
@@ -68,10 +68,9 @@ class Facts:
     Attributes:
         calls: collectives completed.
         operation: the call it is in, or was in when it failed; None: in user code.
-        nbytes: payload of that call; 0 where it is not known.
+        nbytes: payload of that call; 0 if unknown.
         stood_s: how long it has been there, or had been when it failed.
-        silent_s: for how long it has shown no sign of life, where that is too long; else 0.
-        error: what it failed with.
+        silent_s: for how long it has shown no sign of life, if that is too long; else 0.
     """
 
     rank: int
@@ -90,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """Who is to blame, why, and which ranks show it; see `Reason`."""
+    """The ranks to blame, why, and the ranks that show it; see `Reason`."""
 
     reason: Reason
     culprits: tuple[int, ...]
@@ -100,12 +99,12 @@ class Finding:
 def find_culprit(
     facts: Collection[Facts], *, unknown: Sequence[int] = (), still_s: float = 0.0
 ) -> Finding:
-    """Who is to blame, as far as can be told: one rank, the sides of a disagreement, or nobody.
+    """The rank to blame, the sides of a disagreement, or nobody.
 
     Args:
         facts: one for each rank of which something is known.
         unknown: ranks of the job of which nothing is known.
-        still_s: where no rank has failed, those that have waited less count as at work.
+        still_s: where no rank has failed, ranks that have waited less count as working.
     """
     known = {fact.rank: fact for fact in sorted(facts, key=lambda fact: fact.rank)}
     failed = _Failed(known, unknown)
@@ -122,12 +121,12 @@ def find_culprit(
 
 
 class _Failed:
-    """The errors among the facts, and whom they name."""
+    """The errors among the facts, and the ranks they name."""
 
     def __init__(self, known: dict[int, Facts], unknown: Sequence[int]) -> None:
         self.errors = [(rank, fact.error) for rank, fact in known.items() if fact.error is not None]
         there = {*known, *unknown}
-        # A rank that found its error itself goes before those that were told.
+        # A rank that found its error itself comes before those that were notified.
         self.naming = sorted(
             (error.origin not in (None, rank), error.when_s, rank, error.peer)
             for rank, error in self.errors
@@ -135,7 +134,7 @@ class _Failed:
         )
 
     def blame(self, culprit: int) -> Finding:
-        """The finding that the errors which name `culprit` lead to."""
+        """The finding that follows from the errors that name `culprit`."""
         namers = tuple(rank for _, _, rank, peer in self.naming if peer == culprit)
         return Finding(Reason.NAMED, (culprit,), namers)
 
@@ -152,7 +151,7 @@ def _own_error(failed: _Failed) -> Finding | None:
 
 def _is_own(rank: int, error: Error) -> bool:
     if error.kind not in errors.__all__:
-        return True  # an exception of the program's
+        return True  # the program's exception
     if error.kind == "MismatchError":
         return False
     return error.peer == rank or (error.peer is None and error.kind not in _ABOUT_OTHERS)
@@ -186,15 +185,15 @@ def _never_joined(failed: _Failed, unknown: Sequence[int]) -> Finding | None:
 
 
 def _named(failed: _Failed) -> Finding | None:
-    """The rank that others waited for or lost, followed to the end of the chain."""
+    """The rank that others waited for or lost, at the end of the chain."""
     if not failed.naming:
         return None
     points = {rank: peer for told, _, rank, peer in reversed(failed.naming) if not told}
     path = [failed.naming[0][2], failed.naming[0][3]]
     while (onward := points.get(path[-1])) is not None:
         if onward in path:
-            # Each names the next, all round. Most votes count, as when a rank that was stopped
-            # complains when it is woken; where two have as many, the one behind is to blame.
+            # A cycle: each names the next. The most votes decide, as when a rank that was stopped
+            # complains once it runs again; at a tie, the rank that is behind is to blame.
             votes = Counter(peer for *_, peer in failed.naming if peer in path).most_common(2)
             if len(votes) > 1 and votes[0][1] == votes[1][1]:
                 return None
@@ -224,7 +223,7 @@ def _behind(known: dict[int, Facts], unknown: Sequence[int], still_s: float) -> 
         if fact.calls < number or (fact.calls == number and fact.operation is None)
     ]
     if behind:
-        # Of ranks with as many calls, those in one wait for those in user code.
+        # Of ranks with equally many calls, those in a call wait for those in user code.
         culprit = min(behind, key=lambda f: (f.calls, f.operation is not None, -f.stood_s, f.rank))
         return Finding(Reason.BEHIND, (culprit.rank,), witnesses)
     if unknown:
@@ -247,7 +246,7 @@ def _out_of_step(known: dict[int, Facts]) -> Finding | None:
 
 
 def _odd_one_out(known: dict[int, Facts]) -> int | None:
-    """The one rank whose present call differs from that of all others, of three or more."""
+    """The one rank of three or more whose present call differs from that of all others."""
     calls = {
         rank: (fact.calls, fact.call) for rank, fact in known.items() if fact.operation is not None
     }
@@ -255,12 +254,12 @@ def _odd_one_out(known: dict[int, Facts]) -> int | None:
     if len(calls) < 3 or len(counted) != 2 or counted[1][1] != 1:
         return None
     if counted[0][0][0] != counted[1][0][0]:
-        return None  # Not the same number: one is ahead.
+        return None  # Different numbers: one is ahead.
     return next(rank for rank, call in calls.items() if call == counted[1][0])
 
 
 def _first_error(failed: _Failed) -> Finding:
-    """What the first error says, for want of anything better."""
+    """What the first error indicates, for want of anything better."""
     if failed.naming:
         return failed.blame(failed.naming[0][3])
     first = sorted((error.when_s, rank) for rank, error in failed.errors)

@@ -1,12 +1,12 @@
 """Which gradients travel together: a static plan that every rank makes alike. Pure.
 
 Gradients are packed into buckets of one dtype, in reverse order of the variables, because
-backpropagation finishes the last layer first. The plan follows from shapes and dtypes
-alone, so ranks need no coordinator; they compare its signature with every reduction.
+backpropagation finishes the last layer first. The plan follows from shapes and dtypes alone, so
+ranks need no coordinator; they compare its signature with every reduction.
 
     bucket   | gradient 9 | pad | gradient 8 | pad | ...     starts at multiples of 64 bytes
 
-Padding lets a gradient's place in the bucket be handed to the framework as it stands.
+With the padding, the framework can use a gradient's slice of the bucket without copying it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = [
     "gathers_rows",
 ]
 
-# TensorFlow copies what is not aligned to this many bytes, and a cache line is as long.
+# TensorFlow copies what is not aligned to this many bytes; it is also a cache line.
 ALIGNMENT = 64
 
-# Of the index of a sparse gradient's row: int64.
+# The index of a sparse gradient's row is int64.
 INDEX_BYTES = 8
 
-# Automatic names are numbered by what else a process has created: `dense_1/kernel` on one rank
-# may be `dense/kernel` on another. An optimizer's variables have such a path within their own
-# name: `adam/sequential_dense_1_kernel_momentum`.
+# Automatic names contain a number that depends on what else a process has created: `dense_1/kernel`
+# on one rank may be `dense/kernel` on another. The name of an optimizer's variable contains such a
+# path: `adam/sequential_dense_1_kernel_momentum`.
 _NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
 
 
@@ -48,9 +48,8 @@ class GradientSpec:
 
     Attributes:
         path: the variable's name; compared without the numbers of automatic names.
-        shape, dtype: of the gradient.
         present: whether the variable has a gradient at all.
-        sparse: whether it comes as some rows of the whole, which are in no bucket.
+        sparse: whether it consists of some rows of the whole; such gradients are in no bucket.
     """
 
     path: str
@@ -81,7 +80,7 @@ class GradientSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A gradient's place: elements ``[start, start + count)`` of its bucket."""
+    """A gradient's slice of its bucket: elements ``[start, start + count)``."""
 
     gradient: int
     start: int
@@ -93,7 +92,7 @@ class Bucket:
     """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included.
 
     Attributes:
-        in_place: it is one gradient, and is reduced where that lies.
+        in_place: it is one gradient, reduced in the memory that it has already.
     """
 
     dtype: str
@@ -123,17 +122,16 @@ class BucketPlan:
         """Pack `gradients` into buckets of about `bucket_bytes`.
 
         Args:
-            gradients: in the order of the variables. Those that are sparse or not present take
-                no room.
+            gradients: in the order of the variables; sparse or absent ones take no room.
             itemsizes: bytes of an element of each dtype that occurs.
-            bucket_bytes: a bucket is closed when the next gradient would exceed this; a
-                larger gradient has a bucket to itself.
-            first_bytes: the same for the first bucket, which can be reduced first: a small one
-                begins early. By default `bucket_bytes`.
-            compiled: it is for steps that XLA compiles. Whether a step is compiled must be equal on
-                all ranks, or they would round differently; so it is part of the signature.
-            in_place_bytes: gradients of so many bytes or more have a bucket to themselves, and
-                are reduced in place. None: none are.
+            bucket_bytes: a bucket is closed when the next gradient would exceed this; a larger
+                gradient has its own bucket.
+            first_bytes: the same for the first bucket: a small one can be reduced early. By
+                default `bucket_bytes`.
+            compiled: the plan is for steps that XLA compiles. This must be equal on all ranks, or
+                they would round differently; so it is part of the signature.
+            in_place_bytes: gradients of at least this size have their own bucket and are reduced in
+                place. None: none are.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -166,14 +164,14 @@ class BucketPlan:
 
     @cached_property
     def present(self) -> tuple[int, ...]:
-        """Places of the gradients that lie in buckets, in the order of the variables."""
+        """Indices of the gradients that are in buckets, in the order of the variables."""
         return tuple(
             index for index, spec in enumerate(self.gradients) if spec.present and not spec.sparse
         )
 
     @cached_property
     def sparse(self) -> tuple[int, ...]:
-        """Places of the sparse gradients, in the order of the variables."""
+        """Indices of the sparse gradients, in the order of the variables."""
         return tuple(
             index for index, spec in enumerate(self.gradients) if spec.present and spec.sparse
         )
@@ -195,13 +193,12 @@ class BucketPlan:
 def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:
     """Whether a sparse gradient is cheaper to gather than to reduce as a whole table.
 
-    Each rank receives, of rows of w bytes with an index each, or of the whole table of n rows:
+    Bytes that each rank receives, for rows of w bytes with an index each, or a table of n rows:
 
         gathered   (size - 1) / size  *  sum(rows) (w + 8)        on average
         reduced    (size - 1) / size  *  2 n w
 
-    The first factor is common, so what is compared does not depend on the number of ranks but
-    through the rows; and it follows from what all ranks know, so all choose alike.
+    The first factor cancels. The rest is known to all ranks, so all choose alike.
 
     Args:
         rows: how many rows each rank has, in rank order.
@@ -215,18 +212,18 @@ def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool
 def first_difference(
     ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec], what: str = "gradients"
 ) -> tuple[str, str] | None:
-    """The first gradient on which two ranks disagree, as both describe it; None if they agree.
+    """The first gradient on which two ranks disagree, as each describes it; None if they agree.
 
     Args:
         ours, theirs: in the order of the variables.
-        what: what errors call them, all together.
+        what: what errors call the gradients.
     """
     for own, other in zip(ours, theirs, strict=False):
         if not own.agrees_with(other):
             return own.describe(), other.describe()
     if len(ours) == len(theirs):
         return None
-    # All that the shorter list has is in the longer one too, which has this one after it.
+    # The longer list begins with all of the shorter one; `common` indexes its first extra gradient.
     common = min(len(ours), len(theirs))
 
     def describe(specs: Sequence[GradientSpec]) -> str:

@@ -1,7 +1,7 @@
-"""What a flight record on disk holds: the format that one side writes and another reads.
+"""The format of a flight record on disk: one JSON file for each rank.
 
-One JSON file for each rank. A reader may find a truncated file, one of another program or
-one made to harm: it is decoded into typed records with limits, or refused.
+A reader may find a truncated file, one of another program or one made to harm: it is decoded into
+typed records with limits, or refused.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
     "file_name",
 ]
 
-# Raised by every change that an older reader would misunderstand.
+# Incremented by every change that an older reader would misunderstand.
 FORMAT = 1
 
-# A dump with every list at its limit stays below the file's.
+# A dump with every list at its limit stays below this.
 FILE_BYTES_MAX = 1 << 24
 TEXT_MAX = 4096
 NAME_MAX = 512
@@ -68,9 +68,9 @@ class Frame(msgspec.Struct):
     """One line of a stack.
 
     Attributes:
-        text: the line's source, where it can be read.
-        library: whether it belongs to Python, an installed package or ringreduce, rather
-            than to the user's program.
+        text: the line's source, if it can be read.
+        library: it belongs to Python, an installed package or ringreduce, not to the user's
+            program.
     """
 
     file: _Text
@@ -81,7 +81,7 @@ class Frame(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """What broke the communicator; fields that `RingReduceError` has mean what they do there.
+    """What broke the communicator; other fields mean what they do in `RingReduceError`.
 
     Attributes:
         kind: the error's class.
@@ -116,7 +116,7 @@ class Dump(msgspec.Struct):
     Attributes:
         why: what it was written for.
         when, iso: when, in seconds since the epoch and for people.
-        job: the job's id, by which records of several jobs are told apart.
+        job: the job's id, which tells records of several jobs apart.
         calls, operation, nbytes: as in `Standing`.
         since: as in `Standing`, in seconds since the epoch.
         failure: None while the communicator works.
@@ -147,7 +147,7 @@ class Dump(msgspec.Struct):
 
 def cut(text: str, length: int = TEXT_MAX) -> str:
     """`text` as a flight record can hold it."""
-    # File names may hold bytes that are no text; JSON may not.
+    # File names may contain bytes that are not text, which JSON cannot hold.
     whole = text.encode(errors="replace").decode()
     return whole if len(whole) <= length else whole[: length - 3] + "..."
 
@@ -158,12 +158,12 @@ def file_name(rank: int) -> str:
 
 
 def encode_dump(dump: Dump) -> bytes:
-    """`dump` as JSON, indented; what JSON has no form for becomes its text."""
+    """Encode `dump` as indented JSON; values that JSON has no form for become their text."""
     return msgspec.json.format(msgspec.json.encode(dump, enc_hook=str), indent=1) + b"\n"
 
 
 def decode_dump(data: bytes) -> Dump:
-    """The record in `data`.
+    """Decode a flight record.
 
     Raises:
         ValueError: it is none, or of another format; the text says what is wrong.

@@ -1,14 +1,12 @@
 """Element-wise kernels, compiled once for each operator and dtype, called by address.
 
-Each combines `count` elements at `target` with those at `source` and leaves the result in
-`target`. They know neither chunk nor socket, hold no state, and run without the GIL. The
-compiled ring loop (`ringreduce.transport.loop`) takes them as plain C function addresses, so
-that there is one loop for all dtypes and a kernel costs its compilation (0.1-0.3 s, then
-cached on disk) only when a program first uses it. The rejected alternative, a loop that is
-specialised for the dtype, compiled 36 copies of the transport code.
+Each combines `count` elements at `target` with those at `source`, result in `target`, without the
+GIL. The compiled ring loop (`ringreduce.transport.loop`) calls them by C address: one loop serves
+all dtypes (specialised for each, it was compiled 36 times), and a kernel is compiled (0.1-0.3 s,
+then cached on disk) when a program first uses it.
 
-No fastmath: a NaN or an infinity in a gradient must come out as one. 16-bit floats are
-widened to float32, reduced there, and rounded once (`widen`, `narrow`).
+No fastmath: a NaN or an infinity in a gradient must stay one. 16-bit floats are widened to float32,
+reduced there, and rounded once (`widen`, `narrow`).
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def narrow(source: np.ndarray, target: np.ndarray) -> None:
 def first_nonfinite(flat: np.ndarray) -> int:
     """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none.
 
-    Reads memory once, at its speed. Integers are always finite.
+    Reads memory once, at memory speed. Integers are always finite.
     """
     if flat.dtype.name not in _EXPONENT_BITS:
         return -1
@@ -81,10 +79,10 @@ def first_nonfinite(flat: np.ndarray) -> int:
     per_word = 8 // flat.itemsize
     words = flat.size // per_word
     block = int(_first_nonfinite_block(flat[: words * per_word].view(np.uint64), exponent, lowest))
-    # Either the block that holds it, or the last few elements, which fill no word.
+    # Either the block that contains it, or the last few elements, which fill no word.
     start = block * per_word
     length = _BLOCK_WORDS * per_word if block < words else per_word
-    with np.errstate(invalid="ignore"):  # numpy widens bfloat16, which signalling NaNs resent
+    with np.errstate(invalid="ignore"):  # widening a signalling NaN from bfloat16 sets the flag
         suspects = np.flatnonzero(~np.isfinite(flat[start : start + length]))
     return start + int(suspects[0]) if suspects.size else -1
 
@@ -104,7 +102,7 @@ def _product(target: Any, source: Any, count: Any) -> None:
 def _min(target: Any, source: Any, count: Any) -> None:
     to, of = carray(target, count), carray(source, count)
     for i in range(count):
-        # `x != x` holds for NaN alone; a NaN already in `to` survives since `<` is then false.
+        # `x != x` is true for NaN alone; a NaN already in `to` stays, since `<` is then false.
         if of[i] < to[i] or of[i] != of[i]:
             to[i] = of[i]
 
@@ -138,7 +136,7 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., None]] = {
     ReduceOp.PRODUCT: _product,
 }
 
-# Compiled functions must outlive every address that was handed out: kept for good.
+# Compiled functions must outlive every address that was handed out, so they are never freed.
 _keep: list[object] = []
 
 
@@ -175,14 +173,14 @@ def reduce_rows(
 ) -> None:
     """Fill `target` with the reduction of `rows` over the first axis, row `start` first.
 
-    The rows before it follow in falling order, then the last one and those down to `start`:
-    rank order, for a rank `start` that holds in row j the row of the rank j places before it.
+    Rows ``start - 1, ..., 0, size - 1, ..., start + 1`` follow. That is rank order when `start` is
+    this rank and row j comes from the rank j positions before it.
 
     Args:
         rows: uint8 of shape (size, nbytes), contiguous.
         start: index of the row to begin with.
-        target: uint8 of shape (nbytes,), contiguous; may be no row of `rows` but that.
-        elements: how many elements nbytes hold.
+        target: uint8 of shape (nbytes,), contiguous; outside of `rows`, or row `start` itself.
+        elements: number of elements in nbytes.
         combine: from `reduction`.
         finish: from `divide`; 0 for none.
         by: uint8, the bytes of the one element that `finish` divides by.
@@ -201,7 +199,7 @@ def reduce_rows(
 
 @numba.njit(nogil=True, cache=True)
 def add_rows(target: Any, places: Any, rows: Any) -> None:
-    """Add each of `rows`, from the first to the last, to the row of `target` where it belongs.
+    """Add ``rows[i]`` to ``target[places[i]]`` for each i, in order.
 
     Args:
         target: shape (n, width), contiguous, float32 or float64.
@@ -215,30 +213,30 @@ def add_rows(target: Any, places: Any, rows: Any) -> None:
 
 
 def _in_all_lanes(bits: int, lane: int) -> Any:
-    """`bits` in each part of `lane` bits of a word."""
+    """`bits` repeated in each group of `lane` bits of a 64-bit word."""
     return np.uint64(sum(bits << shift for shift in range(0, 64, lane)))
 
 
-# For each float type, as many lanes as fit a word: the bits of the exponent, which are all set
-# in NaN and infinity alone, and the lowest of them. Adding that then carries into the sign's place.
+# For each float type, repeated to fill a word: the exponent's bits, which are all set in NaN and
+# infinity alone, and the lowest of them. Adding that then carries into the sign bit.
 _EXPONENT_BITS = {
     "float16": (_in_all_lanes(0x7C00, 16), _in_all_lanes(0x0400, 16)),
     "bfloat16": (_in_all_lanes(0x7F80, 16), _in_all_lanes(0x0080, 16)),
     "float32": (_in_all_lanes(0x7F800000, 32), _in_all_lanes(0x00800000, 32)),
     "float64": (_in_all_lanes(0x7FF << 52, 64), _in_all_lanes(1 << 52, 64)),
 }
-# Long enough for wide vectors, short enough to look for the element in it.
+# Long enough for wide vectors, short enough to search for the element.
 _BLOCK_WORDS = 1024
 
 
 @numba.njit(nogil=True, cache=True)
 def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
-    """Where the first block begins that holds one; the number of `words` if none does."""
+    """Start of the first block that contains one; ``words.size`` if none does."""
     signs = (exponent + lowest) & ~exponent
     for start in range(0, words.size, _BLOCK_WORDS):
         carried = np.uint64(0)
         block = words[start : start + _BLOCK_WORDS]
-        # By index: numba's iteration over an array is not vectorized, and four times as slow.
+        # By index: numba does not vectorize iteration over an array, which is four times as slow.
         for i in range(block.size):
             carried |= (block[i] & exponent) + lowest
         if carried & signs != 0:

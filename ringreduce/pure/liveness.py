@@ -1,17 +1,13 @@
 """What a rank knows of the others from their heartbeats, and what follows. Pure: no clock, no I/O.
 
-Each rank sends four times a second what it is doing: a `Heartbeat`. Neighbours pass on those that
-they have received, with their ages, so that every rank knows how far every other has come and how
-long ago that was, without a common clock (`Board`). From this a rank that waits can tell which
-rank holds it up, and how:
+Each rank sends a `Heartbeat` four times a second. Neighbours forward those they have received, with
+their ages, so that every rank knows how far every other has come and how long ago that was, without
+a common clock (`Board`). A rank that waits can then say which rank holds it up, and how:
 
-- silent: no heartbeat of it has come for a second. It was stopped, or it is cut off.
+- silent: no heartbeat of it has arrived for a second. It was stopped, or it is cut off.
 - in user code: it is alive and has not begun the call that the others wait in.
 - behind: it is alive and still in an earlier call.
 - elsewhere: it is in another operation, where this rank's call should be.
-
-A connection that carries nothing although its sender has sent and its receiver waits is dead,
-whatever the operating system says of it (`is_dead`).
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ __all__ = [
 
 
 class Standing(Protocol):
-    """What a rank is doing, as `ringreduce.effects.recorder` has it."""
+    """What a rank is doing, as `ringreduce.effects.recorder` records it."""
 
     @property
     def calls(self) -> int:
@@ -56,9 +52,9 @@ class Flow:
 
     Attributes:
         done: the part of its present pass that is done, 0 to 1.
-        sent: of each outgoing connection: receiver, channel, and frames sent, ever.
-        waits: of the connection on which a frame is due and has not come for a while: sender,
-            channel, frames received, ever, and for how many seconds not one byte has come.
+        sent: for each outgoing connection: receiver, channel, and total frames sent.
+        waits: for the connection on which a frame has been due for a while: sender, channel, total
+            frames received, and for how many seconds not one byte has arrived.
     """
 
     done: float = 0.0
@@ -68,11 +64,10 @@ class Flow:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Who holds this rank up, and how.
+    """The rank that holds this one up, and how.
 
     Attributes:
-        rank: who.
-        kind: ``silent``, ``user code``, ``behind`` or ``elsewhere``.
+        kind: ``silent``, ``user code``, ``behind``, ``elsewhere`` or ``slow``.
         text: a clause about that rank, such as ``rank 1 has shown no sign of life for 3.2 s``.
     """
 
@@ -84,15 +79,15 @@ class Suspicion:
 @dataclass(frozen=True)
 class _Sighting:
     heartbeat: Heartbeat
-    at_s: float  # when it was said, on this process's clock
+    at_s: float  # when it was sent, on this process's clock
 
 
 class Board:
     """What one rank knows of the others.
 
     Args:
-        rank, size: whose board, among how many.
-        now_s: this process's clock; ranks count as alive then.
+        rank, size: this rank, and the number of ranks.
+        now_s: this process's clock; all ranks count as alive at this time.
     """
 
     def __init__(self, rank: int, size: int, now_s: float) -> None:
@@ -102,7 +97,7 @@ class Board:
         self._left: dict[int, Left] = {}
 
     def note(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
-        """Note a heartbeat that came, unless a later one is known or it is our own."""
+        """Note a heartbeat that arrived, unless a later one is known or it is our own."""
         known = self._seen.get(heartbeat.rank)
         if heartbeat.rank != self._rank and (
             known is None or known.heartbeat.number < heartbeat.number
@@ -116,7 +111,7 @@ class Board:
         return is_new
 
     def left(self, rank: int) -> Left | None:
-        """What a rank has said that closed its communicator; None for one that has not."""
+        """The message of a rank that has closed its communicator; None if it has not."""
         return self._left.get(rank)
 
     def has_left(self, rank: int) -> bool:
@@ -129,7 +124,7 @@ class Board:
         return min(gone, key=lambda left: (not left.why, left.calls, left.rank), default=None)
 
     def heartbeats(self, now_s: float) -> list[tuple[Heartbeat, float]]:
-        """All that is known of others, with ages; to pass on."""
+        """All that is known of others, with ages; to forward."""
         return [(seen.heartbeat, max(0.0, now_s - seen.at_s)) for seen in self._seen.values()]
 
     def report(self, now_s: float) -> list[dict[str, Any]]:
@@ -151,19 +146,19 @@ class Board:
         return known
 
     def silent_s(self, rank: int, now_s: float) -> float:
-        """For how long no heartbeat of a rank has come."""
+        """For how long no heartbeat of a rank has arrived."""
         seen = self._seen.get(rank)
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether no heartbeat of a rank has come for too long; far ones may take longer."""
+        """Whether no heartbeat of a rank has arrived for too long; each hop adds a period."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
         return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 
     def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
-        """Who keeps this rank, which is in a collective, waiting; None when nobody is seen to.
+        """The rank that keeps this one, which is in a collective, waiting; None if none is seen to.
 
-        What was said before this rank's own call began says nothing about it and is left out.
+        Heartbeats sent before this rank's own call began say nothing about it and are ignored.
         """
         known = [Facts(self._rank, standing.calls, standing.operation)]
         for rank in range(self._size):
@@ -171,7 +166,7 @@ class Board:
                 continue
             seen = self._seen.get(rank)
             if seen is not None and seen.heartbeat.calls > standing.calls:
-                continue  # It has done this call, and whatever it does next is not waited for.
+                continue  # It has completed this call, so this rank does not wait for it.
             if self.is_silent(rank, now_s):
                 known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
             elif seen is not None and seen.at_s >= standing.since_s:
@@ -183,9 +178,9 @@ class Board:
         return self._suspicion(finding, known) if finding.culprits else None
 
     def _suspicion(self, finding: Finding, known: list[Facts]) -> Suspicion:
-        """`finding` in words."""
+        """Describe `finding`."""
         if finding.reason is Reason.OUT_OF_STEP:
-            # This rank may be the odd one; it names another that is in another call.
+            # This rank may be the odd one; the suspicion names one that is in another call.
             operation = known[0].operation
             fact = next(f for f in known if f.rank in finding.witnesses if f.operation != operation)
         else:
@@ -204,12 +199,12 @@ class Board:
         return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
 
     def hears_nobody(self, now_s: float) -> bool:
-        """Whether all other ranks are silent, which with three or more points at this one."""
+        """Whether all of two or more other ranks are silent, which points at this one."""
         others = [r for r in range(self._size) if r != self._rank and r not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
 
     def slowest(self, standing: Standing, done: float) -> Suspicion | None:
-        """Of the ranks in this rank's own call, the one that has got the least far, if another."""
+        """The rank in the same call that has done the least of it, if less than this rank."""
         others = [
             (seen.heartbeat.done, rank)
             for rank, seen in self._seen.items()
@@ -227,7 +222,7 @@ class Board:
         """Sender and receiver of a dead connection that ends at this rank, if there is one.
 
         Args:
-            own: what this rank says of itself now.
+            own: this rank's own heartbeat now.
             limit_s: how long a connection may carry nothing of what is due.
             now_s: this process's clock.
         """
@@ -241,7 +236,8 @@ class Board:
             wait = None if theirs is None else theirs.wait
             if wait is None or wait.sender != self._rank:
                 continue
-            # What it said before the frame was overdue says nothing: it may have stopped since.
+            # A heartbeat from before the frame was overdue proves nothing: that rank may have
+            # stopped since.
             quiet_s = max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))
             if is_dead(msgspec.structs.replace(sent, quiet_s=quiet_s), wait, limit_s):
                 return self._rank, sent.receiver
@@ -255,8 +251,8 @@ class Board:
 def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
     """Whether a connection carries nothing of what is due, as its two ends see it.
 
-    Nothing has come for `limit_s`, and of what the sender has sent for at least as long
-    something has not arrived. On a link that is merely slow bytes keep coming.
+    Not one byte has arrived for `limit_s`, and frames that were sent at least as long ago are
+    missing, whatever the operating system reports. On a merely slow link bytes keep arriving.
     """
     return (
         sent.channel == wait.channel

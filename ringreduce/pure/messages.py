@@ -25,7 +25,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
-# Streams and long distances of a ring; far more than any has.
+# Far more than the streams and long distances of any ring.
 _CONNECTIONS_MAX = 96
 
 
@@ -33,9 +33,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
     """One data connection as its sender sees it.
 
     Attributes:
-        receiver: the rank at the other end.
         channel: which of the connections between the two.
-        frames: sent on it, ever.
+        frames: sent on it since it was opened.
         quiet_s: for how long that number has not changed.
     """
 
@@ -49,10 +48,9 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     """The data connection on which a rank waits for a frame.
 
     Attributes:
-        sender: the rank at the other end.
         channel: which of the connections between the two.
-        frames: received on it, ever.
-        dry_s: for how long not one byte has come.
+        frames: received on it since it was opened.
+        dry_s: for how long not one byte has arrived.
     """
 
     sender: _Rank
@@ -62,17 +60,16 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself.
+    """What a rank reports of itself.
 
     Attributes:
-        rank: who.
         number: counted up with each heartbeat.
         calls: collectives it has completed.
         operation: the one it is in; empty in user code.
-        since_s: how long it has been there, when it said so.
+        since_s: how long it had been there when it sent this.
         done: the part of its present pass that is done, 0 to 1.
         sent: its outgoing data connections.
-        wait: the connection it waits on, if it does.
+        wait: the connection it waits on; None if it does not wait.
     """
 
     rank: _Rank
@@ -86,7 +83,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
-    """All that a rank knows of others, itself first: heartbeats and how old they are."""
+    """What a rank knows of all ranks, itself first: heartbeats and how old they are."""
 
     heartbeats: tuple[tuple[Heartbeat, _Seconds], ...]
 
@@ -101,7 +98,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     """A rank has closed its communicator after `calls` calls.
 
     Attributes:
-        why: the exception that made it, where one did; else empty.
+        why: the exception that made it leave; empty if there was none.
     """
 
     rank: _Rank
@@ -119,15 +116,15 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """`message` as MessagePack."""
+    """Encode `message` as MessagePack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(payload: bytes, size: int) -> Message:
-    """What a rank of `size` ranks has sent.
+    """Decode a message from a rank of a job of `size` ranks.
 
     Raises:
-        ValueError: it is no message, or speaks of ranks that do not exist.
+        ValueError: it is no message, or names ranks that do not exist.
     """
     message: Message = _decoder.decode(payload)
     if isinstance(message, Heartbeats):

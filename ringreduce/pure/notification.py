@@ -24,9 +24,9 @@ __all__ = [
     "left_error",
 ]
 
-# One error's text; what is longer is cut off.
+# Longer text of an error is cut off.
 ABORT_BYTES_MAX = 16384
-# The end of the text of an exception says little.
+# The end of a long exception text is worth little.
 GOODBYE_BYTES_MAX = 1024
 
 
@@ -43,14 +43,14 @@ class _Cause(msgspec.Struct):
 
 
 def encode_abort(cause: RingReduceError, rank: int) -> bytes:
-    """Why rank `rank` gives up; a cause that another rank has met keeps that rank as its origin."""
+    """Why rank `rank` gives up; a cause that came from another rank keeps that rank as origin."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
-    # A file name in it may hold lone surrogates, which cannot be encoded.
+    # A file name in it may contain lone surrogates, which cannot be encoded.
     text = text.encode(errors="replace").decode()
     report = _Cause(
         error=type(cause).__name__,
         origin=rank if cause.origin is None else cause.origin,
-        # A character takes at most four bytes, and the other fields need a little.
+        # A character takes at most four bytes, and the other fields take a few.
         text=text[: ABORT_BYTES_MAX // 8],
         peer=cause.peer,
     )
@@ -58,10 +58,10 @@ def encode_abort(cause: RingReduceError, rank: int) -> bytes:
 
 
 def abort_error(payload: bytes, **where: Any) -> RingReduceError:
-    """The error to raise for another rank's abort; `where` are the fields of this rank's."""
+    """The error to raise for another rank's abort; `where` has the fields of this rank's error."""
     try:
         cause = msgspec.msgpack.decode(payload, type=_Cause)
-    # Text that is no UTF-8 is a ValueError of Python's; depth that has no end, a RecursionError.
+    # Text that is not UTF-8 raises Python's ValueError; endless nesting, a RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         broken = ProtocolError("received an abort that cannot be read", **where)
         broken.__cause__ = error
@@ -72,18 +72,18 @@ def abort_error(payload: bytes, **where: Any) -> RingReduceError:
 
 
 def encode_goodbye(calls: int, why: str) -> bytes:
-    """The goodbye of a rank that closes its communicator after `calls` calls.
+    """The goodbye of a rank that closes its communicator.
 
     Args:
         calls: collectives that it has completed.
-        why: the exception that made it, where one did; else empty.
+        why: the exception that made it leave; empty if there was none.
     """
     text = why.encode(errors="replace").decode()[: GOODBYE_BYTES_MAX // 8]
     return msgspec.msgpack.encode(_Goodbye(calls, text))
 
 
 def goodbye_error(payload: bytes, peer: int, **where: Any) -> RingReduceError:
-    """The error to raise for a goodbye of rank `peer` where a call of its own was due."""
+    """The error to raise for a goodbye of rank `peer` where a frame of a call was due."""
     try:
         goodbye = msgspec.msgpack.decode(payload, type=_Goodbye)
     except msgspec.MsgspecError:
@@ -97,8 +97,8 @@ def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingRedu
 
     Args:
         peer: the rank that has closed its communicator.
-        calls: after how many calls; None if that is not known.
-        why: the exception that made it do so; empty if none is known.
+        calls: how many calls it completed before that; None if unknown.
+        why: the exception that made it leave; empty if none is known.
         where: fields of the error: rank and size at least.
     """
     where = {**where, "peer": peer}

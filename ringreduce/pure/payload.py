@@ -1,4 +1,4 @@
-"""What collectives accept: arrays as flat views, objects as bytes, roots, others' lengths."""
+"""What collectives accept: arrays as flat views, objects as bytes, roots, other ranks' lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "flat_view",
 ]
 
-# An object is a setting, a file name, a metric: for more there are arrays.
+# Objects are settings, file names, metrics; larger data travels as arrays.
 OBJECT_BYTES_MAX = 64 << 20
 
 
@@ -49,7 +49,7 @@ def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np
 
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Where parts of these lengths begin when laid end to end, and where the last one ends."""
+    """Where parts of these lengths begin when laid end to end, and where the last ends."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length)
@@ -57,7 +57,7 @@ def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """Lengths of objects as other ranks gave them, within the limit."""
+    """Check that lengths of objects from other ranks are within the limit, else MismatchError."""
     numbers = [int(length) for length in lengths]
     if not all(0 <= number <= OBJECT_BYTES_MAX for number in numbers):
         raise MismatchError(f"received objects of {numbers} bytes, over the limit")
@@ -65,7 +65,7 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
 
 
 def checked_root(root: Any, rank: int, size: int) -> int:
-    """`root` as a plain int, since it is hashed and compared by its text; `rank` for errors."""
+    """`root` as a plain int, since it is hashed and compared as text; `rank` is for errors."""
     try:
         number = operator.index(root)
     except TypeError:
@@ -78,7 +78,7 @@ def checked_root(root: Any, rank: int, size: int) -> int:
 
 
 def encode(value: Any) -> np.ndarray:
-    """`value` as MessagePack, dtype uint8. Raises ArrayError: it cannot be, or is too large."""
+    """Encode `value` as MessagePack, dtype uint8; ArrayError if it cannot be or is too large."""
     try:
         payload = msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -95,5 +95,5 @@ def encode(value: Any) -> np.ndarray:
 
 
 def decode(payload: np.ndarray) -> Any:
-    """What `encode` was given, as plain types."""
+    """Decode what `encode` encoded, into plain types."""
     return msgspec.msgpack.decode(payload.tobytes())

@@ -1,4 +1,4 @@
-"""Which ranks share memory, and which of them speak with other hosts. Pure.
+"""Which ranks share memory, and which of them communicate with other hosts. Pure.
 
     host A            host B            lanes: min(3, 2) = 2
     0   1   2         3   4
@@ -6,8 +6,8 @@
     |   +-------------|---+  lane 1
     +-----------------+      lane 0
 
-The first `lanes` ranks of each host form a ring each with those of the same place on the
-other hosts; the links between hosts then carry several flows at once.
+The first `lanes` ranks of each host each form a ring with the ranks of the same index on the other
+hosts, so that the links between hosts carry several flows at once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["Placement", "place"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all ranks of a job are.
+    """The hosts of all ranks of a job.
 
     Attributes:
-        hosts: the ranks of each group that shares memory, ascending; groups by first rank.
-            A rank that shares with nobody is a group of its own.
+        hosts: the ranks of each group that shares memory, ascending; groups by first rank. A rank
+            that shares memory with no other is a group by itself.
     """
 
     hosts: tuple[tuple[int, ...], ...]
 
     @property
     def lanes(self) -> int:
-        """How many ranks of each host speak with other hosts."""
+        """How many ranks of each host communicate with other hosts."""
         return min(len(host) for host in self.hosts)
 
     @property
@@ -51,7 +51,7 @@ class Placement:
 
 
 def place(hosts: Sequence[str], memory: Sequence[str]) -> Placement:
-    """Group ranks that have said the same host and the same memory.
+    """Group ranks that have announced the same host and the same memory.
 
     Args:
         hosts: name of each rank's host.

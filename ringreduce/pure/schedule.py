@@ -8,15 +8,14 @@ rank receives one chunk from the previous rank and passes a chunk on to the next
     0      gets 1   gets 2   gets 0    gets 2   gets 0   gets 1
     1      gets 0   gets 1   gets 2    gets 1   gets 2   gets 0
 
-In a reduce-scatter the chunk that arrives is added to one's own; after size - 1 steps
-rank r holds the whole sum of chunk r. In an all-gather it replaces one's own. In both,
-the chunk received in one step is the chunk sent in the next, so a segment can leave as
-soon as it has been dealt with; that is the whole pipeline, and it is why one compiled
-loop runs every schedule of this file.
+In a reduce-scatter the chunk that arrives is added to the rank's own; after size - 1 steps rank r
+holds the whole sum of chunk r. In an all-gather it replaces the rank's own. In both, the chunk
+received in one step is the chunk sent in the next, so a segment is forwarded as soon as it is
+processed, and one compiled loop runs every schedule of this file.
 
-Where latency rules, the ring's many steps cost more than its few bytes save. There an
-`Exchange` gives every rank all ranks' rows in ceil(log2(size)) steps; row j of a rank is
-that of the rank j places before it, so that each step sends what is held so far:
+Small messages are bound by latency, where an `Exchange` is faster: it gives every rank all ranks'
+rows in ceil(log2(size)) steps. Row j on a rank comes from the rank j positions before it, and each
+step sends the rows held so far:
 
     5 ranks   step 0           step 1            step 2           afterwards
     holds     0                0 1               0 1 2 3          0 1 2 3 4
@@ -50,16 +49,13 @@ __all__ = [
 ]
 
 # What a rank does with a chunk that arrives; bits of `Schedule.actions`.
-REDUCE = 1  # combine it with its own chunk (without this bit it replaces that)
+REDUCE = 1  # combine it with this rank's own chunk; without this bit it replaces that chunk
 FINISH = 2  # the chunk is complete: apply the last pass (the division of a mean)
 FORWARD = 4  # send it on to the next rank
 
 
 class Action(enum.IntEnum):
-    """What is done with the chunks of a buffer where every rank can reach every other's.
-
-    The values are those of native/include/ringreduce.h.
-    """
+    """What is done with the chunks of a buffer in shared memory; values as in ringreduce.h."""
 
     ALL_REDUCE = 1  # every chunk reduced, on all ranks
     REDUCE_SCATTER = 2  # each rank's own chunk reduced, the rest unchanged
@@ -74,8 +70,8 @@ class Schedule:
         first: chunk sent before anything is received, or -1 for none.
         chunks: chunk received in each step.
         actions: for each step, a sum of REDUCE, FINISH and FORWARD.
-        offset: what frames call this rank's step 0. Ranks run their steps together except in
-            a broadcast, where each starts one step after the rank before it.
+        offset: the number of this rank's step 0 in frames. It is 0 except in a broadcast, where
+            each rank starts one step after the rank before it.
     """
 
     first: int
@@ -95,12 +91,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The part of every rank in an exchange of rows; the same for all, seen from each.
+    """An exchange of rows; equal on all ranks.
 
     Attributes:
-        distances: how far forward each step's rows go, and from how far behind others come.
-            Those that come in a step are laid down as rows ``distance, distance + 1, ...``.
-        counts: how many rows, from row 0 on, each step sends; as many arrive.
+        distances: how far ahead each step sends, and how far behind its rows come from. Those that
+            arrive are stored as rows ``distance, distance + 1, ...``.
+        counts: how many rows, from row 0 on, each step sends and receives.
     """
 
     distances: tuple[int, ...]
@@ -120,8 +116,8 @@ def exchange(size: int) -> Exchange:
 def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
     """Where the chunks of `count` elements begin, and where the last one ends.
 
-    Chunk i is ``[bounds[i], bounds[i + 1])``. Lengths differ by at most one element and the
-    longer chunks come first; with fewer elements than ranks the last chunks are empty.
+    Lengths differ by at most one element and the longer chunks come first; with fewer elements than
+    ranks the last chunks are empty.
     """
     base, longer = divmod(count, size)
     return tuple(i * base + min(i, longer) for i in range(size + 1))
@@ -136,8 +132,7 @@ def chunk_length(count: int, size: int, index: int) -> int:
 def segment_count(nbytes: int, segment_bytes: int) -> int:
     """Number of frames a chunk of `nbytes` travels in.
 
-    An empty chunk still travels as one empty frame: its header is compared like any other,
-    so that ranks that disagree find out.
+    An empty chunk travels as one empty frame, so that its header is compared too.
     """
     return max(1, -(-nbytes // segment_bytes))
 
@@ -163,15 +158,15 @@ def all_reduce(rank: int, size: int) -> Schedule:
     scatter, gather = reduce_scatter(rank, size), all_gather(rank, size)
     if size == 1:
         return scatter
-    # The chunk completed by the last reduce-scatter step is the one the all-gather starts with.
+    # The last reduce-scatter step completes the chunk that the all-gather sends first.
     last = (*scatter.actions[:-1], scatter.actions[-1] | FORWARD)
     return Schedule(scatter.first, scatter.chunks + gather.chunks, last + gather.actions)
 
 
 def broadcast(rank: int, size: int, root: int) -> Schedule:
-    """Pass the only chunk, number 0, along the ring from `root` to the rank before it.
+    """Pass the only chunk, number 0, from `root` along the ring to the rank before `root`.
 
-    A pipeline of segments: the last rank has everything size - 2 segments after the first.
+    The segments are pipelined: the last rank is done size - 2 segments after the first.
     """
     if size == 1:
         return Schedule(-1, (), ())

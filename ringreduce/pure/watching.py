@@ -1,8 +1,7 @@
 """What a watcher concludes and does: facts in, decisions out. Pure: no clock, thread or socket.
 
-`ringreduce.engine.watch` has the thread that brings the facts (messages, lost connections, where
-this rank stands) and carries out what is returned here: what to send, what to log, and the error
-that has ended the ring.
+The thread of `ringreduce.engine.watch` supplies the facts (messages, lost connections, where this
+rank stands) and carries out the actions returned here.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingRe
 
 __all__ = ["Action", "Ended", "Log", "Send", "Watch"]
 
-# Of so many heartbeats a neighbour that is silent for long gets one.
+# A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
-# A rank that is waited for in four of five looks over five seconds is slow for good.
+# A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
 _LOOKS, _LOOKS_SLOW = 20, 16
 _COMPLAINTS_MAX = 8
 _ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
@@ -50,7 +49,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Ended:
-    """Tell the communicator that `error` has ended the ring."""
+    """Notify the communicator that `error` has ended the ring."""
 
     error: RingReduceError
 
@@ -59,7 +58,7 @@ Action = Send | Log | Ended
 
 
 class Watch:
-    """What one rank's watcher knows. Times are those of one clock.
+    """What one rank's watcher knows. All times are on one clock.
 
     Args:
         rank, size: this rank, among at least two.
@@ -70,8 +69,8 @@ class Watch:
     Attributes:
         board: what is known of the other ranks.
         cause: why the ring has ended; None while it has not.
-        is_closing: whether this rank leaves; then no loss is its own failure.
-        due_s: when the next heartbeat is due, or the next look at what may have ended.
+        is_closing: this rank is leaving; then no lost connection is a failure.
+        due_s: when the next heartbeat, or the next check of a possible loss, is due.
     """
 
     def __init__(
@@ -102,26 +101,26 @@ class Watch:
         self._slow_s = -TIMES.straggler_pause_s
 
     def announce(self, message: Abort | Left) -> list[Action]:
-        """What must reach all ranks: it is sent, and acknowledged by the neighbours."""
+        """Send a message that must reach all ranks; the neighbours acknowledge it."""
         self._unacknowledged = set(self._neighbours)
         return [Send(messages.encode(message))]
 
     def is_owed(self, lost: Collection[int]) -> bool:
-        """Whether a neighbour that is still there has not acknowledged what was announced last."""
+        """Whether a neighbour that is still there has not acknowledged the last announcement."""
         gone = {n for n in self._unacknowledged if self.board.has_left(n)} | set(lost)
         return bool(self._unacknowledged - gone)
 
     def tick(self, now_s: float) -> None:
-        """Note the time; this process may have stood still since the last time."""
+        """Note the time, and whether this process has stood still since the last call."""
         if now_s - self._ticked_s >= TIMES.silent_s:
             self._paused = now_s, now_s - self._ticked_s
         if now_s - self._ticked_s > 2 * TIMES.heartbeat_s:
-            # What was not sent while all stood still is no sign of a dead connection.
+            # Frames not sent while the process stood still are no sign of a dead connection.
             self._sent = {key: (frames, now_s) for key, (frames, _) in self._sent.items()}
         self._ticked_s = now_s
 
     def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
-        """A message of a neighbour has come."""
+        """Handle a message of a neighbour."""
         try:
             message = messages.decode(payload, self._size)
         except (ValueError, msgspec.MsgspecError) as error:
@@ -151,16 +150,16 @@ class Watch:
     def look_for_losses(
         self, lost: Collection[int], ended: Collection[int], standing: Standing, now_s: float
     ) -> list[Action]:
-        """Neighbours whose connections have ended; from those `ended` nothing more can come."""
-        # A message may come before the event of its connection, which for a moment looks lost;
-        # that must not count when it is.
+        """Handle lost connections of neighbours; from those in `ended` nothing more can arrive."""
+        # A connection looks lost for a moment when its first message arrives before its event;
+        # forget that, so that it does not count when the connection is really lost.
         self._lost = {n: since for n, since in self._lost.items() if n in lost}
         for neighbour in lost:
             since_s = self._lost.setdefault(neighbour, now_s)
             if self.is_closing or self.cause is not None or self.board.has_left(neighbour):
                 continue
             silent_s = self.board.silent_s(neighbour, since_s)
-            # One that was silent already will not say that it leaves.
+            # A rank that was silent before will not announce that it leaves.
             is_over = neighbour in ended or silent_s >= TIMES.silent_s
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
                 self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
@@ -181,17 +180,17 @@ class Watch:
         return []
 
     def end(self, error: RingReduceError) -> list[Action]:
-        """This rank has found out by itself that the ring has ended."""
+        """End the ring for an error that this rank has found itself."""
         if self.cause is not None or self.is_closing:
             return []
         self.cause = error
-        # The others first: the communicator will write its flight record.
+        # Notify the others first, since the communicator will write its flight record.
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
-        """Where this rank stands: the heartbeat, and what follows from those of the others.
+        """Send a heartbeat, and check those of the others.
 
-        `progress` changes while this rank's collectives get on.
+        `progress` changes while this rank's collectives advance.
         """
         self.due_s = now_s + TIMES.heartbeat_s
         own = self._own(standing, flow, now_s)
@@ -233,12 +232,12 @@ class Watch:
         )
 
     def _look_for_absence(self, standing: Standing, now_s: float) -> list[Action]:
-        """Whether this rank waits in a call that a rank which has left will never make."""
+        """End the ring if this rank waits in a call that a rank which has left will never make."""
         left = None if standing.operation is None else self.board.absent(standing.calls)
         if left is None:
             self._absence = None
         elif self._absence is None or self._absence[0] != standing:
-            # Seen twice, so that a standing that was read in the midst of a change does not count.
+            # Act only when seen twice: `standing` may have been read in the middle of a change.
             self._absence = standing, now_s
             self.due_s = min(self.due_s, now_s + TIMES.ended_s)
         elif now_s - self._absence[1] >= TIMES.ended_s / 2:
@@ -258,7 +257,7 @@ class Watch:
     def _look_for_stalls(
         self, standing: Standing, flow: Flow, progress: object, now_s: float
     ) -> list[Action]:
-        """Warn of ranks that keep this one waiting, once in a while."""
+        """Warn, at growing intervals, of ranks that keep this one waiting."""
         actions: list[Action] = []
         call = standing.calls, standing.since_s
         if call != self._call:
@@ -279,7 +278,7 @@ class Watch:
         if suspicion is not None and suspicion.kind == "silent":
             limit_s = TIMES.silent_warning_s
         elif waited_s < TIMES.silent_s and now_s - standing.since_s >= limit_s:
-            # It gets on, slowly.
+            # It advances, but slowly.
             suspicion = self.board.slowest(standing, flow.done)
             waited_s = now_s - standing.since_s
         if waited_s >= max(limit_s, self._warn_s):
@@ -298,7 +297,7 @@ class Watch:
     def _look_for_stragglers(self, now_s: float) -> list[Action]:
         counts = Counter(rank for rank in self._looks if rank >= 0)
         for rank, count in counts.most_common(1):
-            # Its neighbours warn of a rank; else all would.
+            # Only its neighbours warn of a rank; else all ranks would.
             if count >= _LOOKS_SLOW and rank in self._neighbours:
                 self._slow_s = now_s
                 seconds = _LOOKS * TIMES.heartbeat_s
@@ -316,7 +315,7 @@ class Watch:
         return left_error(left.rank, left.calls, left.why, **fields)
 
     def named(self, error: PeerTimeoutError, standing: Standing, now_s: float) -> RingReduceError:
-        """`error` about the rank that all wait for, as far as that is known."""
+        """`error`, naming the rank that all wait for, if that is known."""
         named = copy.copy(error)
         limit = (error.remedy or "").partition("; ")[2]
         paused_at, paused_s = self._paused

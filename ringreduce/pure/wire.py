@@ -9,10 +9,9 @@
     word 6   payload bytes in this frame (32) | their CRC-32C (32), 0 where none is made
     word 7   signature: what else must agree, such as the gradient plan or the root
 
-A receiver knows each of these words before the frame arrives, since they follow from its
-own call, but for the checksum. It compares all eight before it looks at the payload, and the
-checksum with that of what came before it uses any of it; nothing is ever sized or chosen by
-what a peer says. The header has no sum of its own: a changed bit in it is a difference.
+A receiver knows every word in advance from its own call, except the checksum. It compares the
+header before it looks at the payload, and the checksum before it uses any of that; nothing is ever
+sized or chosen by what a peer sends. The header needs no checksum: a changed bit is a difference.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ HEADER_BYTES = 8 * HEADER_WORDS
 
 
 class Kind(enum.IntEnum):
-    """What a frame belongs to. From ABORT on, frames speak of the ring itself."""
+    """What a frame belongs to. From ABORT on, frames are about the ring itself."""
 
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
@@ -66,7 +65,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """The fields of a header, for errors and tests; the compiled loop works on the words."""
+    """The fields of a header, for errors and tests; the compiled loop uses the words."""
 
     kind: int
     job: int
@@ -99,7 +98,7 @@ class Header:
 
 
 def encode(header: Header) -> np.ndarray:
-    """The header as 8 words, dtype uint64, a new array."""
+    """Encode `header` as 8 words, dtype uint64, in a new array."""
     return np.array(
         [
             header.magic
@@ -120,7 +119,7 @@ def encode(header: Header) -> np.ndarray:
 
 
 def decode(words: np.ndarray) -> Header:
-    """The fields of 8 words, dtype uint64; never fails, whatever they hold."""
+    """Decode 8 words, dtype uint64; never fails, whatever they contain."""
     first, job, who, sequence, count, where, payload, signature = (int(word) for word in words)
     low = 0xFFFFFFFF
     return Header(
@@ -149,20 +148,19 @@ def signature_of(*parts: object) -> int:
 
 
 def will_be_explained(received: Header, expected: Header) -> bool:
-    """Whether the sender is comparing what it is about to do while we have gone on as before.
+    """Whether the sender has begun a comparison of all ranks, since its gradients have changed.
 
-    So it is where its gradients have changed since the last step. It finds the same
-    disagreement, and knows which gradient it is.
+    It finds the same disagreement, and knows which gradient it is.
     """
     return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
-    """What two ranks disagree on, both sides, as the one that expected `expected` says it.
+    """Describe what two ranks disagree on, as the one that expected `expected`.
 
     Args:
         received, expected: the headers.
-        name: what to call the rank that a header gives.
+        name: gives the name of the rank in a header.
     """
     sender, due = name(received.rank), name(expected.rank)
     ours, theirs = expected.describe(), received.describe()
