@@ -1,4 +1,4 @@
-"""What every way of doing the collectives offers the communicator."""
+"""The interface of all implementations of the collectives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ __all__ = ["Collectives"]
 
 
 class Collectives(Protocol):
-    """The collectives of one rank, on arrays that are taken as checked.
+    """The collectives of one rank, on arrays that the caller has checked.
 
-    Arrays are one-dimensional, contiguous, and equal on all ranks where they must be. Every
-    rank makes the same calls in the same order. After any exception nothing here works any
-    more: `abort`, then `close`.
-
-    `signature` is 64 bits that must agree on all ranks, on top of kind, dtype, length and op.
+    Arrays are one-dimensional, contiguous, and equal on all ranks where they must be. Every rank
+    makes the same calls in the same order. After any exception the object is broken: `abort`, then
+    `close`. `signature` is 64 bits that must agree on all ranks, besides kind, dtype, length and
+    op.
 
     Attributes:
-        links: what they travel over, within the host first; none in a world of one.
+        links: what they communicate over, within the host first; none in a world of one.
         sequence: number of the next call.
     """
 
@@ -50,16 +49,16 @@ class Collectives(Protocol):
         """Return once every rank has called it."""
 
     def empty(self, nbytes: int) -> np.ndarray | None:
-        """Registered memory, dtype uint8, that is reduced where it lies; None for none."""
+        """Registered memory, dtype uint8, that is reduced without a copy; None for none."""
         return None
 
     def abort(self, cause: RingReduceError) -> None:
-        """Tell the other ranks why this one gives up; at most about a second. Never raises."""
+        """Notify the other ranks why this one gives up; at most about a second. Never raises."""
         for link in self.links:
             link.abort(cause)
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
+        """Make a call in another thread raise soon: `cause`, or that this rank closed."""
         for link in self.links:
             link.interrupt(cause)
 
@@ -78,5 +77,5 @@ class Collectives(Protocol):
         )
 
     def flow(self) -> Flow:
-        """Where the pass over the last link stands; from any thread."""
+        """Progress of the pass over the last link; from any thread."""
         return self.links[-1].flow() if self.links else Flow()

@@ -1,17 +1,16 @@
 """The collectives of several hosts with several ranks each: shared memory, ring, shared memory.
 
-An all-reduce of a buffer that is cut into as many slices as there are lanes:
+An all-reduce cuts the buffer into one slice for each lane:
 
     host A: rank 0, rank 1           host B: rank 2, rank 3
     1. each host reduces; its rank of lane l holds slice l of the host's sum
     2. ring of lane 0: slices 0 of ranks 0 and 2; ring of lane 1: slices 1 of ranks 1 and 3
     3. each host gathers its slices
 
-So each byte crosses between hosts as often as with one rank per host, in several flows at
-once, and ranks of one host do not send to each other over sockets.
+Each byte crosses between hosts as often as with one rank per host, in several flows at once.
 
-16-bit floats are widened to float32 first: rounding between the levels would not be
-accumulation in float32.
+16-bit floats are widened to float32 first: rounding between the levels would not be accumulation in
+float32.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["HierarchicalCollectives"]
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
 _HALF_BLOCK = 1 << 22
-# What is smaller goes through one lane: cut up, it would only cost messages.
+# A smaller buffer uses one lane: more would only add messages.
 _SLICE_BYTES_MIN = 16384
 
 
@@ -42,7 +41,7 @@ class HierarchicalCollectives(Collectives):
     Args:
         host: the ranks of this host.
         ring: this rank's lane, whose mean is over the whole job; None when it has none.
-        placement: where all ranks are.
+        placement: the hosts of all ranks.
         rank: this one, among all.
     """
 
@@ -78,9 +77,9 @@ class HierarchicalCollectives(Collectives):
     def _all_reduce(
         self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
     ) -> None:
-        """Reduce `flat`, for a call of `kind` on elements of `called`: what ranks compare."""
+        """Reduce `flat`; ranks compare `kind` and `called`, the dtype the caller asked for."""
         slices = self._slices(flat)
-        # Divided once, by the last to add; a mean of means would be another number.
+        # Divided once, in the ring: a mean of the hosts' means would be another number.
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
         own = flat[slices[self._place] : slices[self._place + 1]]
@@ -91,8 +90,8 @@ class HierarchicalCollectives(Collectives):
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk.
 
-        An all-reduce: chunks of ranks on one host need not lie together, so that less could
-        cross between hosts only after sorting them.
+        As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
+        between hosts would require sorting them first.
         """
         self._reduce(flat, op, signature, Kind.REDUCE_SCATTER)
         bounds = chunk_bounds(flat.size, self._size)
@@ -103,7 +102,7 @@ class HierarchicalCollectives(Collectives):
     ) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's.
 
-        Chunks are sorted by host for the way, since ranks of one host may be any.
+        Chunks travel sorted by host, since the ranks of one host need not be consecutive.
         """
         self.sequence += 1
         lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
@@ -129,7 +128,7 @@ class HierarchicalCollectives(Collectives):
                 cut[lane] : cut[lane + 1]
             ]
             self._ring.all_gather(kind, part, lanes[lane], signature)
-        # 3. The lanes' parts to everybody here, and chunks to where they belong.
+        # 3. Give the lanes' parts to all ranks here, and put the chunks in rank order.
         self._host.all_gather(kind, travelling, self._padded(starts), signature)
         for index, host in enumerate(self._hosts):
             parts = [
@@ -146,7 +145,7 @@ class HierarchicalCollectives(Collectives):
         """Fill `flat` on every rank with that of `root`."""
         self.sequence += 1
         source = next(index for index, host in enumerate(self._hosts) if root in host)
-        # Any rank of the source's host may be the root: that must agree too.
+        # Any rank of the source's host may be the root, so ranks compare it too.
         agreed = signature_of("root", root, signature)
         if self._here == source:
             self._host.broadcast(kind, flat, self._members.index(root), signature)
@@ -176,5 +175,5 @@ class HierarchicalCollectives(Collectives):
         return self._padded(chunk_bounds(flat.size, lanes))
 
     def _padded(self, bounds: tuple[int, ...]) -> tuple[int, ...]:
-        """`bounds` of the first ranks here, with nothing for the others."""
+        """`bounds` of the first ranks here, with empty chunks for the others."""
         return bounds + (bounds[-1],) * (len(self._members) + 1 - len(bounds))

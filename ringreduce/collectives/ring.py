@@ -1,15 +1,14 @@
 """The collectives as passes around a ring: a schedule, a link and kernels put together.
 
-Small messages do not go round: each rank gets all ranks' whole buffers in a few long strides
+Small messages are exchanged instead: each rank gets all ranks' whole buffers in a few steps
 (`schedule.exchange`) and reduces them itself, in rank order.
 
-Arguments are taken as checked (`ringreduce.communicator.communicator` does that): one-dimensional,
-contiguous, equal on all ranks where they must be. Every method is one or a few passes
-around the ring; each pass has the next sequence number, and so has each exchange.
+The caller (`ringreduce.communicator.communicator`) has checked the arguments. Each pass and each
+exchange has the next sequence number.
 
-16-bit floats are summed in float32: the reduce-scatter runs on a float32 copy and only its
-finished chunk is rounded, once, before the all-gather. Rounding at every hop instead would
-halve the bytes of the reduce-scatter and lose the small addends of a large ring.
+16-bit floats are summed in float32: the reduce-scatter runs on a float32 copy, and its finished
+chunk is rounded once, before the all-gather. Rounding at every hop would halve the bytes of the
+reduce-scatter, but lose the small addends of a large ring.
 """
 
 from __future__ import annotations
@@ -28,27 +27,26 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["Ring"]
 
-# Elements of a half-precision buffer that are widened at a time: a 16 MiB copy stays a small
-# part of memory and is long enough to fill the pipeline.
+# Elements of a half-precision buffer that are widened at a time: a copy of 16 MiB takes little
+# memory and is long enough to fill the pipeline.
 _HALF_BLOCK = 1 << 22
-# Rows up to this many bytes are exchanged, which takes log2(size) steps instead of the ring's
-# 2 (size - 1) and moves size / 2 times its bytes. With 3 and 4 ranks that pays up to 256 KiB
-# over loopback, and up to 16 KiB on a link of 1 Gbit/s. Between two ranks it moves the same
-# bytes, so it never loses on the link; beyond 256 KiB it gains little (docs/performance.md).
+# Rows up to this many bytes are exchanged: log2(size) steps instead of the ring's 2 (size - 1), and
+# size / 2 times its bytes. With 3 and 4 ranks that is faster up to 256 KiB over loopback, and up to
+# 16 KiB on a link of 1 Gbit/s. Between two ranks it moves the same bytes, so it is never slower on
+# the link; beyond 256 KiB it gains little (docs/performance.md).
 SMALL_BYTES_MAX = 1 << 14
 SMALL_BYTES_MAX_OF_TWO = 1 << 18
-# Distinct calls remembered; a model has as many as it has buckets. Those that have rows of their
-# own are kept in smaller number.
+# Distinct calls remembered; a model has as many as it has buckets. Exchanges own rows, so fewer of
+# them are kept.
 _CALLS_KEPT, _EXCHANGES_KEPT = 256, 64
 
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Memory and call of an exchange of one kind; the ring's own, used again each time.
+    """Memory and call of one kind of exchange; the ring owns and reuses it.
 
     Attributes:
-        call: what travels.
-        rows: shape (size, n), the buffers of all ranks; row j is that of the rank j before us.
+        rows: shape (size, n), the buffers of all ranks; row j is from the rank j before this one.
         bytes: the same as uint8.
         wide: float32 copy of `rows` for 16-bit floats that are to be reduced.
         combine, finish, divisor: kernels, as in a `RingCall`.
@@ -68,10 +66,9 @@ class Ring(Collectives):
 
     Args:
         link: both neighbours; None when `size` is 1, where nothing needs to travel.
-        rank, size: place in the ring.
+        rank, size: index of this rank in the ring, and the ring's length.
         job, epoch: which ring this is; part of every header.
-        mean_over: what a mean divides by, where this ring is part of a larger whole; by
-            default `size`.
+        mean_over: what a mean divides by, if this ring is part of a larger whole; else `size`.
     """
 
     def __init__(
@@ -106,8 +103,7 @@ class Ring(Collectives):
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place.
 
-        `called` is what the caller was asked for, where this is a part of it: that is what
-        ranks compare.
+        Ranks compare `called`, the caller's kind and dtype, if this is a part of another call.
         """
         named = (Kind.ALL_REDUCE, flat.dtype) if called is None else called
         if self._is_small(flat.nbytes):
@@ -167,7 +163,7 @@ class Ring(Collectives):
             own = self._gathering_small(kind, flat.dtype, count, signature)
             own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
             self._exchange(own)
-            # Row j is that of the rank j places before us.
+            # Row j is from the rank j positions before this one.
             order = (self._rank - np.arange(self._size)) % self._size
             flat.reshape(self._size, count)[order] = own.rows
             return
@@ -191,14 +187,14 @@ class Ring(Collectives):
         op: ReduceOp,
         signature: int,
     ) -> None:
-        """Do the `kind` of reduction; `called` is what the caller was asked for."""
+        """Run the `kind` of reduction; ranks compare `called`."""
         if self._size > 1:
             call = self._reducing(kind, flat.dtype, *called, flat.size, op, signature)
             self._run(call, flat)
 
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
         assert self._link is not None
-        # Taken before the first byte moves: a failed pass keeps its number.
+        # Counted before the first byte is sent: a failed pass keeps its number.
         self.sequence += 1
         self._link.run(call, flat, self.sequence - 1)
 
@@ -208,12 +204,11 @@ class Ring(Collectives):
         self._link.exchange(own.call, own.bytes, self.sequence - 1)
 
     def _is_small(self, nbytes: int) -> bool:
-        """Whether rows of this length are exchanged; all ranks come to the same answer."""
+        """Whether rows of this length are exchanged; equal on all ranks."""
         limit = SMALL_BYTES_MAX_OF_TWO if self._size == 2 else SMALL_BYTES_MAX
         return nbytes <= limit and nbytes * self._most_rows <= EXCHANGE_BYTES_MAX
 
-    # Those below are made once for each kind of call and kept: a training loop makes the
-    # same few for ever, and making one costs more than sending a kilobyte.
+    # The calls below are cached: a training loop repeats the same few.
 
     def _make_reducing(
         self,

@@ -1,9 +1,9 @@
-"""The collectives of ranks that share memory: each adds up its chunk of everybody's buffer.
+"""The collectives of ranks that share memory: each rank reduces its chunk of all buffers.
 
-Nothing goes round: every rank reaches every other's memory, so a reduce-scatter or an
-all-gather takes one exchange whatever the number of ranks (native/include/ringreduce.h has
-the steps). Additions are in rank order, and each element is added up by one rank alone, so
-results are bit-identical everywhere. 16-bit floats are added in float32 and rounded once.
+Every rank reaches every other's memory, so a reduce-scatter or an all-gather takes one exchange
+whatever the number of ranks (native/include/ringreduce.h has the steps). One rank adds each
+element, in rank order, so results are bit-identical everywhere. 16-bit floats are added in float32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SharedMemoryCollectives(Collectives):
 
     Args:
         link: connected with all of them; None when `size` is 1, where nothing is to be done.
-        rank: this one's place among them, 0 to size - 1.
-        size: how many they are.
+        rank: this one's index among them, 0 to size - 1.
+        size: number of these ranks.
         job, epoch: which ring this is; part of every header.
     """
 
@@ -71,8 +71,7 @@ class SharedMemoryCollectives(Collectives):
     ) -> None:
         """Reduce ``flat[bounds[r]:bounds[r + 1]]`` on rank r; the rest of `flat` is unchanged.
 
-        `called` is what the caller was asked for, where this is a part of it: that is what
-        ranks compare.
+        Ranks compare `called`, the caller's dtype and op, if this is a part of another call.
         """
         self._run(kind, Action.REDUCE_SCATTER, flat, bounds, op, signature, called)
 
@@ -110,7 +109,7 @@ class SharedMemoryCollectives(Collectives):
         """Memory that every rank of the host reaches; None when there is no room."""
         return None if self._link is None else self._link.empty(nbytes)
 
-    # Made once for each kind of call and kept: a training loop makes the same few for ever.
+    # The calls are cached: a training loop repeats the same few.
     def _make_call(
         self,
         kind: Kind,
