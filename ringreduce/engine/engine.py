@@ -1,11 +1,8 @@
-"""One background thread of a communicator, which does what others hand to it, in order.
+"""The background thread of a communicator, which runs collectives and reduces gradient buckets.
 
-It runs asynchronous collectives and reduces buckets of gradients while backpropagation goes
-on. There is one thread and one order because all ranks must make the same calls in the same
-order; so the order in which work is handed over must not differ between ranks.
-
-The thread is started by the first piece of work and ends in `close`, which the communicator
-calls, at the latest when Python exits. It waits in one place, the queue, without the GIL.
+There is one thread and one order, because all ranks must make the same calls in the same order: so
+the order in which work is submitted must not differ between ranks. The thread waits at the queue,
+without the GIL, and ends in `close`, at the latest when Python exits.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ _Result = TypeVar("_Result")
 class Work(Generic[_Result]):
     """A collective that runs in the background.
 
-    The array that was passed belongs to it until `wait` has returned or `done` is True.
+    It owns the array that was passed until `wait` has returned or `done` is True.
     """
 
     def __init__(self, run: Callable[[], _Result]) -> None:
@@ -57,19 +54,18 @@ class Work(Generic[_Result]):
         self._traceback: TracebackType | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> _Result:
-        """Return what the call would have returned, once it is done.
+        """Return the result of the call, once it is done.
 
         Args:
-            timeout_s: how long to wait; None: as long as the collective itself, which gives
-                up after the communicator's ``timeout_s`` without progress.
+            timeout_s: how long to wait; None: as long as the collective itself, which gives up
+                after the communicator's ``timeout_s`` without progress.
 
         Raises:
-            PeerTimeoutError: it was not done in `timeout_s`. It goes on, and may be waited for
-                again.
+            PeerTimeoutError: it was not done in `timeout_s`. It continues; you may wait again.
             RingReduceError: what the collective raised.
         """
         if not self._over.wait(timeout_s):
@@ -78,7 +74,7 @@ class Work(Generic[_Result]):
                 remedy="Wait again, or longer.",
             )
         if self._error is not None:
-            # Each wait begins with the same traceback, so that they do not pile up.
+            # Each wait starts from the same traceback, which would otherwise grow.
             raise self._error.with_traceback(self._traceback)
         return self._result  # type: ignore[return-value]
 
@@ -105,8 +101,8 @@ class Engine:
     Args:
         name: of the thread, for debuggers and `py-spy`.
         owner: notified of an error that the engine has found.
-        collectives: interrupted by `close`: the one that the thread is in could else wait for
-            another rank for as long as the ring's time limit.
+        collectives: interrupted by `close`, since the thread's present call could else wait for
+            another rank until the time limit.
     """
 
     def __init__(self, name: str, owner: Owner, collectives: Collectives) -> None:
@@ -125,7 +121,7 @@ class Engine:
 
     @property
     def native(self) -> NativeQueue | None:
-        """The queue, where a framework's threads can hand buckets to it."""
+        """The queue, if a framework's threads can put buckets into it."""
         return self._queue if isinstance(self._queue, NativeQueue) else None
 
     @property
@@ -134,7 +130,7 @@ class Engine:
         return self._queue.waited_s()
 
     def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
-        """Have the thread call `run`, after all that was handed to it before.
+        """Have the thread call `run`, after all work submitted before.
 
         Raises:
             ClosedError: `close` was called.
@@ -153,13 +149,13 @@ class Engine:
     def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
         """Have the thread call `reduce` for each packed bucket of a plan.
 
-        It may raise `RoundFailed`, which the thread that waits for the bucket gets; every other
+        It may raise `RoundFailed`, which the thread that waits for the bucket receives; any other
         error breaks the ring.
         """
         self._plans[plan] = reduce
 
     def forget(self, plan: int) -> None:
-        """A plan that is no longer used; goes as soon as nothing of it is under way."""
+        """Remove a plan that is no longer used, once none of its buckets is in progress."""
         self._unwanted.add(plan)
         self._forget_unwanted()
 
@@ -177,15 +173,14 @@ class Engine:
             pass
 
     def fail(self, error: RingReduceError) -> None:
-        """Answer every bucket that is waited for, now or later, with `error`."""
+        """Fail every bucket that is waited for, now or later, with `error`."""
         self._queue.fail(str(error))
         self._forget_unwanted()
 
     def close(self, why: str) -> None:
-        """End the thread; what it has not begun fails with ClosedError, what runs is interrupted.
+        """End the thread; work not begun fails with ClosedError, a running call is interrupted.
 
-        In a forked child it does nothing: the thread is its parent's, and so are those that
-        wait in the queue, whose leaving nobody would see here.
+        In a forked child it does nothing: the thread and the waiting callers are the parent's.
         """
         if self._process != os.getpid():
             return

@@ -1,4 +1,4 @@
-"""The communicator, as the threads that work for it see it."""
+"""The interface of the communicator for its own threads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Owner"]
 
 
 class Owner(Protocol):
-    """Whom the engine and the watcher notify of a failure; from their own threads."""
+    """What the engine and the watcher notify of a failure, from their own threads."""
 
     def fail(self, error: RingReduceError) -> object:
-        """This rank has failed with `error`: all ranks must learn it."""
+        """This rank has failed with `error`: notify all ranks."""
 
     def ring_ended(self, error: RingReduceError) -> None:
         """The ring has ended with `error`, and the other ranks know. Takes no lock."""

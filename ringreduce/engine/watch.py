@@ -1,13 +1,9 @@
-"""The watcher: one thread of a rank that reports for it and listens to its neighbours.
+"""The watcher's thread: exchanges heartbeats, aborts and goodbyes with the neighbours.
 
-It sends heartbeats and passes on those of others, notices at once when a neighbour's connection
-ends, carries aborts and goodbyes both ways round the ring, also to ranks in user code, and warns
-of ranks that keep this one waiting. What all of that means `ringreduce.pure.watching` decides;
-here is the thread, with the control channel, the clock and the log.
-
-The thread is started when the ring has formed and ends after `leave`. It alone uses the
-control channel; other threads leave messages for it and wake it. It never waits for the
-communicator's lock.
+It runs from the forming of the ring until after `leave`, so that ranks in user code learn of
+failures too. `ringreduce.pure.watching` decides; this file has the thread, the control channel, the
+clock and the log. Only this thread uses the control channel; other threads queue messages for it
+and wake it. It never waits for the communicator's lock.
 """
 
 from __future__ import annotations
@@ -44,8 +40,8 @@ class Watcher:
     """The watcher of one communicator.
 
     Args:
-        control: connected; used by the watcher's thread alone from now on.
-        recorder: where this rank stands; it has the rank and the size, at least two.
+        control: connected; from now on only the watcher's thread uses it.
+        recorder: what this rank is doing; it has the rank and the size, at least two.
         collectives: how far its calls have come.
         owner: notified once, from the watcher's thread, of the error that has ended the ring.
         link_timeout_s: how long a connection may carry nothing of what is due.
@@ -66,7 +62,7 @@ class Watcher:
         self._watch = Watch(
             self._rank, self._size, control.neighbours, link_timeout_s, time.monotonic()
         )
-        # Messages of other threads that are still to be sent.
+        # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left] = deque()
         self._is_locked = False
         self._thread = threading.Thread(
@@ -75,18 +71,18 @@ class Watcher:
         self._thread.start()
 
     def abort(self, error: RingReduceError) -> None:
-        """Tell all ranks why this one gives up; from any thread, without waiting."""
+        """Notify all ranks why this one gives up; from any thread, without waiting."""
         if self._watch.cause is None:
             self._watch.cause = error
             self._waiting.append(Abort(encode_abort(error, self._rank)))
             self._control.wake()
 
     def leave(self, calls: int, why: str) -> None:
-        """Tell all ranks that this one leaves, unless it has failed, and begin to end; see `join`.
+        """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.
 
         Args:
             calls: collectives that it has completed.
-            why: the exception that makes it leave, where one does; else empty.
+            why: the exception that makes it leave; empty if there is none.
         """
         if self._watch.cause is None:
             self._waiting.append(Left(self._rank, calls, why[:1000]))
@@ -94,15 +90,15 @@ class Watcher:
         self._control.wake()
 
     def join(self) -> None:
-        """Return once the thread has ended, after about a second; a stuck one is left alone."""
+        """Wait about a second for the thread to end; a stuck one is left alone."""
         if threading.current_thread() is not self._thread:
             self._thread.join(TIMES.join_thread_s)
 
     def explain(self, error: RingReduceError) -> RingReduceError:
-        """What a call should raise that met `error` by itself: the cause, where that is known.
+        """The cause of `error`, with which a call has failed, if it is known; else `error`.
 
-        A link knows which neighbour is silent or gone; whom that one waits for, or
-        whether it has said why it goes, is known here. Waits up to half a second for that.
+        A link knows which neighbour is silent or lost; the watcher also knows which rank that one
+        waits for, or why it left. Waits up to half a second for that.
         """
         if error.origin is not None or not isinstance(error, PeerError):
             return error
@@ -141,7 +137,7 @@ class Watcher:
             self._control.close()
 
     def _step(self, messages: Sequence[tuple[int, bytes]]) -> None:
-        """One look at everything, after `messages` have come."""
+        """Process `messages` and everything else that may have changed."""
         watch, control, now = self._watch, self._control, time.monotonic()
         watch.tick(now)
         for neighbour, payload in messages:
@@ -151,7 +147,7 @@ class Watcher:
         ended = [neighbour for neighbour in lost if control.has_ended(neighbour)]
         self._carry_out(watch.look_for_losses(lost, ended, self._recorder.standing(), now))
         if not self._is_locked:
-            # From the first heartbeat of both neighbours on nobody has any business at our ports.
+            # Nobody else needs to connect once both neighbours have sent a heartbeat.
             self._is_locked = control.lock()
         if now >= watch.due_s:
             self._beat(now)
