@@ -1,4 +1,4 @@
-"""Where ranks listen: names made numeric, numbers as libzmq writes them, and what is loopback."""
+"""Addresses of ranks: resolve names, write them as libzmq does, recognise loopback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve(config: Config) -> tuple[int, tuple[str, int]]:
 
 
 def unreachable(config: Config, error: Exception) -> RendezvousError:
-    """What to raise when the rendezvous has no address that this rank can use."""
+    """The error when the rendezvous has no address that this rank can use."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
     return RendezvousError(
         f"cannot reach the rendezvous {config.rendezvous}: {why}",
@@ -45,7 +45,7 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the numeric address `host` is reached from this host alone."""
+    """Whether the numeric address `host` can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -53,6 +53,6 @@ def is_loopback(host: str) -> bool:
 
 
 def listens_on_loopback(address: str) -> bool:
-    """Whether every endpoint in what a rank has announced is a loopback address."""
+    """Whether every endpoint in an announced address is a loopback address."""
     hosts = [host.strip("[]") for host in _ENDPOINT.findall(address)]
     return bool(hosts) and all(is_loopback(host) for host in hosts)

@@ -1,8 +1,7 @@
-"""The thread that libzmq asks who may connect.
+"""The thread that decides which connections libzmq accepts.
 
-libzmq asks over ZAP (https://rfc.zeromq.org/spec/27) before it lets a connection in. Once the
-authenticator is closed there is nobody to ask, and libzmq refuses everyone
-(ZAP_ENFORCE_DOMAIN). Nothing here logs, shows or raises a key or a password.
+libzmq asks it over ZAP (https://rfc.zeromq.org/spec/27). Once it is closed, libzmq refuses all
+further connections (ZAP_ENFORCE_DOMAIN). Nothing here logs, shows or raises a key or a password.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ _LOGGED_EACH = 8
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a rank shows when it connects, in libzmq's words.
+    """What a rank shows when it connects, in libzmq's terms.
 
     Attributes:
-        rank: whose.
         mechanism: ``CURVE`` or ``PLAIN``.
         shown: a public key of 32 bytes; or a name and a password.
     """
@@ -45,7 +43,7 @@ class Credentials:
     shown: tuple[bytes, ...] = field(repr=False)
 
     def fit(self, mechanism: bytes, shown: Sequence[bytes]) -> bool:
-        """Whether these are they; takes as long for a near miss as for any other."""
+        """Whether `shown` is correct; the comparison takes constant time."""
         return (
             mechanism == self.mechanism
             and len(shown) == len(self.shown)
@@ -63,16 +61,16 @@ class _Held:
 
 
 class Authenticator:
-    """A thread that decides who gets in, for all sockets of one context; see `Security`.
+    """Accepts or refuses connections, for all sockets of one context; see `Security`.
 
-    Thread: its own, from making to `close`. `allow` and `close` may be called from any.
+    Runs a thread until `close`. `allow` and `close` may be called from any thread.
 
     Args:
-        context: whose sockets it answers for; None: it does nothing.
+        context: the context of the sockets; None: this does nothing.
         hold_s: how long a request may wait for `allow`.
 
     Attributes:
-        refused: number of those who were turned away.
+        refused: number of refused connections.
     """
 
     def __init__(self, context: zmq.Context[Any] | None, hold_s: float) -> None:
@@ -87,7 +85,7 @@ class Authenticator:
             return
         name = f"inproc://authenticator.{secrets.token_hex(8)}"
         with contextlib.ExitStack() as opened:
-            # A router rather than the usual REP, so that one that waits holds up no other.
+            # A ROUTER, not the usual REP, so that a request that waits does not delay others.
             self._requests = opened.enter_context(context.socket(zmq.ROUTER))
             self._requests.setsockopt(zmq.LINGER, 0)
             self._requests.bind("inproc://zeromq.zap.01")
@@ -102,9 +100,9 @@ class Authenticator:
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:
-        """Let the rank with these credentials, or nobody, into the sockets of `domain`.
+        """Accept the rank with these credentials, or nobody, in the sockets of `domain`.
 
-        That rank may be waiting already.
+        Its request may be waiting already.
         """
         with self._lock:
             if self._thread is not None:
@@ -112,7 +110,7 @@ class Authenticator:
                 self._wake(b"allow")
 
     def close(self) -> None:
-        """End; all who connect from now on are refused. Call it before the context goes."""
+        """End the thread; all further connections are refused. Call it before the context ends."""
         with self._lock:
             if self._thread is None:
                 return
@@ -142,7 +140,7 @@ class Authenticator:
                 for held in waiting:
                     self._answer(held)
         except zmq.ZMQError as error:
-            # The context has ended: all are refused, as they should be.
+            # The context has ended: all are refused, as intended.
             _log.debug("the authenticator ends: %s", error.strerror)
         finally:
             self._requests.close()
@@ -155,7 +153,7 @@ class Authenticator:
         return max(1, int((until_s - time.monotonic()) * 1000))
 
     def _answer(self, held: _Held) -> None:
-        """Say yes or no, or keep waiting."""
+        """Accept, refuse, or keep waiting."""
         request = held.request
         if (
             len(held.envelope) != 2
@@ -182,7 +180,7 @@ class Authenticator:
     def _reply(self, held: _Held, rank: int | None, why: str) -> None:
         number = held.request[1] if len(held.request) > 1 else b""
         verdict = (b"400", b"refused", b"") if rank is None else (b"200", b"OK", b"%d" % rank)
-        # Counted before it is said: one that has been refused finds it counted.
+        # Counted before the reply, so that the refused side finds it counted.
         self.refused += rank is None
         with contextlib.suppress(zmq.ZMQError):  # The one that asked may have left.
             self._requests.send_multipart([*held.envelope, b"1.0", number, *verdict, b""])
@@ -190,7 +188,7 @@ class Authenticator:
             self._log_refusal(held.request, why)
 
     def _log_refusal(self, request: list[bytes], why: str) -> None:
-        """Log a refusal: the first few, then now and then with their number."""
+        """Log a refusal: the first few, then at intervals, with the total."""
         now = time.monotonic()
         if self.refused <= _LOGGED_EACH or now - self._logged_s >= TIMES.refusal_pause_s:
             self._logged_s = now

@@ -1,4 +1,4 @@
-"""What a collective hands to a transport, and what every transport promises."""
+"""The calls that a collective hands to a transport, and what every transport promises."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ __all__ = ["ExchangeCall", "Link", "Reach", "RingCall", "Traffic"]
 
 
 class RingCall:
-    """One kind of pass around the ring, made once and run for every call like it.
+    """One kind of pass around the ring, made once and reused for every call of that kind.
 
-    Making one costs as much as sending a kilobyte, and a training loop makes the same few
-    calls for ever: `ringreduce.collectives` keeps them.
+    Making one costs as much as sending a kilobyte, so `ringreduce.collectives` caches them.
 
     Attributes:
-        header: what agrees on all ranks, but for the sequence number.
+        header: what agrees on all ranks, except the sequence number.
         schedule: this rank's steps.
-        sequence: number of the call that runs or ran last.
-        record: what the loop reads; `address` is where it lies.
-        outgoing, incoming: uint64 of shape (8,), the headers this rank sends and expects; the
-            loop fills in step, segment and length for each frame. Views of the record.
+        sequence: number of the current or last call.
+        record: the parameters of the compiled loop, at `address`.
+        outgoing, incoming: uint64 of shape (8,), views of the record: the headers this rank sends
+            and expects. The loop fills in step, segment and length for each frame.
 
     Args:
-        header, schedule: see above; the rank is `header.rank`.
         bounds: where the chunks begin, in elements, and where the last ends.
         size: number of ranks in the ring.
         itemsize: bytes of one element, as the kernels count them.
-        combine: address of the kernel that reduces an arriving segment into ours.
+        combine: address of the kernel that reduces an arriving segment into this rank's.
         finish: address of the kernel applied to each finished segment; 0 for none.
         divisor: the one element that `finish` divides by.
     """
@@ -91,45 +89,44 @@ class RingCall:
 
     @property
     def operation(self) -> str:
-        """Name of the collective for an error message."""
+        """Name of the collective, for an error message."""
         return Kind(self.header.kind).label
 
     @property
     def steps(self) -> int:
-        """How many chunks this rank receives."""
+        """Number of chunks this rank receives."""
         return len(self._steps)
 
     def segments(self, segment_bytes: int) -> int:
-        """How many frames the longest chunk takes, at least 1."""
+        """Number of frames of the longest chunk, at least 1."""
         return segment_count(self._longest, segment_bytes)
 
     def number(self, sequence: int) -> None:
-        """Make this the call `sequence` of the ring, in all headers."""
+        """Write the call's `sequence` number into all headers."""
         self.sequence = self.record.outgoing[3] = self.record.incoming[3] = sequence
 
     def expected(self, step: int) -> np.ndarray:
-        """The header due in `step`, with segment and length where the loop stands."""
+        """The header due in `step`; the loop has filled in segment and length."""
         return self.incoming
 
     def describe_step(self, step: int) -> str:
-        """Name of `step` for an error message."""
+        """Name of `step`, for an error message."""
         return self.schedule.describe_step(step)
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
-        """Distances to the ranks that still wait for a frame of ours, in or after `step`."""
+        """Distances to the ranks that still need a frame from this one, in or after `step`."""
         return (1,) if any(action & FORWARD for action in self.schedule.actions[step:]) else ()
 
 
 class ExchangeCall:
-    """One kind of exchange of rows, made once and run for every call like it.
+    """One kind of exchange of rows, made once and reused for every call of that kind.
 
     Attributes:
-        header: what agrees on all ranks, but for the sequence number.
+        header: what agrees on all ranks, except the sequence number.
         plan: the steps.
         sequence, address: as in a `RingCall`.
 
     Args:
-        header, plan: see above; the rank is `header.rank`.
         row_bytes: length of a row.
         size: number of ranks in the ring.
     """
@@ -149,20 +146,20 @@ class ExchangeCall:
 
     @property
     def operation(self) -> str:
-        """Name of the collective for an error message."""
+        """Name of the collective, for an error message."""
         return Kind(self.header.kind).label
 
     @property
     def steps(self) -> int:
-        """How many frames this rank receives."""
+        """Number of frames this rank receives."""
         return len(self._steps)
 
     def segments(self, segment_bytes: int) -> int:
-        """How many frames a step takes: one."""
+        """Number of frames of a step: one."""
         return 1
 
     def number(self, sequence: int) -> None:
-        """Make this the call `sequence` of the ring, in all headers."""
+        """Write the call's `sequence` number into all headers."""
         outgoing, incoming = self._sequences
         self.sequence = sequence
         outgoing[:] = incoming[:] = sequence
@@ -173,17 +170,17 @@ class ExchangeCall:
         return header
 
     def describe_step(self, step: int) -> str:
-        """Name of `step` for an error message."""
+        """Name of `step`, for an error message."""
         return self.plan.describe_step(step)
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
-        """Distances to the ranks that still wait for a frame of ours, `started` being sent."""
+        """Distances to the ranks that still need a frame from this one; `started` are sent."""
         return self.plan.distances[started:]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload that has crossed a link since it was opened, headers not counted."""
+    """Payload that has crossed a link since it was opened, without headers."""
 
     frames_received: int
     bytes_sent: int
@@ -191,33 +188,33 @@ class Traffic:
 
 
 class Reach(Protocol):
-    """A way to other ranks, whatever travels there."""
+    """A way to communicate with other ranks, over any medium."""
 
     def abort(self, cause: RingReduceError) -> None:
-        """Tell the next ranks why this one gives up; at most about a second. Never raises."""
+        """Notify the next ranks why this one gives up; at most about a second. Never raises."""
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a call that runs in another thread raise soon: `cause`, or that this rank closed."""
+        """Make a call in another thread raise soon: `cause`, or that this rank closed."""
 
     def close(self, goodbye: bytes = b"") -> None:
         """Say goodbye and free sockets and threads; at most about a second. Never raises.
 
         Args:
-            goodbye: what the others read of it (`pure.notification.encode_goodbye`).
+            goodbye: from `pure.notification.encode_goodbye`.
         """
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
 
     def flow(self) -> Flow:
-        """Where it stands; from any thread."""
+        """Progress of the present call; from any thread."""
 
 
 class Link(Reach, Protocol):
     """The one-way channels of a rank: to the next ranks and from the previous ones."""
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
-        """Run `call` on `buffer`, contiguous, which is the caller's own again afterwards.
+        """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
 
         Raises:
             PeerTimeoutError: a neighbour made no progress within the time limit.
@@ -231,7 +228,7 @@ class Link(Reach, Protocol):
     def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
         """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
 
-        Afterwards row j is what the rank j places before this one has put in its row 0.
+        Afterwards row j is row 0 of the rank j positions before this one.
 
         Raises:
             As `run`.

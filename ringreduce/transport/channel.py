@@ -1,8 +1,7 @@
-"""A pair of sockets, one from a rank behind and one to a rank ahead, and what befell their peers.
+"""A pair of sockets, to a rank ahead and from a rank behind, and the state of their connections.
 
-Each one-way connection has its own pair: the sending side connects a PUSH socket to the
-receiving side's bound PULL socket. The compiled loops use the sockets by their addresses;
-frames pass through Python only when a call ends badly.
+A one-way connection goes from a connected PUSH socket to a bound PULL socket. The compiled loops
+use the sockets by address; frames pass through Python only when a call ends badly.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ringreduce.transport.security import OVERHEAD_BYTES, Security
 
 __all__ = ["Incoming", "Outgoing", "join_ports", "split_ports"]
 
-# Frames that may wait at a receiver. Two keep the wire busy while one is reduced; up to 16
-# make no difference beyond noise (docs/performance.md) and cost memory.
+# Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
+# memory and make no measurable difference (docs/performance.md).
 RECEIVE_QUEUE_FRAMES = 4
 _RECONNECT_MS = 24 * 3600 * 1000
 
@@ -32,11 +31,11 @@ _RECONNECT_MS = 24 * 3600 * 1000
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    Who may connect is for the authenticator of `context` to say, under the name `domain`. At most
-    `queue` frames wait to be read; TCP holds the others back.
+    The authenticator of `context` decides who may connect, by the name `domain`. At most `queue`
+    frames wait to be read; TCP holds the others back.
 
     Attributes:
-        socket: PULL; waits `slice_ms` for a frame.
+        socket: PULL; a receive waits for at most `slice_ms`.
         address: where it listens.
 
     Raises:
@@ -55,7 +54,7 @@ class Incoming:
     ) -> None:
         self.socket = context.socket(zmq.PULL)
         security.serve(self.socket, domain)
-        # Watched from the start, so that no connection comes or goes unseen.
+        # Watched from the start, so that no event is missed.
         seen = (
             zmq.EVENT_LISTENING
             | zmq.EVENT_ACCEPTED
@@ -68,8 +67,8 @@ class Incoming:
         self._listener = -1  # descriptor of the listening socket
         self._is_proven = False  # whether a peer has proven that the key is its own
         self._asks = security.mechanism != "NULL"
-        # The kernel's buffers are left to grow by themselves: fixed ones are slower up to 512 KiB
-        # and no faster above (docs/performance.md).
+        # The kernel sizes its buffers: fixed ones are slower up to 512 KiB and no faster above
+        # (docs/performance.md).
         self.socket.set_hwm(queue)
         self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -79,7 +78,7 @@ class Incoming:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def read_events(self) -> None:
-        """Take note of what has happened to our connections."""
+        """Process the events of all connections."""
         while self._events.poll(0):
             self._note(parse_monitor_message(self._events.recv_multipart()))
 
@@ -98,15 +97,15 @@ class Incoming:
     def lock(self, source: int, deadline: float) -> bool:
         """Have the kernel drop all further attempts to connect, where it can.
 
-        Not before the one rank that is due here has connected: it has when a frame has come, or
-        when a peer has proven its key, for which this waits.
-
-        Returns:
-            Whether that rank is there.
+        First the rank that is due here must be connected, which a frame shows, or, with a secret,
+        a finished handshake; this waits for that.
 
         Args:
             source: as for `is_lost`.
-            deadline: by ``time.monotonic()``, until when to wait.
+            deadline: end of the wait, by ``time.monotonic()``.
+
+        Returns:
+            Whether that rank is connected.
         """
         while source < 0 and not self._is_proven:
             wait_ms = int((deadline - time.monotonic()) * 1000)
@@ -120,53 +119,52 @@ class Incoming:
     def is_lost(self, source: int, quiet: bool) -> bool:
         """Whether the connection that frames come from has ended.
 
-        Strangers come and go on the listening port, so it is known by its descriptor, which
-        the first frame tells. Until then all there is to go by is an empty port.
+        Strangers may connect too, so it is identified by its descriptor, known from the first
+        frame on. Before that, it counts as ended when no connection is left.
 
         Args:
             source: descriptor of that connection; negative before the first frame.
-            quiet: whether nothing has come for so long that an empty port counts.
+            quiet: nothing has arrived for so long that an empty port counts.
         """
         if source >= 0:
             return source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
     def arrived_bytes(self, source: int) -> int | None:
-        """How many bytes have come on the connection with descriptor `source`, ever.
+        """Total bytes received on the connection with descriptor `source`.
 
-        None where the system does not tell, or no rank has connected yet. The only visitor counts
-        as the source before the first frame.
+        Before the first frame the only connection counts as the source. None where the system does
+        not count, or while no rank has connected.
         """
-        # A copy, since the watcher asks while the link may be taking note of who comes and goes.
+        # A copy, since the watcher's thread may ask while the link's changes the set.
         if source < 0 and len(visitors := self._visitors.copy()) == 1:
             source = visitors.pop()
         return None if source < 0 else _arrived_bytes(source)
 
     def sockets_to_poll(self) -> tuple[Any, ...]:
-        """What becomes readable when a frame or an event has come."""
+        """Sockets that become readable when a frame or an event arrives."""
         return self.socket, self._events
 
     def close(self) -> None:
-        """Close the socket; what is unread is gone."""
+        """Close the socket; unread frames are lost."""
         unwatch(self.socket, self._events)
         self.socket.close(linger=0)
 
 
 class Outgoing:
-    """A socket connected to a rank that listens on `address`; `is_lost` once that is over.
+    """A socket connected to a rank that listens on `address`.
 
     Attributes:
-        socket: PUSH; never waits to send.
+        socket: PUSH; sending never waits.
         address: where that rank listens.
         peer: its number among all ranks of the job.
-        is_lost: whether the connection is known to have ended.
-        is_open: whether the socket still is.
+        is_lost: the connection is known to have ended.
+        is_open: the socket is not closed yet.
 
     Args:
-        context, address, peer: see above.
         queue: frames that may wait to be sent; 0: any number.
-        unconfirmed_ms_max: the connection ends when the other end's system has not confirmed
-            what was sent for so long; 0: as the system has it, which is many minutes.
+        unconfirmed_ms_max: the connection ends when the other system has not acknowledged data for
+            this long; 0: the system's default, many minutes.
     """
 
     def __init__(
@@ -186,9 +184,9 @@ class Outgoing:
         self.socket.setsockopt(zmq.SNDHWM, queue)
         if unconfirmed_ms_max:
             self.socket.setsockopt(zmq.TCP_MAXRT, unconfirmed_ms_max)
-        # A silent reconnect would lose the frames that were under way, so it comes never, or as
-        # good as that. "Never" itself, -1, makes libzmq 4.3.5 wait for ever in zmq_ctx_term when
-        # the neighbour died before the handshake and a frame was queued.
+        # Practically never reconnect: a silent reconnect would lose the frames in flight. Really
+        # never, -1, makes libzmq 4.3.5 hang in zmq_ctx_term when the neighbour died before the
+        # handshake and a frame was queued.
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -196,17 +194,17 @@ class Outgoing:
         self.socket.connect(address)
 
     def read_events(self, wait_ms: int = 0) -> None:
-        """Take note of what has happened to our connection, for at most `wait_ms`."""
+        """Process the events of the connection; wait at most `wait_ms` for the first."""
         while self.is_open and self._events.poll(wait_ms):
             self._events.recv_multipart()
             self.is_lost, wait_ms = True, 0
 
     def sockets_to_poll(self) -> tuple[Any, ...]:
-        """What becomes readable when an event has come."""
+        """Sockets that become readable when an event arrives."""
         return (self._events,)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; what has not left `linger_ms` after that is gone."""
+        """Close the socket; frames not sent within `linger_ms` are lost."""
         if self.is_open:
             self.read_events()
             self.is_open = False
@@ -215,27 +213,27 @@ class Outgoing:
 
 
 def join_ports(addresses: Sequence[str]) -> str:
-    """Addresses that differ in their ports as one: ``tcp://10.0.0.4:41873,41874``."""
+    """Join addresses that differ only in their ports: ``tcp://10.0.0.4:41873,41874``."""
     ports = [address.rpartition(":")[2] for address in addresses]
     return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
 
 
 def split_ports(address: str) -> list[str]:
-    """The addresses that `join_ports` has made one of."""
+    """Undo `join_ports`."""
     host, _, ports = address.rpartition(":")
     return [f"{host}:{port}" for port in ports.split(",")]
 
 
-# <linux/tcp.h>: the option, and where struct tcp_info has tcpi_bytes_received.
+# From <linux/tcp.h>: the option, size of struct tcp_info, offset of tcpi_bytes_received.
 _TCP_INFO, _TCP_INFO_BYTES, _BYTES_RECEIVED_AT = 11, 192, 128
 
 
 def _arrived_bytes(descriptor: int) -> int | None:
-    """Bytes that have come on a connection, as Linux counts them; None elsewhere."""
+    """Total bytes received on a connection, as Linux counts them; None elsewhere."""
     if sys.platform != "linux":
         return None
     try:
-        # Of libzmq's descriptor only a copy is ours to close.
+        # A duplicate, since the descriptor belongs to libzmq.
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             facts = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
     except OSError:

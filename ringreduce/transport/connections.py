@@ -1,10 +1,10 @@
-"""The sockets of a link over ZeroMQ: open, connect, shut the ports, see who has gone, close.
+"""The sockets of a link over ZeroMQ: open, connect, shut the ports, detect losses, close.
 
-Each rank binds a PULL socket for every connection that another rank makes to it, and connects
-a PUSH socket to each of those it sends to (`ringreduce.transport.channel`): `streams` of them
-to the next rank, and one to the ranks 2, 4, 8, ... places ahead, for the exchanges.
+Each rank binds a PULL socket for every connection that another rank makes to it, and connects a
+PUSH socket to each of those it sends to (`ringreduce.transport.channel`): `streams` of them to the
+next rank, and one each to the ranks 2, 4, 8, ... positions ahead, for the exchanges.
 
-Threads: libzmq's for I/O, `streams` of them in a context of its own; they end in `close`.
+Threads: `streams` I/O threads of libzmq, in a context of this link; they end in `close`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Connections", "distances"]
 
 
 class Connections:
-    """A link's pairs of sockets, by channel: the streams', then those of the longer distances.
+    """A link's pairs of sockets, by channel: first the streams, then the longer distances.
 
     Args:
         rank, size: this rank, and the number of ranks of the job.
@@ -40,10 +40,10 @@ class Connections:
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`: an address with one
             port for each channel, separated by commas.
-        members: the ranks of the ring, in its order; `place` is this rank's in it. Errors name
-            ranks of the job; frames and schedules, places in the ring.
+        members: the ranks of the ring, in its order; `place` is this rank's index there. Errors
+            give ranks of the job; frames and schedules give indices in the ring.
         incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
-        records: of each channel, for the compiled loops.
+        records: one for each channel, for the compiled loops.
 
     Raises:
         RendezvousError: the address cannot be bound.
@@ -90,7 +90,7 @@ class Connections:
 
     @property
     def size(self) -> int:
-        """Number of places in the ring."""
+        """Number of ranks in the ring."""
         return len(self.members)
 
     @property
@@ -99,7 +99,7 @@ class Connections:
         return bool(self._context.closed)
 
     def connect(self, addresses: Sequence[str], members: Sequence[int]) -> None:
-        """Open the ways to the ranks ahead, and close the sockets that the ring does not need.
+        """Connect to the ranks ahead, and close the sockets that the ring does not need.
 
         Args:
             addresses: the `address` of each rank's link; those sockets are bound already.
@@ -143,32 +143,32 @@ class Connections:
             self._authenticator.allow(_domain(channel), expected)
 
     def lock(self) -> None:
-        """Let nobody connect any more; call it once all ranks have taken part in a call.
+        """Refuse all further connections; call it once all ranks have taken part in a call.
 
-        A port whose rank has not come within `TIMES.lock_s` stays open for it, with the
+        A port whose rank has not connected within `TIMES.lock_s` stays open for it, with the
         authenticator. Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq
-        refuses everyone who does not find an authenticator.
+        refuses everybody once the authenticator is closed.
         """
         deadline = time.monotonic() + TIMES.lock_s
-        # Each is tried, also after one that has not come.
+        # A list, so that every port is tried, also after one that fails.
         if all([p.lock(self._source(c), deadline) for c, p in enumerate(self.incoming)]):
             self._authenticator.close()
 
     def behind(self, channel: int) -> tuple[int, str]:
-        """The rank that `channel` receives from, and where that rank listens itself."""
+        """The rank that `channel` receives from, and the address where that rank listens."""
         place = (self.place - self._distances[channel]) % self.size
         return self.members[place], split_ports(self._addresses[place])[channel]
 
     def read_events(self) -> None:
-        """Take note of what has happened to our connections."""
+        """Process the events of all connections."""
         for end in self._ends():
             end.read_events()
 
     def is_source_lost(self, channel: int, waited_s: float) -> bool:
         """Whether the connection that `channel` receives from has ended.
 
-        One that has not come yet looks like one that never will, so a rank whose first
-        frame is still due counts only after `TIMES.quiet_s` of silence.
+        Before the first frame, a rank that is late looks like one that is lost; it counts as lost
+        only after `TIMES.quiet_s` of silence.
         """
         return self.incoming[channel].is_lost(self._source(channel), waited_s > TIMES.quiet_s)
 
@@ -181,7 +181,7 @@ class Connections:
         ]
 
     def gone(self) -> list[tuple[int, str]]:
-        """Neighbours whose connections have ended, those ahead first; quiet ones count."""
+        """Neighbours whose connections have ended, those ahead first, also before any frame."""
         ahead = [(p.peer, p.address) for p in self.lost_outgoing(self._distances)]
         channels = range(len(self.incoming))
         return ahead + [
@@ -191,11 +191,11 @@ class Connections:
         ]
 
     def arrived_bytes(self, channel: int) -> int | None:
-        """Bytes that have come on `channel`, ever; None where the system does not count."""
+        """Total bytes received on `channel`; None where the system does not count them."""
         return self.incoming[channel].arrived_bytes(self._source(channel))
 
     def borrows(self, channel: int) -> bool:
-        """Whether libzmq still holds memory of ours that has to leave on `channel`."""
+        """Whether libzmq still holds borrowed memory that is to be sent on `channel`."""
         record = self.records[channel]
         return bool(record.released < record.borrowed)
 
@@ -204,12 +204,12 @@ class Connections:
         inherited.close_connections(end.address for end in self._ends())
 
     def stop_admitting(self) -> None:
-        """End the authenticator: nobody who connects from now on is answered."""
+        """Close the authenticator: all further connections are refused."""
         self._authenticator.close()
 
     def close(self) -> None:
         """Free everything, after about a second at most."""
-        # libzmq lets go of what it has encrypted before that has left.
+        # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
         linger_ms = milliseconds(TIMES.linger_s) if self._security.mechanism == "CURVE" else 0
         for pushing in self.outgoing:
             pushing.close(linger_ms)
@@ -225,10 +225,10 @@ class Connections:
 
 
 def distances(size: int, streams: int) -> tuple[int, ...]:
-    """Of each pair of sockets, how far ahead its sender goes: the streams', then the longer."""
+    """How many ranks ahead each pair of sockets sends: the streams, then the longer distances."""
     return (1,) * streams + schedule.exchange(size).distances[1:]
 
 
 def _domain(channel: int) -> str:
-    """What the authenticator knows the port of `channel` by."""
+    """Name of the port of `channel` for the authenticator."""
     return f"data.{channel}"

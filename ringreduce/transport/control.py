@@ -1,13 +1,13 @@
-"""The control channel: a pair of sockets to each neighbour of a rank, for messages about the ring.
+"""The control channel: a pair of sockets to each neighbour, for messages about the ring.
 
-Ranks exchange them with the ones before and after, whatever way the data takes, so that a
-message is never behind a large frame and goes both ways round. The connections are watched: the end
-of one means that the rank at its other end has died, unless it said before that it leaves.
+It is separate from the data, so that a message never waits behind a large frame and can go round
+the ring both ways. When a connection ends, the rank at its other end has died, unless it announced
+that it leaves.
 
     previous rank  <--- PULL/PUSH --->  this rank  <--- PULL/PUSH --->  next rank
 
-Threads: made and connected by the thread that forms the ring, then used by the watcher's
-alone (`ringreduce.engine.watch`), which closes it; `wake` is for any.
+Threads: the thread that forms the ring makes and connects it, then the watcher's alone uses and
+closes it (`ringreduce.engine.watch`); `wake` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["CONTROL_CHANNELS", "Control"]
 
-# Pairs of sockets that it has at most.
+# Most pairs of sockets that it has.
 CONTROL_CHANNELS = 2
 
-# Messages that may wait for a neighbour which does not read, and for us: heartbeats of minutes.
+# Messages that may wait on either side of a connection: heartbeats of minutes.
 _QUEUE = 1000
 
 
@@ -41,14 +41,14 @@ class Control:
     Args:
         rank, size: this rank, among at least two.
         bind: address to listen on, such as ``tcp://127.0.0.1:*``.
-        message_bytes_max: longer messages are refused unread, with the connection they came on.
+        message_bytes_max: a longer message is refused unread, and its connection ends.
         security: who may connect.
-        link_timeout_s: how long the other end's system may leave a message unconfirmed before
-            the connection counts as ended. A stopped process's system still confirms.
+        link_timeout_s: a connection ends when the other system has not acknowledged data for this
+            long. The system of a stopped process still acknowledges.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-        neighbours: the ranks at the other ends: previous and next, which may be one.
+        neighbours: the previous and the next rank, which may be the same.
 
     Raises:
         RendezvousError: the address cannot be bound.
@@ -70,7 +70,7 @@ class Control:
         self._context = zmq.Context(io_threads=1)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
-        # The descriptor of each neighbour's connection to us, known from its first message.
+        # Descriptor of each neighbour's connection to this rank, known from its first message on.
         self._sources: dict[int, int] = {}
         self._security = security
         self._authenticator = security.authenticator(self._context)
@@ -95,7 +95,7 @@ class Control:
             ) from error
         for end in (self._awake, self._waker):
             end.setblocking(False)
-        # Each rank lists its sockets by distance: the one for the rank before it, then after.
+        # Each rank lists its sockets in this order: the one for the rank before it, then after.
         order = [self._incoming[(rank - 1) % size], self._incoming[(rank + 1) % size]]
         self.address = join_ports([pulling.address for pulling in order])
         self._rank, self._size = rank, size
@@ -103,7 +103,7 @@ class Control:
         inherited.watch(self)
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Open the ways to the neighbours, which have bound their sockets already.
+        """Connect to the neighbours, whose sockets are bound already.
 
         Args:
             addresses: the `address` of each rank's channel.
@@ -140,10 +140,10 @@ class Control:
                 self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes, but: Collection[int] = ()) -> None:
-        """Send `message` to the neighbours that are there, except `but`, without waiting."""
+        """Send `message` to the neighbours that are connected, except `but`, without waiting."""
         for neighbour, pushing in self._outgoing.items():
             if neighbour not in but and not pushing.is_lost:
-                # A neighbour that is stopped for minutes does not get what it would not read.
+                # The queue is full: the neighbour has not read for minutes, so drop the message.
                 with contextlib.suppress(zmq.Again):
                     pushing.socket.send(message, zmq.DONTWAIT)
 
@@ -155,7 +155,7 @@ class Control:
                 pass
         messages = []
         for neighbour, pulling in self._incoming.items():
-            # Events first: of a connection that has ended all messages are there by now.
+            # Events first: once a connection has ended, all its messages are here.
             pulling.read_events()
             while True:
                 try:
@@ -169,7 +169,7 @@ class Control:
         return messages
 
     def lost(self) -> list[int]:
-        """Neighbours whose connections have ended, on either way; what they said has been read."""
+        """Neighbours with an ended connection, either way; their messages have been read."""
         return [
             neighbour
             for neighbour in self.neighbours
@@ -178,17 +178,17 @@ class Control:
         ]
 
     def has_ended(self, neighbour: int) -> bool:
-        """Whether nothing more can come from a lost neighbour."""
+        """Whether nothing more can arrive from a lost neighbour."""
         source = self._sources.get(neighbour, -1)
         return source >= 0 and self._incoming[neighbour].is_lost(source, False)
 
     def read_events(self) -> None:
-        """Take note of what has happened to our connections."""
+        """Process the events of all connections."""
         for pulling in self._incoming.values():
             pulling.read_events()
 
     def lock(self) -> bool:
-        """Let nobody connect any more, once both neighbours have; return whether that is so."""
+        """Refuse all further connections, once both neighbours are connected; return whether so."""
         now, done = time.monotonic(), True
         for neighbour, pulling in self._incoming.items():
             done = pulling.lock(self._sources.get(neighbour, -1), now) and done
@@ -202,23 +202,23 @@ class Control:
         inherited.close_connections(own + [p.address for p in self._outgoing.values()])
 
     def wake(self) -> None:
-        """Have `receive` return; from any thread."""
+        """Make `receive` return; from any thread."""
         with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
     def close(self) -> None:
-        """Free everything, at once or nearly so."""
+        """Free everything, almost at once."""
         self._authenticator.close()
         for pushing in self._outgoing.values():
             pushing.close(milliseconds(TIMES.flush_s))
         for pulling in self._incoming.values():
             pulling.close()
-        # Also what a failing constructor has left open.
+        # Including what a failed constructor has left open.
         self._context.destroy(linger=0)
         self._awake.close()
         self._waker.close()
 
 
 def _domain(neighbour: int) -> str:
-    """What the authenticator knows the port for a neighbour by."""
+    """Name of the port for a neighbour, for the authenticator."""
     return f"control.{neighbour}"

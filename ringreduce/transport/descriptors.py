@@ -1,7 +1,6 @@
-"""Room for the files and sockets that a ring needs, made before it is needed.
+"""File descriptors for a ring, made available before it forms.
 
-libzmq ends the whole process when it runs out of descriptors at some places (it asserts that an
-event descriptor or a poll set can be had). So a rank counts before it starts.
+libzmq aborts the process when it cannot get a descriptor for an event or a poll set.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ __all__ = ["needed", "reserve", "shortage_explained"]
 
 # Of a pair of sockets: the two, two monitors with two ends each, a listener, two connections.
 _PER_CHANNEL = 9
-# A connection at the rendezvous; one, a segment and a spare within the host.
+# A connection at the rendezvous; one connection, a segment and a spare within the host.
 _PER_RANK = 4
 # Contexts, their threads, the authenticator, the rendezvous, and what the program opens meanwhile.
 _ALWAYS = 64
 
 
 def needed(size: int, channels: int, streams: int) -> int:
-    """Descriptors that a rank of a ring of `size` opens at most while it forms."""
+    """Most descriptors that a rank of a ring of `size` opens while it forms."""
     return _ALWAYS + _PER_CHANNEL * channels + 2 * streams + _PER_RANK * size
 
 
 def reserve(count: int, *, rank: int, size: int) -> None:
-    """See to it that this process may open `count` more files; raises its own limit if need be.
+    """Ensure that this process may open `count` more files; raises its soft limit if needed.
 
     Raises:
         ConfigError: the hard limit is too low for that.
@@ -44,7 +43,7 @@ def reserve(count: int, *, rank: int, size: int) -> None:
     try:
         is_open = len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        # There is not even one left to look with, or nowhere to look.
+        # There is no descriptor left even to list them, or no such folder.
         is_open = soft if error.errno in (errno.EMFILE, errno.ENFILE) else 32
     wanted = is_open + count
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -61,9 +60,9 @@ def reserve(count: int, *, rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def shortage_explained(*, rank: int, size: int) -> Iterator[None]:
-    """Within, a socket that cannot be had is an error of ours.
+    """Turn the failure to get a socket into an error of ours.
 
-    `reserve` may have counted what another thread was about to take.
+    `reserve` may have counted descriptors that another thread has taken since.
 
     Raises:
         RendezvousError: there are no more descriptors, or no memory for one.

@@ -1,7 +1,7 @@
-"""Why a call over ZeroMQ does not go on: who is to blame, and what that rank says of it.
+"""Why a call over ZeroMQ is stuck: the error to raise, with the rank to blame and its own reason.
 
-It reads what a loop has left in the link's record, the state of the connections, and aborts and
-goodbyes that are still unread; it returns the error to raise and changes nothing else.
+It reads the link's record, the state of the connections, and unread aborts and goodbyes; apart from
+those messages it changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Call = RingCall | ExchangeCall
 
 
 class Diagnosis:
-    """The errors of one link.
+    """Finds the errors of one link.
 
     Args:
         connections: the link's.
@@ -55,7 +55,7 @@ class Diagnosis:
         self.job = 0
 
     def where(self, call: _Call, peer: int | None) -> dict[str, Any]:
-        """The fields that every error of this call carries."""
+        """The fields that every error of this call has."""
         step = min(self._record.step, max(0, call.steps - 1))
         return {
             "rank": self._connections.rank,
@@ -67,16 +67,16 @@ class Diagnosis:
         }
 
     def lost_neighbour(self, call: _Call, waited_s: float) -> int | None:
-        """A neighbour that this call still needs and that has gone; None: none is known."""
+        """A lost neighbour that this call still needs; None if none is known."""
         known = self._connections
         known.read_events()
         step, started = self._record.step, self._record.started
         channel = self._record.channel
         if step < call.steps and known.is_source_lost(channel, waited_s):
             return known.behind(channel)[0]
-        # With nothing more to send, a rank ahead that is gone may just have finished before us;
-        # if it has not, the rank that waits for it sees that and passes it on. Unless that rank
-        # waits for us too, or, in the very first call, knows as little as we do.
+        # With nothing left to send, a lost rank ahead may just have finished before this one; if
+        # it died, the rank that waits for it notices and notifies all. Except where that rank also
+        # waits for this one (an exchange), or, in the first call, cannot know yet either.
         if waited_s > TIMES.quiet_s and (call.sequence == 0 or isinstance(call, ExchangeCall)):
             return next((peer for peer, _ in known.gone()), None)
         borrows = any(known.borrows(channel) for channel in range(len(known.outgoing)))
@@ -95,7 +95,7 @@ class Diagnosis:
         return timeout_error(due, waited_s, self._timeout_s, **self.where(call, peer))
 
     def lost(self, call: _Call) -> RingReduceError:
-        """The error of a call whose neighbour has gone: what that one said, if it said why."""
+        """The error of a call with a lost neighbour: its own reason, if it gave one."""
         if (said := self._unread_notification(call)) is not None:
             return said
         gone = self._connections.gone()
@@ -110,7 +110,7 @@ class Diagnosis:
         )
 
     def error(self, status: int, call: _Call) -> RingReduceError:
-        """The error that stands for what a loop has returned."""
+        """The error for a status that a loop has returned."""
         record = self._record
         received = wire.decode(words_of(record.received))
         peer, _ = self._source()
@@ -161,17 +161,17 @@ class Diagnosis:
         )
 
     def _source(self) -> tuple[int, str]:
-        """The rank that the channel used last receives from, and where that rank listens."""
+        """The rank that the channel used last receives from, and the address where it listens."""
         return self._connections.behind(self._record.channel)
 
     def _name(self, place: int) -> str:
-        """What errors call the rank at a place of this ring, as a header gives it."""
+        """Name, for errors, of the rank with index `place` in this ring, as in a header."""
         if place < self._connections.size:
             return f"rank {self._connections.members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
 
     def _await_notification(self, call: _Call) -> RingReduceError | None:
-        """Why the rank of the channel used last gives up, if it soon says so."""
+        """The error of an abort or goodbye on the channel used last, if it soon arrives."""
         deadline = time.monotonic() + TIMES.explanation_s
         socket = self._connections.incoming[self._record.channel].socket
         while (left_s := deadline - time.monotonic()) > 0 and not self._interruption.is_set:
@@ -181,7 +181,7 @@ class Diagnosis:
         return None
 
     def _unread_notification(self, call: _Call) -> RingReduceError | None:
-        """The error of an abort or goodbye that has come and is still unread."""
+        """The error of an abort or goodbye that has arrived and is still unread."""
         for channel, pulling in enumerate(self._connections.incoming):
             while True:
                 try:

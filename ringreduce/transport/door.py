@@ -1,10 +1,8 @@
-"""A listening socket that lets nobody in any more, while those who are in stay.
+"""Shut a listening socket: no new connections, while accepted ones stay.
 
-Once a ring stands nobody has any business at its ports. libzmq cannot stop to listen without
-ending the connections it has accepted (``zmq_unbind``), so the kernel is asked: a filter on the
-listening socket that drops every packet for it. Accepted connections have sockets of their own,
-with no filter. Attempts to connect then get no answer and cost this process nothing, however
-many there are.
+libzmq cannot stop listening without ending the connections it has accepted (``zmq_unbind``). So a
+filter on the listening socket makes the kernel drop every packet for it; accepted connections have
+sockets without that filter. Attempts to connect get no answer and cost this process nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import sys
 
 __all__ = ["shut"]
 
-# Python's socket module has no name for it; the number is the same on all that Linux runs on
-# but a few (alpha, mips, parisc, sparc), where it is refused or counts for nothing.
+# Missing in Python's socket module. The number holds on all Linux platforms but a few (alpha, mips,
+# parisc, sparc), where it is refused or has no effect.
 _SO_ATTACH_FILTER = 26
 # One instruction of classic BPF, "return 0": keep no byte of the packet, which drops it.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def shut(listener: int) -> bool:
-    """Drop all attempts to connect at the listening socket of descriptor `listener`.
+    """Drop all attempts to connect to the listening socket with descriptor `listener`.
 
     Returns:
         Whether that was possible: on Linux, with a socket that listens.

@@ -1,14 +1,14 @@
-"""An exchange of rows in a few long strides, compiled: the short way for small messages.
+"""An exchange of rows, compiled: few steps over growing distances, for small messages.
 
-In each step a rank sends all rows it holds so far to the rank `distance` places after it and
-gets as many from the rank as far before it (`ringreduce.pure.schedule.exchange`):
+In each step a rank sends all rows it has so far to the rank `distance` positions ahead and receives
+as many from the rank as far behind (`ringreduce.pure.schedule.exchange`):
 
       rank - distance                    this rank                     rank + distance
       --------------->  header == expected?  copy behind our rows   row 0 ... --------->
 
-Rows ride behind the header in the same message, by a copy: they are few and small, a second
-message costs more than copying them, and nothing has to be waited for at the end. As in the
-ring, sending never blocks and the function returns when there is something to decide.
+Rows are copied behind the header into the same message: they are few and small, a second message
+would cost more than the copy, and no borrowed memory has to be awaited. As in the ring, sending
+never blocks and the function returns when it needs a decision.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq
 from ringreduce.transport.loop import HEADER_BYTES, receive_header, send_message, verify
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 
-# One frame may hold the rows of many ranks, but not more bytes than this: a receiver refuses
-# longer ones unread.
+# The longest frame of an exchange, which may hold the rows of many ranks; receivers refuse longer
+# ones unread.
 EXCHANGE_BYTES_MAX = 1 << 20
 
 
@@ -34,8 +34,8 @@ def run(link_address: Any, call_address: Any, rows: Any) -> Any:
     """Run the exchange from where the link stands; return a status code.
 
     Args:
-        link_address: of the `LinkRecord`; the channels after the streams lead over the
-            distances after the first, in their order.
+        link_address: of the `LinkRecord`; the channels after the streams lead over the distances
+            after the first, in their order.
         call_address: of the `ExchangeRecord`; checksums are filled in here.
         rows: address of uint8 of shape (size, row bytes), contiguous, row 0 filled.
     """

@@ -1,4 +1,4 @@
-"""How a call over ZeroMQ gets on, as other threads may ask: what is done, and what is dry."""
+"""Progress of a call over ZeroMQ, for other threads: what is done, and which channel is silent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ __all__ = ["FlowMeter"]
 
 
 class _Dry(NamedTuple):
-    """A channel that has been waited on for a while.
+    """A channel on which a frame is due.
 
     Attributes:
-        channel: which.
-        arrived: bytes that have come on it, ever.
-        since_s: since when no more have.
-        looked_s: when that was seen last.
+        arrived: total bytes received on it.
+        since_s: since when that has not changed.
+        looked_s: when it was last checked.
     """
 
     channel: int
@@ -30,12 +29,7 @@ class _Dry(NamedTuple):
 
 
 class FlowMeter:
-    """Watches the calls of one link that do not end at the first go.
-
-    Args:
-        connections: the link's.
-        record: where the loop stands.
-    """
+    """Measures the calls of one link that their loop does not complete at the first attempt."""
 
     def __init__(self, connections: Connections, record: LinkRecord) -> None:
         self._connections, self._record = connections, record
@@ -43,22 +37,22 @@ class FlowMeter:
         self._steps, self._segments = 0, 1
 
     def begin(self, steps: int, segments: int) -> None:
-        """A call of so many steps, with at most so many segments in each, waits."""
+        """A call of `steps` steps, with at most `segments` segments in each, waits."""
         self._steps, self._segments = steps, segments
 
     def end(self) -> None:
-        """It has ended."""
+        """The call has ended."""
         self._dry = None
 
     def note(self, *, is_waiting: bool) -> None:
-        """Look whether a byte has come on the channel used last, if the loop waits for a frame."""
+        """Note whether bytes have arrived on the channel used last, if the loop waits there."""
         now = time.monotonic()
         channel, arrived = self._record.channel, None
         if is_waiting:
             self._connections.incoming[channel].read_events()
             arrived = self._connections.arrived_bytes(channel)
         if arrived is None:
-            # Unknown counts as in flight: a link that is merely slow must not look dead.
+            # Unknown counts as progress: a link that is merely slow must not look dead.
             self._dry = None
         elif (
             self._dry is None
@@ -70,7 +64,7 @@ class FlowMeter:
             self._dry = self._dry._replace(looked_s=now)
 
     def flow(self) -> Flow:
-        """Where the link stands; from any thread."""
+        """Progress of the present call; from any thread."""
         steps = self._record.step + self._record.segment / self._segments
         return Flow(
             done=min(1.0, steps / max(1, self._steps)),
@@ -83,8 +77,8 @@ class FlowMeter:
 
     def _waits(self) -> tuple[int, int, int, float] | None:
         dry, now = self._dry, time.monotonic()
-        # A thread that waits for the GIL, and not for a frame, has not looked for long; what it has
-        # not taken may have come.
+        # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
+        # have arrived meanwhile.
         if (
             dry is None
             or now - dry.looked_s > TIMES.looked_s

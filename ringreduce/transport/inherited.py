@@ -1,10 +1,9 @@
-"""What a forked child must not keep open: its parent's connections with other ranks.
+"""Close, in a forked child, its copies of the parent's connections with other ranks.
 
-A connection ends when the last process that has it open closes it. With a copy in a child
-that outlives its parent (a worker of a data pipeline, say) the other ranks would not see
-the parent's death but only its silence. So a child closes its copies at once and sends
-nothing on them. Children that are started by exec inherit nothing: all descriptors here and
-libzmq's are close-on-exec.
+A connection ends when the last process that has it open closes it. If a child that outlives its
+parent (a worker of a data pipeline, say) kept a copy, the other ranks would see only silence, not
+the parent's death. Children started by exec inherit nothing: all descriptors here and libzmq's are
+close-on-exec.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from typing import Protocol
 
 __all__ = ["Inheritable", "close_connections", "watch"]
 
-# Linux; elsewhere the other name.
+# On Linux; on other systems.
 _DESCRIPTORS = ("/proc/self/fd", "/dev/fd")
 
 
 class Inheritable(Protocol):
-    """What holds connections."""
+    """An object that holds connections."""
 
     def close_inherited(self) -> None:
-        """Close this process's copies; called in a forked child. Sends nothing."""
+        """Close this process's copies, sending nothing; called in a forked child."""
 
 
 _watched: weakref.WeakSet[Inheritable] = weakref.WeakSet()
 
 
 def watch(holder: Inheritable) -> None:
-    """Have `holder.close_inherited` called in every child that this process forks."""
+    """Call `holder.close_inherited` in every child that this process forks."""
     _watched.add(holder)
 
 
 def close_connections(endpoints: Iterable[str]) -> None:
     """Close this process's TCP sockets that listen on, or are connected with, `endpoints`.
 
-    For those that libzmq has made, which does not give their descriptors.
+    For libzmq's sockets, whose descriptors it does not give.
 
     Args:
         endpoints: numeric, as ``tcp://127.0.0.1:41873``.
@@ -81,7 +80,7 @@ def _open_descriptors() -> list[int]:
 
 
 def _close_all() -> None:
-    """In the child: it has no use for them, since communicators refuse to work there."""
+    """Run in the child, which has no use for connections: communicators refuse to work there."""
     for holder in list(_watched):
         with contextlib.suppress(OSError):
             holder.close_inherited()

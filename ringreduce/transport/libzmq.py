@@ -1,12 +1,11 @@
-"""libzmq as compiled functions can call it: loaded once, declared by name.
+"""libzmq for compiled functions: loaded once, declared by name.
 
-pyzmq brings its own libzmq and opens it privately. Here the very same file is opened again
-for LLVM's linker, so that ``zmq_msg_send`` in a compiled function and ``Socket`` in Python
-mean the same library and share sockets by address (``Socket.underlying``). Names, unlike
-ctypes function pointers, can be cached on disk with the compiled code.
+pyzmq opens its own libzmq privately. The same file is opened here for LLVM's linker, so that
+compiled functions and Python share sockets by address (``Socket.underlying``). Names, unlike ctypes
+function pointers, can be cached on disk with the compiled code.
 
-Addresses are passed as intp throughout: the C ABI passes pointers and 64-bit integers
-alike on every platform that has wheels.
+Addresses are passed as intp: the C ABI passes pointers and 64-bit integers alike on every platform
+that has wheels.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _declare(name: str, result: Any, *arguments: Any) -> Any:
 
 _address, _int = types.intp, types.intc
 
-# Each is documented in the libzmq manual page of its name; `message` is a zmq_msg_t, 64 bytes.
+# Each is documented in the libzmq manual page of its name; a message is a zmq_msg_t, 64 bytes.
 zmq_errno = _declare("zmq_errno", _int)
 zmq_msg_init = _declare("zmq_msg_init", _int, _address)
 zmq_msg_init_size = _declare("zmq_msg_init_size", _int, _address, types.uintp)
@@ -101,12 +100,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @cache
 def keep_large_blocks() -> bool:
-    """Have glibc's malloc reuse blocks of up to 4 MiB; return whether it agreed.
+    """Make glibc's malloc reuse blocks of up to 4 MiB; return whether it accepted that.
 
-    libzmq allocates each large message it receives. By default glibc maps such a block anew
-    and gives it back when it is freed, so that every segment is paid for in page faults:
-    16 MiB took 15.2 ms with them and 12.3 ms without (docs/performance.md). Concerns the whole
-    process, as malloc does.
+    libzmq allocates each large message it receives. By default glibc maps and unmaps each such
+    block, and the page faults are expensive: 16 MiB took 15.2 ms with them and 12.3 ms without
+    (docs/performance.md). Affects the whole process.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -115,10 +113,10 @@ def keep_large_blocks() -> bool:
 
 
 def _candidates() -> Iterator[str]:
-    """Files that may hold the libzmq which pyzmq has already loaded, likeliest first."""
+    """Files that may contain the libzmq which pyzmq has already loaded, likeliest first."""
     if sys.platform == "linux":
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            # Whatever pyzmq was linked with is mapped by now: a wheel's, conda's or the system's.
+            # pyzmq's library is mapped by now, whether a wheel's, conda's or the system's.
             mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "libzmq" in line}
         yield from sorted(mapped)
     package = os.path.dirname(zmq.__file__)
@@ -141,9 +139,9 @@ def _release_callback() -> Any:
 
 
 def count_release_address() -> int:
-    """Address of libzmq's free function for borrowed buffers: adds 1 to the int64 it is hinted.
+    """Address of libzmq's free function for borrowed buffers: adds 1 to the int64 at its hint.
 
-    Only libzmq's one I/O thread runs it while a socket is open, so the count needs no atomics:
-    it has one writer, and the reader asks only whether it has reached a number yet.
+    Only one I/O thread of libzmq runs it for an open socket, so the count has one writer and needs
+    no atomics; the reader asks only whether it has reached a number yet.
     """
     return int(_release_callback().address)

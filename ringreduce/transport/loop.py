@@ -1,32 +1,27 @@
-"""The ring itself: one compiled function that runs any schedule over pairs of ZeroMQ sockets.
+"""The ring: one compiled function that runs any schedule over pairs of ZeroMQ sockets.
 
-For each segment that arrives: check its header, combine it with our own (or copy it), and
-send it on, all without Python and without the GIL:
+For each segment that arrives, without Python and without the GIL:
 
       previous rank                      this rank                         next rank
       ------------->  header == expected?  combine/copy  finish?  forward  ------------->
                       checksum right?
 
-Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets,
-and is received from there in that order: several connections, and nothing to put in order.
+Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets, and
+is received in that order, so several connections need no reordering.
 
-Sending borrows the caller's buffer (``zmq_msg_init_data``); nothing is copied on the way
-out. A ring confirms by its data flow that a segment of the reduce-scatter has left before
-its memory changes, since the sum that overwrites it depends on its arrival. Nothing
-confirms the all-gather's. So libzmq's free callback counts the borrowed segments that it
-has written out, for each socket by itself since their I/O threads may differ, and the
-function returns only when all have been: afterwards the caller may do with the buffer what
-it likes.
+Sending borrows the caller's buffer (``zmq_msg_init_data``) instead of copying it. In a
+reduce-scatter, a segment's memory changes only after it was sent, since the sum that overwrites it
+depends on its arrival; in an all-gather nothing guarantees that. So libzmq's free callback counts
+the borrowed segments that were written, for each socket separately since their I/O threads may
+differ, and the function returns only when all were: then the buffer is the caller's again.
 
-Sending never blocks: the outgoing queue is unbounded, which costs little because it holds
-borrowed memory. How far a sender may run ahead is bounded at the receiver, whose queue
-holds RECEIVE_QUEUE_FRAMES; behind it TCP pushes back. So no rank ever waits to send, and
-the cycle in which each waits for the next cannot arise.
+Sending never blocks, so ranks cannot deadlock in a cycle of sends: the outgoing queue is unbounded,
+and costs little since its memory is borrowed. The receiver bounds how far a sender runs ahead: its
+queue holds RECEIVE_QUEUE_FRAMES, and behind that TCP holds the sender back.
 
-The function returns when it is done or when there is something to decide: nothing arrived
-for a while, or what arrived is not what was due. Deadlines, signals and errors are the
-caller's business (`ringreduce.transport.zeromq`); it calls again and the work goes on where
-it stopped, which the link's record says.
+The function returns when it is done or needs a decision: nothing arrived for a while, or not what
+was due. The caller (`ringreduce.transport.zeromq`) handles deadlines, signals and errors; called
+again, the function continues from the state in the link's record.
 """
 
 from __future__ import annotations
@@ -77,8 +72,8 @@ from ringreduce.transport.records import (
     pointer,
 )
 
-# Payloads up to this ride behind the header in the same message, by a copy: below it, the
-# copy is cheaper than a second message and the wait for its release.
+# Up to this size a payload is copied behind the header in the same message: that is cheaper than a
+# second message and the wait for its release.
 INLINE_BYTES_MAX = 16384
 
 HEADER_BYTES = 64
@@ -91,7 +86,7 @@ _RELEASED_AT = ChannelRecord.released.offset
 _DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
 _FIRST_CONTROL_KIND = 128
 _EINTR, _EAGAIN = errno.EINTR, errno.EAGAIN
-# How long to wait for borrowed segments before the caller gets to look at the clock.
+# How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 
 
@@ -102,7 +97,7 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     Args:
         link_address: of the `LinkRecord`.
         call_address: of the `PassRecord`.
-        buffer: address of the memory that all chunks lie in.
+        buffer: address of the memory that contains all chunks.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -174,12 +169,13 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
             zmq_msg_close(first_msg)
             link.frames += 1
             link.bytes_received += nbytes
-            # Before sending: were the send to fail, this segment must not be awaited again.
+            # Before sending: if the send fails, this segment must not be expected again.
             link.segment += 1
             if step.action & FORWARD:
                 known = np.int64(_NOT_KNOWN)
                 if step.action & (REDUCE | FINISH) == 0:
-                    # What goes on as it came keeps its sum, which so guards our memory too.
+                    # Forwarded as received: keep the sender's checksum, which also covers errors
+                    # in this rank's memory.
                     known = np.int64(link.received[6] >> np.uint64(32))
                 status = _send(
                     link, channels, call, buffer, step.start, step.end, segment, number + 1, known
@@ -202,10 +198,10 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def post(link_address: Any, channel: Any, frame: Any, nbytes: Any) -> Any:
-    """Queue a frame of `nbytes` at address `frame` on `channel`; return DONE or why not.
+    """Queue a frame of `nbytes` at address `frame` on `channel`; return DONE or the reason not.
 
-    The frame, header included, is borrowed like a segment: it has left when the channel's
-    `released` has reached its `borrowed`, and must live until then.
+    The frame, header included, is borrowed and must live until the channel's `released` has
+    reached its `borrowed`.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -214,12 +210,12 @@ def post(link_address: Any, channel: Any, frame: Any, nbytes: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def send_message(link: Any, channel: Any, number: Any, msg: Any, flags: Any) -> Any:
-    """Queue the message at address `msg` on `channel`, without waiting; return DONE or why not."""
+    """Queue the message at address `msg` on `channel` without waiting; return DONE or a failure."""
     link.channel = number
     if zmq_msg_send(msg, channel.sender, _DONTWAIT | flags) < 0:
         link.errno = zmq_errno()
         zmq_msg_close(msg)
-        # The queue is unbounded, so "try again" can only mean that there is no connection.
+        # The queue is unbounded, so EAGAIN can only mean that there is no connection.
         return UNSENDABLE if link.errno == _EAGAIN else FAILED
     if flags & _SNDMORE == 0:
         channel.sent += 1
@@ -230,13 +226,13 @@ def send_message(link: Any, channel: Any, number: Any, msg: Any, flags: Any) -> 
 def receive_header(
     link: Any, channel: Any, number: Any, msg: Any, expected: Any, inline_bytes: Any, is_more: Any
 ) -> Any:
-    """Receive the message that begins the frame due, at address `msg`; return DONE or why not.
+    """Receive the first part of the frame due, at address `msg`; return DONE or a failure.
 
-    It is the caller's to close after DONE, and closed after anything else.
+    After DONE the caller must close the message; otherwise it is closed already.
 
     Args:
-        link: where the header that came is left.
-        channel, number: where from.
+        link: receives a copy of the header.
+        channel, number: where to receive from.
         msg: room for a zmq_msg_t.
         expected: uint64 of shape (8,), the header due.
         inline_bytes: payload bytes due behind the header.
@@ -257,7 +253,7 @@ def receive_header(
 
 @numba.njit(nogil=True, cache=True)
 def verify(link: Any, payload: Any, nbytes: Any) -> Any:
-    """CORRUPT if `nbytes` at address `payload` have another checksum than the last header says."""
+    """CORRUPT unless `nbytes` at address `payload` have the checksum in the last header."""
     if link.checked == 0:
         return DONE
     checksum = crc32c(payload, nbytes)
@@ -273,7 +269,7 @@ def _segments(start: Any, end: Any, segment_bytes: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def _is_released(channels: Any, streams: Any) -> Any:
-    """Whether libzmq has written out everything that the streams have borrowed."""
+    """Whether libzmq has written all borrowed memory of the streams."""
     for stream in range(streams):  # noqa: SIM110  numba compiles no generators with all()
         if channels[stream].released < channels[stream].borrowed:
             return False
@@ -294,7 +290,7 @@ def _send(
 ) -> Any:
     """Queue one segment of a chunk; large ones are borrowed, not copied.
 
-    `known` is its checksum, if it need not be computed.
+    `known` is its checksum if that need not be computed.
     """
     number = segment % link.streams
     start = chunk_start + segment * link.segment_bytes
@@ -324,7 +320,7 @@ def _send(
 
 @numba.njit(nogil=True, cache=True)
 def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> Any:
-    """Queue `nbytes` at address `memory` without a copy; return DONE or why not."""
+    """Queue `nbytes` at address `memory` without a copy; return DONE or a failure."""
     msg = link.message.ctypes.data
     counter = channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
     zmq_msg_init_data(msg, memory, np.uint64(nbytes), link.release, counter)

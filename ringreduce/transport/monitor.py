@@ -1,9 +1,9 @@
-"""What happens to a socket's connections, as libzmq tells it.
+"""Events of a socket's connections, from libzmq.
 
-pyzmq's ``get_monitor_socket`` would do, but for its queue of 2000 messages, a thousand events:
-when it is full, libzmq's I/O thread waits for room, holding a lock that ``disable_monitor`` takes.
-So a thousand strangers that connect and leave while nobody reads would stop all of the socket's
-traffic, and closing it for good. Here the queue has no limit; whoever watches reads it often.
+pyzmq's ``get_monitor_socket`` has a queue of 2000 messages, a thousand events. When it is full,
+libzmq's I/O thread waits, holding a lock that ``disable_monitor`` needs: a thousand strangers that
+connect and leave while nobody reads would stop the socket's traffic and block its closing. Here
+the queue is unbounded, so the owner must read it often.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def watch(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """A socket that receives the `events` of `socket` from now on; end it with `unwatch`."""
+    """Return a socket that receives the `events` of `socket` from now on; end with `unwatch`."""
     name = f"inproc://monitor.{next(_numbers)}"
     socket.monitor(name, events)
     receiver: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)

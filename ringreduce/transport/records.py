@@ -1,12 +1,11 @@
 """What Python and the compiled loops share: status codes, and records in memory.
 
-Each record is a ctypes structure, which Python reads and writes by name at little cost. A
-compiled function gets its address and reads the same fields through that structure's numpy
-dtype, ``carray(pointer(address), 1, LINK)[0]``. Arrays as arguments would be looked at one by
-one in each call, which costs more than a small message.
+Python reads and writes a record as a ctypes structure. A compiled function gets its address and
+uses the structure's numpy dtype, ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each
+array argument in every call, which costs more than a small message.
 
-Who owns what: a link has one `LinkRecord` and a `ChannelRecord` for each pair of sockets; a
-kind of call has a `PassRecord` or an `ExchangeRecord`, with one record for each step.
+A link owns one `LinkRecord` and a `ChannelRecord` for each pair of sockets; a kind of call owns a
+`PassRecord` or an `ExchangeRecord`, with one record for each step.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class ChannelRecord(ctypes.Structure):
 
 
 class LinkRecord(ctypes.Structure):
-    """What a link is, and where its call stands."""
+    """A link's parameters, and the state of its present call."""
 
     _fields_ = (
         ("channels", _address),
@@ -132,9 +131,9 @@ class ExchangeRecord(ctypes.Structure):
 
 CHANNEL, LINK = np.dtype(ChannelRecord), np.dtype(LinkRecord)
 PASS, EXCHANGE = np.dtype(PassRecord), np.dtype(ExchangeRecord)
-# Where the chunk of a step lies, and a sum of `schedule.REDUCE`, `FINISH` and `FORWARD`.
+# Start and end of a step's chunk in bytes, and a sum of `schedule.REDUCE`, `FINISH` and `FORWARD`.
 PASS_STEP = np.dtype([("start", "i8"), ("end", "i8"), ("action", "i8")])
-# How far ahead `count` rows go in a step, and the headers sent and due, complete.
+# A step sends `count` rows `distance` ranks ahead; the headers sent and due are complete.
 EXCHANGE_STEP = np.dtype(
     [("distance", "i8"), ("count", "i8"), ("outgoing", "u8", (8,)), ("incoming", "u8", (8,))]
 )
@@ -146,7 +145,7 @@ def words_of(header: Any) -> np.ndarray:
 
 
 def _pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
-    """An address as a pointer, for `numba.carray`."""
+    """Convert an address to a pointer, for `numba.carray`."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))

@@ -1,17 +1,14 @@
-"""Who may connect: keys made from the job's secret, and what a rank shows of them.
+"""Who may connect: keys made from the job's secret, and how a rank proves that it has them.
 
-A job has one secret, known to its ranks alone. Three things follow from it:
+A job has one secret, known to its ranks alone:
 
-- The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret
-  and the job id, so one that lacks either cannot finish the handshake; keys are announced there.
-- Every rank makes a fresh key pair for each ring and announces its public half. Each socket that
-  others connect to has a domain and a list of the ranks that may connect there; a rank
-  is known by the key that was announced for it.
-- What the data sockets speak is `mechanism`: CURVE proves both sides and encrypts; PLAIN proves
-  the connecting side by a password that holds for this sender, this receiver and these keys;
-  NULL, without a secret, proves nothing and is for loopback addresses alone.
-
-`ringreduce.transport.authenticator` compares what others show with what is expected here.
+- The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret and
+  the job id, so a process that lacks either cannot finish the handshake.
+- There, every rank announces the public half of a fresh key pair. Each listening socket has a
+  domain and a list of the ranks that may connect, identified by their announced keys.
+- `mechanism` is what data sockets use: CURVE proves both sides and encrypts; PLAIN proves the
+  connecting side by a password that holds for this sender, this receiver and these keys; NULL,
+  without a secret, proves nothing and is for loopback addresses alone.
 
 Nothing here logs, shows or raises a key, a password or the secret.
 """
@@ -36,7 +33,7 @@ from ringreduce.vocabulary.times import milliseconds
 __all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Security"]
 
 MECHANISMS = ("NULL", "PLAIN", "CURVE")
-# What CURVE adds to a message is 33 bytes.
+# CURVE adds 33 bytes to a message.
 OVERHEAD_BYTES = 64
 _MEETING = "meeting"
 
@@ -46,14 +43,14 @@ _KEY_TEXT = 40
 
 
 class Security:
-    """One rank's keys, and what it asks of those who connect.
+    """One rank's keys, and what it requires of ranks that connect.
 
     Args:
-        secret: the job's; empty: nothing is asked for.
-        job_id: what the job is called.
+        secret: the job's; empty: nothing is required.
+        job_id: name of the job.
         rank, size: this rank, and the number of ranks.
-        is_encrypted: whether data sockets speak CURVE rather than PLAIN; needs a secret.
-        hold_s: how long a connection that comes before the ranks have met is kept waiting.
+        is_encrypted: data sockets use CURVE rather than PLAIN; needs a secret.
+        hold_s: how long a connection that arrives before the ranks have met may wait.
 
     Attributes:
         mechanism: one of `MECHANISMS`, of the data sockets.
@@ -86,7 +83,7 @@ class Security:
                 remedy="Install pyzmq from its wheel, which has it.",
             )
         self.mechanism = "CURVE" if is_encrypted else "PLAIN"
-        # Secrets may be longer than BLAKE2b's keys, job ids are anything.
+        # Hashed, since secrets may be longer than BLAKE2b's keys, and job ids are any text.
         master = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
         self._job_key = hashlib.blake2b(
             job_id.encode(errors="surrogatepass"), key=master, person=b"ringreduce job"
@@ -95,10 +92,10 @@ class Security:
 
     @classmethod
     def of(cls, config: Config) -> Security:
-        """What `config` asks for; a fresh key pair each time.
+        """What `config` requires, with a fresh key pair.
 
         Raises:
-            ConfigError: the ranks would meet on a network without a secret.
+            ConfigError: the ranks would meet on a network, or encrypt, without a secret.
             RendezvousError: the rendezvous host's name does not resolve.
             NativeError: libzmq was built without encryption.
         """
@@ -133,10 +130,10 @@ class Security:
         return self._public.decode()
 
     def learn(self, keys: Sequence[str]) -> None:
-        """Take over every rank's `public`, as the meeting's table has them.
+        """Store every rank's `public`, from the rendezvous.
 
         Raises:
-            RendezvousError: they are not one key for each rank, with this rank's own in place.
+            RendezvousError: there is not one key for each rank, or this rank's own differs.
         """
         if self.mechanism == "NULL":
             return
@@ -157,7 +154,7 @@ class Security:
         self._keys = found
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
-        """Have `socket` ask those who will connect to it; call it before ``bind``.
+        """Make `socket` authenticate those that connect to it; call it before ``bind``.
 
         Args:
             domain: the name of the socket for `Authenticator.allow`.
@@ -173,7 +170,7 @@ class Security:
         _enforce(socket, domain)
 
     def join(self, socket: zmq.Socket[Any], peer: int) -> None:
-        """Have `socket` show who we are; call it after `learn` and before ``connect``.
+        """Give `socket` this rank's credentials; call it after `learn` and before ``connect``.
 
         Args:
             peer: the rank that it will connect to.
@@ -187,11 +184,11 @@ class Security:
             socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self._rank, peer))
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
-        """What answers for all sockets of `context`; have it before the first of them binds."""
+        """The authenticator of all sockets of `context`; make it before the first ``bind``."""
         return Authenticator(None if self.mechanism == "NULL" else context, self._hold_s)
 
     def credentials(self, rank: int) -> Credentials:
-        """What `rank` shows when it connects to us; call it after `learn`."""
+        """What `rank` must show when it connects to this one; call it after `learn`."""
         if self.mechanism == "CURVE":
             return Credentials(rank, b"CURVE", (z85.decode(self._keys[rank]),))
         if self.mechanism == "PLAIN":
@@ -200,7 +197,7 @@ class Security:
         return Credentials(rank, b"NULL", ())
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
-        """Rank 0's side of the rendezvous: let ranks in that have the secret; before ``bind``."""
+        """Rank 0's side of the rendezvous: accept ranks that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self._size))
         if self.mechanism == "NULL":
             return Authenticator(None, 0.0)
@@ -223,7 +220,7 @@ class Security:
         socket.setsockopt(zmq.CURVE_SECRETKEY, private)
 
     def _derived(self, name: bytes) -> tuple[bytes, bytes]:
-        """The job's key pair of that name, public and private."""
+        """The job's key pair with that name, public and private."""
         digest = hashlib.blake2b(key=self._job_key, person=name, digest_size=_KEY_BYTES).digest()
         private = z85.encode(digest)
         return zmq.curve_public(private), private
@@ -236,14 +233,14 @@ class Security:
 
 
 def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:
-    """Bound what connections that have proven nothing yet can cost a listening socket."""
+    """Bound what connections can cost a listening socket before they have proven anything."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(TIMES.handshake_s))
     socket.setsockopt(zmq.BACKLOG, backlog)
 
 
 def _enforce(socket: zmq.Socket[Any], domain: str) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-    # Without it a socket whose context has no authenticator lets everybody in.
+    # Without it a socket whose context has no authenticator accepts everybody.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 

@@ -1,7 +1,7 @@
 """Memory that the ranks of a host share: a segment of one rank, and the arrays in its heap.
 
-The layout is drawn in native/include/ringreduce.h. A segment is a sealed memfd: it has no
-name, so nothing is left of it when the last process that mapped it is gone.
+native/include/ringreduce.h shows the layout. A segment is a sealed memfd: it has no name, so
+nothing is left of it when the last process that mapped it has ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ringreduce.vocabulary.errors import NativeError
 __all__ = ["Heap", "Segment", "functions", "heap_bytes"]
 
 _ALIGNMENT = 4096
-# Address space for registered arrays, of which only what is asked for takes memory. More than
-# that much would not fit into any host's memory that we know; fewer than all leave room for
-# hundreds of ranks in 47 bits of address space.
+# Address space for registered arrays; only what is used takes memory. No known host's memory has
+# room for more, and it leaves 47 bits of address space for hundreds of ranks.
 _HEAP_BYTES_MAX = 64 << 30
 
 _pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
@@ -68,7 +67,7 @@ def functions() -> dict[str, Any]:
 
 
 def heap_bytes() -> int:
-    """How much of a segment is for registered arrays on this host: as much as it has memory."""
+    """Size of the heap of each segment on this host: its physical memory, up to a limit."""
     return min(_HEAP_BYTES_MAX, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
@@ -82,7 +81,7 @@ class Segment:
     """One rank's segment, mapped into this process until nothing refers to it any more.
 
     Args:
-        descriptor: the memfd; taken over, and closed with the segment.
+        descriptor: the memfd; the segment owns and closes it.
 
     Raises:
         OSError: it cannot be mapped; EPROTO when it is no segment of this ABI.
@@ -103,12 +102,12 @@ class Segment:
         assert address.value is not None
         self.address: int = address.value
         self._release = weakref.finalize(self, _unmap, self.address, nbytes.value, descriptor)
-        # At exit the system does it, and arrays may outlive this module.
+        # At exit the system unmaps it, and arrays may outlive this module.
         self._release.atexit = False
 
     @classmethod
     def create(cls, staging_bytes: int, heap_bytes: int) -> Segment:
-        """A new segment of this rank; memory for all but its heap is taken now.
+        """A new segment of this rank; all memory but its heap's is allocated now.
 
         Raises:
             OSError: ENOSPC, ENOMEM or EFBIG when there is not enough of it.
@@ -126,14 +125,13 @@ def _unmap(address: int, nbytes: int, descriptor: int) -> None:
 
 
 class Heap:
-    """Registered arrays of this rank: memory that all ranks of the host can reach.
+    """Registered arrays of this rank, in memory that all ranks of the host can reach.
 
-    A block belongs to the array that was handed out and to all its views; when the last is
-    gone the memory goes back to the system. Blocks are found first-fit.
+    The array returned and all its views own a block; when the last is gone, its memory goes back to
+    the system. Blocks are found first-fit.
 
-    Other ranks write into blocks while a reduction runs. After one has failed, `detach` takes
-    them out of the others' reach, since a rank that was stopped in the middle of its part may
-    go on with it whenever it is woken.
+    Other ranks write into blocks during a reduction. After a failure, `detach` makes them private,
+    since a rank that was stopped in the middle of its part may continue it at any time.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -142,13 +140,12 @@ class Heap:
         offset = functions()["segment_heap"](segment.address, ctypes.addressof(nbytes))
         self._start = segment.address + offset
         self._lock = threading.Lock()
-        # Free parts as (offset, length), by offset; neighbours are joined.
+        # Free parts as (offset, length), by offset; adjacent ones are joined.
         self._free: list[tuple[int, int]] = [(0, nbytes.value)]
-        # Given back, not yet joined to the free parts. An array can be found to be garbage at
-        # any line, also here in this thread while it holds the lock, so whoever gives back
-        # must not wait for that.
+        # Returned, not yet joined to the free parts. Garbage collection may run `_release` at any
+        # line, even in the thread that holds the lock, so it must not take the lock.
         self._returned: deque[tuple[int, int]] = deque()
-        # Handed out and not given back: length by offset.
+        # Length by offset of blocks in use.
         self._used: dict[int, int] = {}
         self._is_detached = False
 
@@ -180,10 +177,10 @@ class Heap:
         return np.frombuffer(memoryview(block), np.uint8)
 
     def detach(self) -> int:
-        """Make all arrays this process's own, at the same addresses; return how many bytes stay.
+        """Make all arrays private to this process, at the same addresses; return the bytes left.
 
-        Afterwards no rank reaches them, and `empty` gives None. What stays shared, for want of
-        memory for the copies, is as before. Costs a copy of all arrays.
+        Afterwards no other rank reaches them, and `empty` returns None. Arrays for whose copies
+        there is no memory stay shared. Costs a copy of all arrays.
         """
         with self._lock:
             if self._is_detached:
@@ -201,15 +198,15 @@ class Heap:
         segment = self._segment
         self._used.pop(offset, None)
         if self._is_detached:
-            # Others may still read what was there, and take it for this rank's part. That goes
-            # with the segment; the copy goes now.
+            # Others may still read the shared contents as this rank's part. Those are freed with
+            # the segment; the copy is freed now.
             functions()["segment_drop"](segment.address, offset, length)
             return
         functions()["segment_release"](segment.descriptor, segment.address, offset, length)
         self._returned.append((offset, length))
 
     def _join_returned(self) -> None:
-        """Make of neighbouring free parts one; under the lock."""
+        """Join adjacent free parts; call it under the lock."""
         parts = list(self._free)
         while self._returned:
             parts.append(self._returned.popleft())

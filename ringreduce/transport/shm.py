@@ -1,11 +1,10 @@
-"""The ranks of one host in shared memory: this rank's part, the clock, and lost peers.
+"""The link between the ranks of one host in shared memory: this rank's part, deadlines, losses.
 
-The native library does the work (native/src/shm.c); like the compiled loop over ZeroMQ it
-returns when a rank is late, and this file decides whether that rank is merely slow, gone,
-stopped, or of another opinion.
+native/src/shm.c does the work; like the compiled loop over ZeroMQ it returns when a rank is late,
+and this file decides whether that rank is slow, lost, stopped, or in another call.
 
-Threads: none. Memory: every rank maps every other's segment; arrays of callers are theirs
-again when `run` returns.
+Threads: none. Memory: every rank maps every other's segment; the caller owns its arrays again when
+`run` returns.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ __all__ = ["HostCall", "HostLink"]
 
 _log = logging.getLogger(__name__)
 
-# Of each half of a segment's staging: both fit the second-level cache, and each half's worth
-# costs one wait for all. Measured from 256 KiB to 8 MiB (docs/performance.md).
+# Of each half of a segment's staging. Both fit the second-level cache, and each half costs one wait
+# for all ranks. Measured from 256 KiB to 8 MiB (docs/performance.md).
 STAGING_BYTES = 512 << 10
-# How long to wait in each way before the next (native/src/steps.c). With a core for each rank
-# more spinning gains nothing (200 to 4000 spins: within noise); with fewer each spin keeps the
-# core from the rank that is waited for (docs/performance.md).
+# How long to wait in each way before the next (native/src/steps.c). With a core for each rank 200
+# to 4000 spins are equally fast; with fewer cores each spin delays the rank that is waited for
+# (docs/performance.md).
 _SPINS_ALONE, _YIELDS_ALONE = 200, 100
 _SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
 
@@ -93,15 +92,15 @@ class _Facts(ctypes.Structure):
 
 
 class HostCall:
-    """One kind of call, made once and run for every call like it.
+    """One kind of call, made once and reused for every call of that kind.
 
     Args:
-        header: what must be equal on all ranks, but for rank and sequence.
+        header: what must be equal on all ranks, except rank and sequence.
         action: what is done with the chunks.
-        bounds: where the chunks begin, in elements, and where the last ends; one chunk for
-            each rank of the host.
+        bounds: where the chunks begin, in elements, and where the last ends; one chunk for each
+            rank of the host.
         divisor: of a mean.
-        dtype, op: codes of what is computed, where that is a part of what `header` says.
+        dtype, op: codes of what is computed, if that differs from what `header` says.
     """
 
     def __init__(
@@ -128,14 +127,14 @@ class HostCall:
 
 
 class HostLink:
-    """One rank's place among the ranks of its host.
+    """One rank's link to the ranks of its host.
 
-    Made before the ranks have met, so that one that has no memory to share can say so; then
-    `connect`. What it announces is `name`.
+    Made before the ranks have met, so that a rank without memory to share can announce that; then
+    `connect`. Ranks announce `name`.
 
     Raises:
         NativeError: there is no native library.
-        OSError: there is no memory or no socket to be had.
+        OSError: no memory or no socket is available.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -144,14 +143,14 @@ class HostLink:
         size = heap_bytes()
         self._own: Segment | None = Segment.create(STAGING_BYTES, size)
         self._mesh = Mesh()
-        # Ranks can share memory when all before the slash is equal.
+        # Ranks can share memory when their names are equal up to the slash.
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
         self._heap: Heap | None = Heap(self._own)
         self._segments: list[Segment] = []
         self._group: int | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
-        # Any thread may ask for the traffic: held while it looks, and while the group goes.
+        # Any thread may ask for the traffic, so `close` must not free the group meanwhile.
         self._traffic_lock = threading.Lock()
         self._traffic = Traffic(0, 0, 0)
 
@@ -168,7 +167,7 @@ class HostLink:
 
         Raises:
             RendezvousError: one of them cannot be reached.
-            ProtocolError: what one of them passed on is no segment of ours.
+            ProtocolError: one of them passed something that is no segment of ours.
         """
         assert self._own is not None
         self._members, self._rank, self._size = tuple(members), rank, size
@@ -197,7 +196,7 @@ class HostLink:
                     size=size,
                     peer=members[index],
                 ) from error
-        # One mapping of one's own memory, so that registered arrays are found in it.
+        # Own memory has one mapping only, so that registered arrays are recognised by address.
         self._segments[self._index] = self._own
         addresses = (ctypes.c_void_p * len(members))(*[s.address for s in self._segments])
         group = ctypes.c_void_p()
@@ -224,9 +223,9 @@ class HostLink:
             PeerTimeoutError: a rank of this host made no progress within the time limit.
             PeerLostError: a rank died or closed its communicator.
             MismatchError: a rank is in another call.
-            ProtocolError: a rank's memory holds what cannot be.
+            ProtocolError: a rank's memory has invalid contents.
 
-        After any exception the link is of no more use: `abort`, then `close`.
+        After any exception the link is broken: `abort`, then `close`.
         """
         address = flat.__array_interface__["data"][0]
         status = self._run(self._group, call.address, address, self._wait_limits_address)
@@ -234,7 +233,7 @@ class HostLink:
             self._resume(status, call, address)
 
     def _resume(self, status: int, call: HostCall, address: int) -> None:
-        """Go on with a call that was not done at the first go."""
+        """Continue a call that was not completed at the first attempt."""
         stall = Stall()
         while status == _WAITING:
             facts = self._look()
@@ -268,14 +267,14 @@ class HostLink:
             "peer": self._members[index],
             "operation": Kind(call.header.kind).label,
             "sequence": int(facts.sequence),
-            # The last step may be done, and only what ends the call be waited for.
+            # All steps may be done, while the end of the call is still waited for.
             "step": f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
             if facts.steps
             else "meeting in shared memory",
         }
 
     def _lost(self, index: int, call: HostCall) -> RingReduceError:
-        """The error of a rank that has gone: what another says of it, or it itself, comes first."""
+        """The error of a lost rank: an abort of any rank, else its own goodbye, comes first."""
         for other in range(len(self._members)):
             if payload := self._abort_of(other):
                 return abort_error(payload, **self._where(call, other))
@@ -306,26 +305,26 @@ class HostLink:
         )
 
     def _await_abort(self, index: int) -> bytes:
-        """Why that rank gives up, if it soon says so."""
+        """The abort of that rank, if it soon arrives; else empty."""
         deadline = time.monotonic() + TIMES.explanation_s
         while not (payload := self._abort_of(index)) and time.monotonic() < deadline:
             if self._interruption.is_set:
                 break
-            # It has no way to wake us: it is in no step with us.
+            # Polled: that rank is in another call, so it does not wake this one.
             time.sleep(TIMES.shared_memory_poll_s / 10)
         return payload
 
     def _abort_of(self, index: int) -> bytes:
-        """What that rank has left in its segment to say why it gives up; empty for nothing."""
+        """The abort that rank has left in its segment; empty for none."""
         buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
         length = self._functions["shm_news"](self._group, index, ctypes.addressof(buffer))
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
-        """Say why this rank gives up, in its segment, where the others look when they wait.
+        """Write into this rank's segment why it gives up; the others read that when they wait.
 
-        Registered arrays are their owners' alone from then on: a rank that was stopped while it
-        wrote into them may be woken at any time.
+        Registered arrays become private to their owners, since a rank that was stopped while it
+        wrote into them may continue at any time.
         """
         if self._group is not None:
             payload = encode_abort(cause, self._rank)
@@ -338,11 +337,11 @@ class HostLink:
                 )
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a `run` in another thread raise when it looks at the clock next."""
+        """Make a `run` in another thread raise when it next checks the clock."""
         self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
-        """What this rank has put into and taken from shared memory so far; for any thread."""
+        """What this rank has written to and read from shared memory so far; from any thread."""
         with self._traffic_lock:
             if self._group is not None:
                 # Not into `_facts`, which a `run` in another thread may be reading.
@@ -354,11 +353,11 @@ class HostLink:
             return self._traffic
 
     def flow(self) -> Flow:
-        """Nothing: whether shared memory moves is seen by its traffic."""
+        """Nothing: the traffic shows whether shared memory makes progress."""
         return Flow()
 
     def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye; memory goes when the last registered array does."""
+        """Say goodbye; memory is freed with the last registered array."""
         self._mesh.close(goodbye)
         self.traffic()
         with self._traffic_lock:
@@ -366,7 +365,7 @@ class HostLink:
             if group is not None:
                 self._functions["shm_free"](group)
         self._segments.clear()
-        # The link itself may live on for long.
+        # The link itself may live much longer.
         self._own = self._heap = None
 
 

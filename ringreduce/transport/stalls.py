@@ -1,4 +1,4 @@
-"""What every link does when a call does not go on: count the time, and name what ended it."""
+"""What every link needs when a call is stuck: measure the wait, and build the error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Interruption", "Stall", "mismatch_error", "timeout_error"]
 
 
 class Interruption:
-    """Ends a call that runs in another thread, when that thread looks at the clock next.
+    """Ends a call in another thread, when that thread next checks the clock.
 
     Attributes:
-        is_set: whether it is to end.
+        is_set: whether the call must end.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Interruption:
         self._cause: RingReduceError | None = None
 
     def set(self, cause: RingReduceError | None) -> None:
-        """Have the call raise `cause`, or that this rank closed."""
+        """Make the call raise `cause`; None: that this rank closed."""
         self._cause = cause
         self.is_set = True
 
     def error(self, **where: Any) -> RingReduceError:
-        """What the call raises; `where` are the fields of its errors."""
+        """The error to raise; `where` has the fields of this call's errors."""
         return self._cause or PeerLostError(
             "closed its communicator in the middle of a collective", **where
         )
@@ -45,8 +45,8 @@ class Stall:
     """For how long a call has made no progress.
 
     Attributes:
-        lost: the peer that has gone since then, if one has. What it sent before that still
-            counts, so the call runs once more before it fails; progress clears this.
+        lost: a peer that was lost meanwhile. Its last frames still count, so the call runs once
+            more before it fails; progress clears this.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Stall:
         self.lost: int | None = None
 
     def seconds(self, progress: object) -> float:
-        """Since when `progress` has been what it is; 0 when it has just changed."""
+        """Seconds since `progress` last changed."""
         now = time.monotonic()
         if progress != self._progress:
             self._progress, self._since_s, self.lost = progress, now, None
@@ -63,7 +63,7 @@ class Stall:
 
 
 def timeout_error(due: str, waited_s: float, timeout_s: float, **where: Any) -> PeerTimeoutError:
-    """The error of a call that has waited too long for `due`; `where` says for which peer."""
+    """The error of a call that has waited too long for `due`; `where` names the peer."""
     return PeerTimeoutError(
         f"waited {waited_s:.1f} s for {due}",
         **where,
@@ -75,7 +75,7 @@ def timeout_error(due: str, waited_s: float, timeout_s: float, **where: Any) -> 
 def mismatch_error(
     received: Header, expected: Header, name: Callable[[int], str], **where: Any
 ) -> MismatchError:
-    """The error of a call that met another; `name` says what to call a header's rank."""
+    """The error of a call that met another; `name` gives the name of the rank in a header."""
     error = MismatchError(wire.disagreement(received, expected, name), **where)
     error.signatures = expected.signature, received.signature
     return error

@@ -1,9 +1,8 @@
-"""Unix sockets between the ranks of a host: they pass segments on and show who has gone.
+"""Unix sockets between the ranks of a host: they pass segments and show which rank is lost.
 
-Each rank listens on an abstract address (it is in no file system and goes with the process)
-and is connected with every other rank of its host for as long as the ring lives. The kernel
-says who is at the other end: another user is turned away. A connection that ends is how a
-rank learns that another one died, however it died.
+Each rank listens on an abstract address (in no file system; it ends with the process) and stays
+connected with every other rank of its host. The kernel names the user at the other end, and other
+users are refused. The end of a connection shows that its rank died, in whatever way.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def memory_domain() -> str:
     """Text that is equal for processes that can reach each other by `Mesh`."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    # Abstract addresses are one network namespace's own, as are those of containers.
+    # Each network namespace, and so each container, has its own abstract addresses.
     return f"{boot}.{os.stat('/proc/self/ns/net').st_ino}.{os.geteuid()}"
 
 
@@ -43,7 +42,7 @@ class Mesh:
     """This rank's connections to the other ranks of its host.
 
     Raises:
-        OSError: no socket can be had here (too many open files, no such sockets).
+        OSError: no socket is available (too many open files, no such sockets).
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class Mesh:
             raise
         self._connections: dict[int, socket.socket] = {}
         self._poll = select.poll()
-        # Ranks that have gone, and their goodbyes; None where one said none.
+        # Lost ranks and their goodbyes; None for a rank that sent none.
         self._gone: dict[int, bytes | None] = {}
         inherited.watch(self)
 
@@ -72,20 +71,20 @@ class Mesh:
         descriptor: int,
         timeout_s: float,
     ) -> list[int]:
-        """Connect with all others and swap segments; return theirs by index, own one included.
+        """Connect with all others and swap segments; return the descriptors, own one included.
 
-        Ranks connect to those before them and are connected to by those after them.
+        Each rank connects to the ranks before it and accepts those after it.
 
         Args:
             names: the listening name of each.
-            members: the rank of each; `index` is this one's place among them.
+            members: the rank of each; `index` is this rank's index there.
             size: number of ranks in the whole job, for messages.
-            job: what they must all know.
+            job: a number that all of them must know.
             descriptor: this rank's own segment.
             timeout_s: for all of it.
 
         Raises:
-            RendezvousError: a rank did not come or cannot be reached.
+            RendezvousError: a rank did not connect or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
@@ -134,7 +133,7 @@ class Mesh:
         descriptors: dict[int, int],
         deadline: float,
     ) -> None:
-        """Take one connection, if it is the one of a rank after this."""
+        """Accept one connection, if it comes from a rank after this one."""
         self._listener.settimeout(max(0.001, deadline - time.monotonic()))
         connection, _ = self._listener.accept()
         connection.settimeout(TIMES.hello_s)
@@ -157,8 +156,8 @@ class Mesh:
 
     def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
         """Rank and segment of the other end; None when it is not of this job."""
-        # Not socket.recv_fds: that one forgets its flags, and every program that this process
-        # starts would keep the others' memory.
+        # Not socket.recv_fds: it drops its flags, and without close-on-exec every program that
+        # this process starts would keep the others' memory.
         data, ancillary, _, _ = connection.recvmsg(
             _HELLO.size, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
         )
@@ -177,7 +176,7 @@ class Mesh:
         return None
 
     def gone(self) -> dict[int, bytes | None]:
-        """Index of each rank whose connection has ended, and its goodbye; None if it said none."""
+        """Index of each rank whose connection has ended, and its goodbye; None if it sent none."""
         ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._connections else ()
         for index, connection in list(self._connections.items()):
             if connection.fileno() not in ready:
@@ -196,7 +195,7 @@ class Mesh:
         return self._gone
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies, without a goodbye, which would be the parent's."""
+        """In a forked child: close its copies, without a goodbye in the parent's name."""
         self._listener.close()
         for connection in self._connections.values():
             connection.close()
@@ -212,7 +211,7 @@ class Mesh:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end; the kernel says so (SO_PEERCRED)."""
+    """Whether the process at the other end belongs to this user, by SO_PEERCRED."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )

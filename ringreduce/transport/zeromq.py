@@ -1,14 +1,13 @@
-"""The ring over ZeroMQ: drives the compiled loops, from a call's first frame to its end.
+"""The ring over ZeroMQ: drives the compiled loops from a call's first frame to its end.
 
-The loops (`ringreduce.transport.loop`, `.exchange`) do the work and come back when they are
-done or when there is something to decide. Sockets are in `connections`, why a call does not go
-on is for `diagnosis` to say, and how fast it goes for `flow`.
+The loops (`.loop`, `.exchange`) return when they are done or need a decision. The sockets are in
+`.connections`; `.diagnosis` finds out why a call is stuck, and `.flow` measures its progress.
 
-A link is used by one thread at a time (the communicator holds a lock); `interrupt`, `traffic`
-and `flow` are for any.
+One thread at a time uses a link (the communicator holds a lock); `interrupt`, `traffic` and `flow`
+may be called from any thread.
 
-Memory: a call's buffer is lent to libzmq until `run` returns. When `run` fails, libzmq may
-still hold pieces of it; the link keeps the array alive until its context is gone.
+Memory: libzmq borrows a call's buffer until `run` returns. When `run` fails, libzmq may still hold
+pieces of it, so the link keeps the array alive until its context is closed.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _Loop = Callable[[int, int, int], int]
 
 
 class ZmqLink:
-    """A `Link` over ZeroMQ sockets; see the module for who owns what.
+    """A `Link` over ZeroMQ sockets.
 
-    It listens before the ranks have met, for a ring of all of them; `connect` then says which
-    of them its ring is made of, and closes what that does not need.
+    It listens before the ranks have met, for a ring of all of them; `connect` then names the ranks
+    of its ring and closes the sockets that the ring does not need.
 
     Args:
         rank, size: this rank, and the number of ranks of the job.
@@ -51,11 +50,11 @@ class ZmqLink:
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
         streams: connections to the next rank that share its segments, equal on all ranks.
-        security: who may connect; by default nobody is asked.
+        security: who may connect; by default anybody.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-        is_encrypted: whether its frames are encrypted, and with that proven to be whole.
+        is_encrypted: frames are encrypted, which also proves that they are intact.
 
     Raises:
         NativeError: libzmq cannot be called from compiled code.
@@ -110,7 +109,7 @@ class ZmqLink:
         members: Sequence[int] | None = None,
         checked: bool = False,
     ) -> None:
-        """Open the ways to the ranks ahead, which have bound their sockets already.
+        """Connect to the ranks ahead, whose sockets are bound already.
 
         Args:
             job: 64 bits that only this ring's members know; frames without them are foreign.
@@ -127,16 +126,16 @@ class ZmqLink:
         )
 
     def lock(self) -> None:
-        """Let nobody connect any more; call it once all ranks have taken part in a call."""
+        """Refuse all further connections; call it once all ranks have taken part in a call."""
         if not self._connections.is_closed and not self._has_failed and self._connections.outgoing:
             self._connections.lock()
 
     def read_events(self) -> None:
-        """Take note of what has happened to our connections."""
+        """Process the events of all connections."""
         self._connections.read_events()
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Have a `run` or `exchange` in another thread raise when it looks at the clock next."""
+        """Make a `run` or `exchange` in another thread raise when it next checks the clock."""
         self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
@@ -145,7 +144,7 @@ class ZmqLink:
         return Traffic(record.frames, record.bytes_sent, record.bytes_received)
 
     def flow(self) -> Flow:
-        """Where the link stands; numbers that the loop is changing may be a little old."""
+        """Progress of the present call; the loop may be changing the numbers meanwhile."""
         return self._meter.flow()
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
@@ -157,7 +156,7 @@ class ZmqLink:
         self._drive(call, exchange.run, rows, sequence)
 
     def _drive(self, call: _Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
-        """Run a compiled loop to its end, or raise what has stopped it."""
+        """Run a compiled loop to its end, or raise the error that stopped it."""
         call.number(sequence)
         record = self._record
         record.step = record.segment = record.started = record.channel = 0
@@ -168,7 +167,7 @@ class ZmqLink:
                     "has no connection to the next rank", rank=known.rank, size=known.world_size
                 )
             if not call.steps:
-                # The root of a broadcast waits for nobody, so it must ask whether anybody is there.
+                # The root of a broadcast receives nothing, so it must check for the next rank here.
                 known.read_events()
                 if known.lost_outgoing((1,)):
                     raise self._diagnosis.lost(call)
@@ -178,14 +177,14 @@ class ZmqLink:
                 self._resume(status, run, addresses, call)
         except BaseException:
             self._has_failed = True
-            # libzmq may still read from it.
+            # libzmq may still read this memory.
             self._lent.append(memory)
             raise
 
     def _resume(
         self, status: int, run: _Loop, addresses: tuple[int, int, int], call: _Call
     ) -> None:
-        """Go on with a call that its loop has not ended at the first go."""
+        """Continue a call that its loop has not completed at the first attempt."""
         diagnosis, stall = self._diagnosis, Stall()
         self._meter.begin(call.steps, call.segments(self._record.segment_bytes))
         try:
@@ -210,12 +209,12 @@ class ZmqLink:
         return self._record.frames, sum(each.released for each in self._connections.records)
 
     def abort(self, cause: RingReduceError) -> None:
-        """Tell the ranks ahead why this one gives up; they pass it on.
+        """Notify the ranks ahead why this one gives up; they forward it.
 
-        Segments of the failed call leave first, in order, while their memory is still whole.
+        Segments of the failed call are sent first, in order, while their memory is intact.
         """
         self._has_failed = True
-        # The rank that met the cause need not get it back: it has gone all the way round.
+        # Skip the rank where the cause originated: the notification has gone all the way round.
         channels = [
             channel
             for channel, pushing in enumerate(self._connections.outgoing)
@@ -225,17 +224,17 @@ class ZmqLink:
         self._send_control(wire.Kind.ABORT, payload, channels, TIMES.abort_linger_s)
         for channel, pushing in enumerate(self._connections.outgoing):
             if self._connections.borrows(channel):
-                # The caller may now overwrite the buffer; the neighbour must not get to see that.
+                # The caller may now overwrite the buffer, and the neighbour must not receive that.
                 pushing.close()
 
     def _send_control(
         self, kind: wire.Kind, payload: bytes, channels: Sequence[int], linger_s: float
     ) -> None:
-        """Send a frame that speaks of the ring itself on `channels`, and see it out.
+        """Send a frame about the ring itself on `channels`, and wait until it has been written.
 
-        On every stream, since a rank ahead may wait on any of them. Waits until it has left
-        this process, not for an answer, since the sockets may be closed next. A neighbour
-        that is stopped or far away costs at most `linger_s`; one that is gone, nothing.
+        All streams get it, since a rank ahead may wait on any. The sockets may be closed next, so
+        this waits until the frame has left this process, but for no answer. A neighbour that is
+        stopped or far away costs at most `linger_s`, a lost one nothing.
         """
         known = self._connections
         job = self._diagnosis.job
