@@ -103,7 +103,7 @@ def find_culprit(
 
     Args:
         facts: one for each rank of which something is known.
-        unknown: ranks of the job of which nothing is known.
+        unknown: the other ranks of the job.
         still_s: where no rank has failed, ranks that have waited less count as working.
     """
     known = {fact.rank: fact for fact in sorted(facts, key=lambda fact: fact.rank)}

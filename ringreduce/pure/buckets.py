@@ -44,12 +44,10 @@ _NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """A gradient as all ranks must see it.
+    """A gradient as all ranks must see it; `present` is False if the variable has none.
 
-    Attributes:
-        path: the variable's name; compared without the numbers of automatic names.
-        present: whether the variable has a gradient at all.
-        sparse: whether it consists of some rows of the whole; such gradients are in no bucket.
+    A `sparse` one consists of some rows of the whole and is in no bucket. `path` is the variable's
+    name, compared without the numbers of automatic names.
     """
 
     path: str
@@ -91,8 +89,7 @@ class Slot:
 class Bucket:
     """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included.
 
-    Attributes:
-        in_place: it is one gradient, reduced in the memory that it has already.
+    A bucket that is `in_place` is one gradient, reduced in the memory that it has already.
     """
 
     dtype: str
@@ -126,8 +123,7 @@ class BucketPlan:
             itemsizes: bytes of an element of each dtype that occurs.
             bucket_bytes: a bucket is closed when the next gradient would exceed this; a larger
                 gradient has its own bucket.
-            first_bytes: the same for the first bucket: a small one can be reduced early. By
-                default `bucket_bytes`.
+            first_bytes: the same for the first bucket, by default equal: a small one starts early.
             compiled: the plan is for steps that XLA compiles. This must be equal on all ranks, or
                 they would round differently; so it is part of the signature.
             in_place_bytes: gradients of at least this size have their own bucket and are reduced in
@@ -193,17 +189,13 @@ class BucketPlan:
 def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool:
     """Whether a sparse gradient is cheaper to gather than to reduce as a whole table.
 
-    Bytes that each rank receives, for rows of w bytes with an index each, or a table of n rows:
+    `rows` are each rank's numbers of rows. Bytes that each rank receives, for rows of w bytes with
+    an index each, or a table of n rows:
 
         gathered   (size - 1) / size  *  sum(rows) (w + 8)        on average
         reduced    (size - 1) / size  *  2 n w
 
     The first factor cancels. The rest is known to all ranks, so all choose alike.
-
-    Args:
-        rows: how many rows each rank has, in rank order.
-        spec: the gradient, of at least one dimension.
-        itemsize: bytes of an element.
     """
     row_bytes = math.prod(spec.shape[1:]) * itemsize
     return sum(rows) * (row_bytes + INDEX_BYTES) <= 2 * spec.shape[0] * row_bytes
@@ -212,12 +204,7 @@ def gathers_rows(rows: Sequence[int], spec: GradientSpec, itemsize: int) -> bool
 def first_difference(
     ours: Sequence[GradientSpec], theirs: Sequence[GradientSpec], what: str = "gradients"
 ) -> tuple[str, str] | None:
-    """The first gradient on which two ranks disagree, as each describes it; None if they agree.
-
-    Args:
-        ours, theirs: in the order of the variables.
-        what: what errors call the gradients.
-    """
+    """The first of two ranks' `what` that differ, as each describes it; None if all agree."""
     for own, other in zip(ours, theirs, strict=False):
         if not own.agrees_with(other):
             return own.describe(), other.describe()

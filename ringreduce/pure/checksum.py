@@ -99,7 +99,7 @@ _SLICES = np.array([_moving(k + 1)[0] for k in range(8)])
 
 
 def _load_word(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
-    """The 8 bytes at `address`, wherever it lies, first byte lowest."""
+    """The 8 bytes at `address`, aligned or not, first byte lowest."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(64)
@@ -143,7 +143,7 @@ def _fold(
     Their CRC, begun at zero, is that of all that was folded, begun at `crc`.
     """
     distance = 8 * _FOLD_BYTES
-    # What bits move by: the lower half of 128 bits lies 64 bits further from the end. The
+    # What bits move by: the lower half of 128 bits is 64 bits further from the end. The
     # product of two reversed numbers comes out one bit lower than that of the numbers.
     factors = [_power(distance + 32) << 1, _power(distance - 32) << 1] * (_FOLD_LANES // 2)
 

@@ -46,14 +46,7 @@ _Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
 
 class Call(msgspec.Struct):
-    """One collective.
-
-    Attributes:
-        started: wall clock, in seconds since the epoch.
-        seconds: how long it took; None while it runs.
-        thread: name of the thread that made it.
-        error: text of what it failed with.
-    """
+    """One collective; `started` is in seconds since the epoch, `seconds` is None while it runs."""
 
     number: _Count
     operation: _Name
@@ -65,13 +58,7 @@ class Call(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """One line of a stack.
-
-    Attributes:
-        text: the line's source, if it can be read.
-        library: it belongs to Python, an installed package or ringreduce, not to the user's
-            program.
-    """
+    """One line of a stack; `library`: it belongs to Python, a package or ringreduce."""
 
     file: _Text
     line: _Count
@@ -83,11 +70,8 @@ class Frame(msgspec.Struct):
 class Failure(msgspec.Struct):
     """What broke the communicator; other fields mean what they do in `RingReduceError`.
 
-    Attributes:
-        kind: the error's class.
-        when: seconds since the epoch.
-        standing: the collective that this rank was in; None in user code.
-        trace: the frames that the error has passed, innermost last.
+    `when` is in seconds since the epoch. `standing` is the collective that this rank was in; None
+    in user code. `trace` has the frames that the error has passed, innermost last.
     """
 
     kind: _Name
@@ -111,14 +95,12 @@ class Stack(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """One rank's flight record.
+    """One rank's flight record. Times are in seconds since the epoch; `iso` is `when` for people.
 
     Attributes:
         why: what it was written for.
-        when, iso: when, in seconds since the epoch and for people.
         job: the job's id, which tells records of several jobs apart.
-        calls, operation, nbytes: as in `Standing`.
-        since: as in `Standing`, in seconds since the epoch.
+        calls, operation, nbytes, since: as in `Standing`.
         failure: None while the communicator works.
         peers: what was last known of other ranks; see `Recorder.peers`.
         entries: the last calls, oldest first.

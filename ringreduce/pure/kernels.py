@@ -1,9 +1,8 @@
 """Element-wise kernels, compiled once for each operator and dtype, called by address.
 
 Each combines `count` elements at `target` with those at `source`, result in `target`, without the
-GIL. The compiled ring loop (`ringreduce.transport.loop`) calls them by C address: one loop serves
-all dtypes (specialised for each, it was compiled 36 times), and a kernel is compiled (0.1-0.3 s,
-then cached on disk) when a program first uses it.
+GIL. The compiled ring loop calls them by C address: one loop serves all dtypes, and a kernel is
+compiled (0.1-0.3 s, then cached on disk) when a program first uses it.
 
 No fastmath: a NaN or an infinity in a gradient must stay one. 16-bit floats are widened to float32,
 reduced there, and rounded once (`widen`, `narrow`).
@@ -49,7 +48,7 @@ def reduction(op: ReduceOp, dtype: np.dtype) -> int:
 def divide(dtype: np.dtype) -> int:
     """Address of ``void(target, divisor, count)`` that divides `target` by ``divisor[0]``.
 
-    Floats are divided, not multiplied by a reciprocal: exact for sums of equal values.
+    Floats are divided, not multiplied by a reciprocal, which is exact for sums of equal values.
     Integers round towards minus infinity.
     """
     name = np.dtype(dtype).name
@@ -69,10 +68,7 @@ def narrow(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def first_nonfinite(flat: np.ndarray) -> int:
-    """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none.
-
-    Reads memory once, at memory speed. Integers are always finite.
-    """
+    """Index of the first NaN or infinity in `flat`, shape (n,), contiguous; -1 if there is none."""
     if flat.dtype.name not in _EXPONENT_BITS:
         return -1
     exponent, lowest = _EXPONENT_BITS[flat.dtype.name]
@@ -181,8 +177,7 @@ def reduce_rows(
         start: index of the row to begin with.
         target: uint8 of shape (nbytes,), contiguous; outside of `rows`, or row `start` itself.
         elements: number of elements in nbytes.
-        combine: from `reduction`.
-        finish: from `divide`; 0 for none.
+        combine, finish: from `reduction` and `divide`; `finish` is 0 for none.
         by: uint8, the bytes of the one element that `finish` divides by.
     """
     memory = rows.ctypes.data

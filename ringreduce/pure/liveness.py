@@ -66,9 +66,8 @@ class Flow:
 class Suspicion:
     """The rank that holds this one up, and how.
 
-    Attributes:
-        kind: ``silent``, ``user code``, ``behind``, ``elsewhere`` or ``slow``.
-        text: a clause about that rank, such as ``rank 1 has shown no sign of life for 3.2 s``.
+    `kind` is ``silent``, ``user code``, ``behind``, ``elsewhere`` or ``slow``; `text` is a clause
+    such as ``rank 1 has shown no sign of life for 3.2 s``.
     """
 
     rank: int
@@ -83,12 +82,7 @@ class _Sighting:
 
 
 class Board:
-    """What one rank knows of the others.
-
-    Args:
-        rank, size: this rank, and the number of ranks.
-        now_s: this process's clock; all ranks count as alive at this time.
-    """
+    """What one rank knows of the others; they all count as alive at `now_s`."""
 
     def __init__(self, rank: int, size: int, now_s: float) -> None:
         self._rank, self._size = rank, size
@@ -151,7 +145,7 @@ class Board:
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether no heartbeat of a rank has arrived for too long; each hop adds a period."""
+        """Whether no heartbeat of a rank has arrived for too long; each further hop adds a period."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
         return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 
@@ -221,10 +215,8 @@ class Board:
     def dead(self, own: Heartbeat, limit_s: float, now_s: float) -> tuple[int, int] | None:
         """Sender and receiver of a dead connection that ends at this rank, if there is one.
 
-        Args:
-            own: this rank's own heartbeat now.
-            limit_s: how long a connection may carry nothing of what is due.
-            now_s: this process's clock.
+        `own` is this rank's present heartbeat; a connection may carry nothing of what is due for
+        `limit_s`.
         """
         if own.wait is not None:
             theirs = self._fresh(own.wait.sender, now_s)

@@ -30,13 +30,7 @@ _CONNECTIONS_MAX = 96
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """One data connection as its sender sees it.
-
-    Attributes:
-        channel: which of the connections between the two.
-        frames: sent on it since it was opened.
-        quiet_s: for how long that number has not changed.
-    """
+    """One data connection as its sender sees it: frames sent in all, unchanged for `quiet_s`."""
 
     receiver: _Rank
     channel: _Rank
@@ -47,10 +41,7 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 class Wait(msgspec.Struct, frozen=True, array_like=True):
     """The data connection on which a rank waits for a frame.
 
-    Attributes:
-        channel: which of the connections between the two.
-        frames: received on it since it was opened.
-        dry_s: for how long not one byte has arrived.
+    `frames` were received on it in all; for `dry_s` not one byte has arrived.
     """
 
     sender: _Rank
@@ -68,8 +59,6 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         operation: the one it is in; empty in user code.
         since_s: how long it had been there when it sent this.
         done: the part of its present pass that is done, 0 to 1.
-        sent: its outgoing data connections.
-        wait: the connection it waits on; None if it does not wait.
     """
 
     rank: _Rank
@@ -95,11 +84,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """A rank has closed its communicator after `calls` calls.
-
-    Attributes:
-        why: the exception that made it leave; empty if there was none.
-    """
+    """A rank has closed its communicator after `calls` calls, for the exception `why`, if any."""
 
     rank: _Rank
     calls: _Count

@@ -72,12 +72,7 @@ def abort_error(payload: bytes, **where: Any) -> RingReduceError:
 
 
 def encode_goodbye(calls: int, why: str) -> bytes:
-    """The goodbye of a rank that closes its communicator.
-
-    Args:
-        calls: collectives that it has completed.
-        why: the exception that made it leave; empty if there was none.
-    """
+    """The goodbye of a rank that closes its communicator; `why`: an exception's text, or empty."""
     text = why.encode(errors="replace").decode()[: GOODBYE_BYTES_MAX // 8]
     return msgspec.msgpack.encode(_Goodbye(calls, text))
 
@@ -95,11 +90,8 @@ def goodbye_error(payload: bytes, peer: int, **where: Any) -> RingReduceError:
 def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingReduceError:
     """The error of a rank that is in, or begins, a call which rank `peer` will never make.
 
-    Args:
-        peer: the rank that has closed its communicator.
-        calls: how many calls it completed before that; None if unknown.
-        why: the exception that made it leave; empty if none is known.
-        where: fields of the error: rank and size at least.
+    `peer` closed its communicator after `calls` calls (None: unknown) because of the exception
+    `why` (empty: none is known). `where` has fields of the error: rank and size at least.
     """
     where = {**where, "peer": peer}
     if why:

@@ -22,9 +22,8 @@ __all__ = ["Placement", "place"]
 class Placement:
     """The hosts of all ranks of a job.
 
-    Attributes:
-        hosts: the ranks of each group that shares memory, ascending; groups by first rank. A rank
-            that shares memory with no other is a group by itself.
+    `hosts` are the ranks of each group that shares memory, ascending; groups by first rank. A rank
+    that shares memory with no other is a group by itself.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -51,11 +50,9 @@ class Placement:
 
 
 def place(hosts: Sequence[str], memory: Sequence[str]) -> Placement:
-    """Group ranks that have announced the same host and the same memory.
+    """Group ranks with the same name in `hosts` and the same text in `memory`.
 
-    Args:
-        hosts: name of each rank's host.
-        memory: equal text for ranks that can share memory; empty for one that cannot.
+    An empty text is that of a rank that cannot share memory.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, (host, domain) in enumerate(zip(hosts, memory, strict=True)):

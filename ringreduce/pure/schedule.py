@@ -1,7 +1,7 @@
 """Who sends which chunk when: pure index arithmetic, no arrays, no sockets.
 
-A buffer of `count` elements is cut into `size` chunks, one per rank. In each step every
-rank receives one chunk from the previous rank and passes a chunk on to the next:
+A buffer of `count` elements is cut into `size` chunks, one per rank. In each step every rank
+receives one chunk from the previous rank and passes a chunk on to the next:
 
     reduce-scatter, 3 ranks            all-gather
     step   rank 0   rank 1   rank 2    rank 0   rank 1   rank 2
@@ -10,20 +10,20 @@ rank receives one chunk from the previous rank and passes a chunk on to the next
 
 In a reduce-scatter the chunk that arrives is added to the rank's own; after size - 1 steps rank r
 holds the whole sum of chunk r. In an all-gather it replaces the rank's own. In both, the chunk
-received in one step is the chunk sent in the next, so a segment is forwarded as soon as it is
-processed, and one compiled loop runs every schedule of this file.
+received in one step is sent in the next, so a segment is forwarded once it is processed, and one
+compiled loop runs every schedule of this file.
 
-Small messages are bound by latency, where an `Exchange` is faster: it gives every rank all ranks'
-rows in ceil(log2(size)) steps. Row j on a rank comes from the rank j positions before it, and each
-step sends the rows held so far:
+Small messages are faster in an `Exchange`: every rank gets all ranks' rows in ceil(log2(size))
+steps. Row j on a rank comes from the rank j positions before it, and each step sends the rows held
+so far:
 
     5 ranks   step 0           step 1            step 2           afterwards
     holds     0                0 1               0 1 2 3          0 1 2 3 4
     sends     0 to rank + 1    0 1 to rank + 2   0 to rank + 4
 
-See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 2009; Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for
-all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
+See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 2009; Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
+communications in multiport message-passing systems", IEEE TPDS 1997.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ class Schedule:
 class Exchange:
     """An exchange of rows; equal on all ranks.
 
-    Attributes:
-        distances: how far ahead each step sends, and how far behind its rows come from. Those that
-            arrive are stored as rows ``distance, distance + 1, ...``.
-        counts: how many rows, from row 0 on, each step sends and receives.
+    Each step sends `counts` rows, from row 0 on, `distances` ranks ahead, and receives as many from
+    as far behind, stored as rows ``distance, distance + 1, ...``.
     """
 
     distances: tuple[int, ...]
@@ -116,8 +114,7 @@ def exchange(size: int) -> Exchange:
 def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
     """Where the chunks of `count` elements begin, and where the last one ends.
 
-    Lengths differ by at most one element and the longer chunks come first; with fewer elements than
-    ranks the last chunks are empty.
+    Lengths differ by at most one element and the longer chunks come first; some may be empty.
     """
     base, longer = divmod(count, size)
     return tuple(i * base + min(i, longer) for i in range(size + 1))
@@ -130,10 +127,7 @@ def chunk_length(count: int, size: int, index: int) -> int:
 
 
 def segment_count(nbytes: int, segment_bytes: int) -> int:
-    """Number of frames a chunk of `nbytes` travels in.
-
-    An empty chunk travels as one empty frame, so that its header is compared too.
-    """
+    """Number of frames of a chunk of `nbytes`; an empty chunk has one, to compare headers."""
     return max(1, -(-nbytes // segment_bytes))
 
 

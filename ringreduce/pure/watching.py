@@ -1,7 +1,6 @@
 """What a watcher concludes and does: facts in, decisions out. Pure: no clock, thread or socket.
 
-The thread of `ringreduce.engine.watch` supplies the facts (messages, lost connections, where this
-rank stands) and carries out the actions returned here.
+`ringreduce.engine.watch` supplies the facts and carries out the actions returned here.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ class Watch:
     """What one rank's watcher knows. All times are on one clock.
 
     Args:
-        rank, size: this rank, among at least two.
         neighbours: the ranks at the other ends of its control channel.
         link_timeout_s: how long a connection may carry nothing of what is due.
-        now_s: the time.
 
     Attributes:
         board: what is known of the other ranks.
@@ -188,10 +185,7 @@ class Watch:
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
-        """Send a heartbeat, and check those of the others.
-
-        `progress` changes while this rank's collectives advance.
-        """
+        """Send a heartbeat, check those of others; `progress` changes while collectives advance."""
         self.due_s = now_s + TIMES.heartbeat_s
         own = self._own(standing, flow, now_s)
         spared = frozenset(

@@ -158,9 +158,7 @@ def will_be_explained(received: Header, expected: Header) -> bool:
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
     """Describe what two ranks disagree on, as the one that expected `expected`.
 
-    Args:
-        received, expected: the headers.
-        name: gives the name of the rank in a header.
+    `name` gives the name of the rank in a header.
     """
     sender, due = name(received.rank), name(expected.rank)
     ours, theirs = expected.describe(), received.describe()
