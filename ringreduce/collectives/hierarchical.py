@@ -38,11 +38,8 @@ _SLICE_BYTES_MIN = 16384
 class HierarchicalCollectives(Collectives):
     """The collectives of one rank of a job on several hosts.
 
-    Args:
-        host: the ranks of this host.
-        ring: this rank's lane, whose mean is over the whole job; None when it has none.
-        placement: the hosts of all ranks.
-        rank: this one, among all.
+    `host` has the ranks of this host. `ring` is this rank's lane, whose mean is over the whole job;
+    None when it has none.
     """
 
     def __init__(

@@ -1,10 +1,8 @@
 """The collectives as passes around a ring: a schedule, a link and kernels put together.
 
 Small messages are exchanged instead: each rank gets all ranks' whole buffers in a few steps
-(`schedule.exchange`) and reduces them itself, in rank order.
-
-The caller (`ringreduce.communicator.communicator`) has checked the arguments. Each pass and each
-exchange has the next sequence number.
+(`schedule.exchange`) and reduces them itself, in rank order. Each pass and each exchange has the
+next sequence number.
 
 16-bit floats are summed in float32: the reduce-scatter runs on a float32 copy, and its finished
 chunk is rounded once, before the all-gather. Rounding at every hop would halve the bytes of the
@@ -49,7 +47,7 @@ class _Exchange:
         rows: shape (size, n), the buffers of all ranks; row j is from the rank j before this one.
         bytes: the same as uint8.
         wide: float32 copy of `rows` for 16-bit floats that are to be reduced.
-        combine, finish, divisor: kernels, as in a `RingCall`.
+        combine, finish, divisor: as in a `RingCall`.
     """
 
     call: ExchangeCall
@@ -64,11 +62,8 @@ class _Exchange:
 class Ring(Collectives):
     """The collectives of one rank over one link, numbered from 0.
 
-    Args:
-        link: both neighbours; None when `size` is 1, where nothing needs to travel.
-        rank, size: index of this rank in the ring, and the ring's length.
-        job, epoch: which ring this is; part of every header.
-        mean_over: what a mean divides by, if this ring is part of a larger whole; else `size`.
+    `link` is None when `size` is 1. `rank` is this rank's index in the ring; `job` and `epoch` name
+    the ring in every header. A mean divides by `mean_over`, if the ring is part of a larger whole.
     """
 
     def __init__(

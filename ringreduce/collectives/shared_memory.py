@@ -27,11 +27,8 @@ _CALLS_KEPT = 256
 class SharedMemoryCollectives(Collectives):
     """The collectives of one rank among `size` that share memory.
 
-    Args:
-        link: connected with all of them; None when `size` is 1, where nothing is to be done.
-        rank: this one's index among them, 0 to size - 1.
-        size: number of these ranks.
-        job, epoch: which ring this is; part of every header.
+    `rank` is this one's index among them. `link` is connected with all; None when `size` is 1.
+    `job` and `epoch` name the ring in every header.
     """
 
     def __init__(
