@@ -74,7 +74,7 @@ class Work(Generic[_Result]):
                 remedy="Wait again, or longer.",
             )
         if self._error is not None:
-            # Each wait starts from the same traceback, which would otherwise grow.
+            # Each wait starts from the same traceback, which would else grow.
             raise self._error.with_traceback(self._traceback)
         return self._result  # type: ignore[return-value]
 
@@ -98,11 +98,8 @@ class Work(Generic[_Result]):
 class Engine:
     """The background thread of one communicator.
 
-    Args:
-        name: of the thread, for debuggers and `py-spy`.
-        owner: notified of an error that the engine has found.
-        collectives: interrupted by `close`, since the thread's present call could else wait for
-            another rank until the time limit.
+    `close` interrupts `collectives`, since the thread's present call could else wait for another
+    rank until the time limit; `owner` is notified of an error that the engine has found.
     """
 
     def __init__(self, name: str, owner: Owner, collectives: Collectives) -> None:
@@ -149,8 +146,8 @@ class Engine:
     def serve(self, plan: int, reduce: Callable[[BucketItem], None]) -> None:
         """Have the thread call `reduce` for each packed bucket of a plan.
 
-        It may raise `RoundFailed`, which the thread that waits for the bucket receives; any other
-        error breaks the ring.
+        The thread that waits for the bucket receives its `RoundFailed`; other errors break the
+        ring.
         """
         self._plans[plan] = reduce
 
@@ -186,7 +183,7 @@ class Engine:
             return
         self._collectives.interrupt()
         if threading.current_thread() is self._thread:
-            self._queue.finish()  # Who learns of the end may use the memory again.
+            self._queue.finish()  # Callers that learn of the end may reuse the memory.
         self._queue.close(why)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -222,7 +219,7 @@ class Engine:
             return failed
         except RingReduceError as error:
             self._give_up(error)
-        except BaseException as error:  # a bug of ours: nobody may wait for ever
+        except BaseException as error:  # a bug of ours: no caller may wait for ever
             _log.exception("the engine failed")
             self._give_up(MismatchError(f"failed in the engine: {type(error).__name__}: {error}"))
         finally:
@@ -235,7 +232,7 @@ class Engine:
         except Exception:
             _log.exception("the engine could not tell the other ranks")
         finally:
-            # Whatever happens: else `finish` would give the bucket out as reduced.
+            # In any case, else `finish` would hand out the bucket as reduced.
             self.fail(error)
 
 

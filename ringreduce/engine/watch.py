@@ -39,12 +39,9 @@ _log = logging.getLogger(__name__)
 class Watcher:
     """The watcher of one communicator.
 
-    Args:
-        control: connected; from now on only the watcher's thread uses it.
-        recorder: what this rank is doing; it has the rank and the size, at least two.
-        collectives: how far its calls have come.
-        owner: notified once, from the watcher's thread, of the error that has ended the ring.
-        link_timeout_s: how long a connection may carry nothing of what is due.
+    From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
+    error that has ended the ring. A connection may carry nothing of what is due for
+    `link_timeout_s`.
     """
 
     def __init__(
@@ -80,9 +77,7 @@ class Watcher:
     def leave(self, calls: int, why: str) -> None:
         """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.
 
-        Args:
-            calls: collectives that it has completed.
-            why: the exception that makes it leave; empty if there is none.
+        It has completed `calls` collectives; `why` is the exception that makes it leave, or empty.
         """
         if self._watch.cause is None:
             self._waiting.append(Left(self._rank, calls, why[:1000]))
