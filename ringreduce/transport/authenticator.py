@@ -33,9 +33,8 @@ _LOGGED_EACH = 8
 class Credentials:
     """What a rank shows when it connects, in libzmq's terms.
 
-    Attributes:
-        mechanism: ``CURVE`` or ``PLAIN``.
-        shown: a public key of 32 bytes; or a name and a password.
+    `mechanism` is ``CURVE`` or ``PLAIN``; `shown` is a public key of 32 bytes, or a name and a
+    password.
     """
 
     rank: int
@@ -63,14 +62,8 @@ class _Held:
 class Authenticator:
     """Accepts or refuses connections, for all sockets of one context; see `Security`.
 
-    Runs a thread until `close`. `allow` and `close` may be called from any thread.
-
-    Args:
-        context: the context of the sockets; None: this does nothing.
-        hold_s: how long a request may wait for `allow`.
-
-    Attributes:
-        refused: number of refused connections.
+    Runs a thread until `close`; without a `context` it does nothing. `allow` and `close` may be
+    called from any thread. A request may wait `hold_s` for `allow`; `refused` counts refusals.
     """
 
     def __init__(self, context: zmq.Context[Any] | None, hold_s: float) -> None:
@@ -100,10 +93,7 @@ class Authenticator:
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:
-        """Accept the rank with these credentials, or nobody, in the sockets of `domain`.
-
-        Its request may be waiting already.
-        """
+        """Accept the rank with these credentials, or nobody; it may be waiting already."""
         with self._lock:
             if self._thread is not None:
                 self._allowed[domain.encode()] = credentials

@@ -26,24 +26,21 @@ __all__ = ["ExchangeCall", "Link", "Reach", "RingCall", "Traffic"]
 
 
 class RingCall:
-    """One kind of pass around the ring, made once and reused for every call of that kind.
+    """One kind of pass around the ring, made once and reused.
 
-    Making one costs as much as sending a kilobyte, so `ringreduce.collectives` caches them.
+    Making one costs as much as sending a kilobyte.
 
     Attributes:
         header: what agrees on all ranks, except the sequence number.
-        schedule: this rank's steps.
-        sequence: number of the current or last call.
         record: the parameters of the compiled loop, at `address`.
         outgoing, incoming: uint64 of shape (8,), views of the record: the headers this rank sends
             and expects. The loop fills in step, segment and length for each frame.
 
     Args:
         bounds: where the chunks begin, in elements, and where the last ends.
-        size: number of ranks in the ring.
         itemsize: bytes of one element, as the kernels count them.
-        combine: address of the kernel that reduces an arriving segment into this rank's.
-        finish: address of the kernel applied to each finished segment; 0 for none.
+        combine, finish: addresses of the kernels that reduce an arriving segment into this rank's,
+            and that are applied to each finished segment; 0 for none.
         divisor: the one element that `finish` divides by.
     """
 
@@ -119,17 +116,7 @@ class RingCall:
 
 
 class ExchangeCall:
-    """One kind of exchange of rows, made once and reused for every call of that kind.
-
-    Attributes:
-        header: what agrees on all ranks, except the sequence number.
-        plan: the steps.
-        sequence, address: as in a `RingCall`.
-
-    Args:
-        row_bytes: length of a row.
-        size: number of ranks in the ring.
-    """
+    """One kind of exchange of rows, made once and reused; attributes as in `RingCall`."""
 
     def __init__(self, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> None:
         self.header, self.plan, self.sequence = header, plan, 0
@@ -197,10 +184,9 @@ class Reach(Protocol):
         """Make a call in another thread raise soon: `cause`, or that this rank closed."""
 
     def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye and free sockets and threads; at most about a second. Never raises.
+        """Say `goodbye`, from `pure.notification.encode_goodbye`, and free sockets and threads.
 
-        Args:
-            goodbye: from `pure.notification.encode_goodbye`.
+        Takes at most about a second. Never raises.
         """
 
     def traffic(self) -> Traffic:
@@ -228,8 +214,5 @@ class Link(Reach, Protocol):
     def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
         """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
 
-        Afterwards row j is row 0 of the rank j positions before this one.
-
-        Raises:
-            As `run`.
+        Afterwards row j is row 0 of the rank j positions before this one. Raises as `run` does.
         """

@@ -31,12 +31,9 @@ _RECONNECT_MS = 24 * 3600 * 1000
 class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
-    The authenticator of `context` decides who may connect, by the name `domain`. At most `queue`
-    frames wait to be read; TCP holds the others back.
-
-    Attributes:
-        socket: PULL; a receive waits for at most `slice_ms`.
-        address: where it listens.
+    The authenticator of `context` decides who may connect, by the name `domain`. A receive on
+    `socket` (PULL) waits for at most `slice_ms`. At most `queue` frames wait to be read; TCP holds
+    the others back.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -97,15 +94,9 @@ class Incoming:
     def lock(self, source: int, deadline: float) -> bool:
         """Have the kernel drop all further attempts to connect, where it can.
 
-        First the rank that is due here must be connected, which a frame shows, or, with a secret,
-        a finished handshake; this waits for that.
-
-        Args:
-            source: as for `is_lost`.
-            deadline: end of the wait, by ``time.monotonic()``.
-
-        Returns:
-            Whether that rank is connected.
+        First the rank that is due here must be connected: its first frame (`source`, as for
+        `is_lost`) or, with a secret, a finished handshake shows that. Waits for a handshake until
+        ``time.monotonic()`` is `deadline`; returns whether that rank is connected.
         """
         while source < 0 and not self._is_proven:
             wait_ms = int((deadline - time.monotonic()) * 1000)
@@ -119,22 +110,18 @@ class Incoming:
     def is_lost(self, source: int, quiet: bool) -> bool:
         """Whether the connection that frames come from has ended.
 
-        Strangers may connect too, so it is identified by its descriptor, known from the first
-        frame on. Before that, it counts as ended when no connection is left.
-
-        Args:
-            source: descriptor of that connection; negative before the first frame.
-            quiet: nothing has arrived for so long that an empty port counts.
+        Strangers may connect too, so it is identified by its descriptor `source`, which is negative
+        before the first frame. Until then it counts as ended when connections have been lost, none
+        is left, and nothing has arrived for so long that the caller sets `quiet`.
         """
         if source >= 0:
             return source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
     def arrived_bytes(self, source: int) -> int | None:
-        """Total bytes received on the connection with descriptor `source`.
+        """Total bytes received on the connection with descriptor `source`; None if not counted.
 
-        Before the first frame the only connection counts as the source. None where the system does
-        not count, or while no rank has connected.
+        Before the first frame the only connection, if there is one, counts as the source.
         """
         # A copy, since the watcher's thread may ask while the link's changes the set.
         if source < 0 and len(visitors := self._visitors.copy()) == 1:
@@ -156,10 +143,8 @@ class Outgoing:
 
     Attributes:
         socket: PUSH; sending never waits.
-        address: where that rank listens.
-        peer: its number among all ranks of the job.
+        peer: that rank's number among all ranks of the job.
         is_lost: the connection is known to have ended.
-        is_open: the socket is not closed yet.
 
     Args:
         queue: frames that may wait to be sent; 0: any number.

@@ -30,16 +30,10 @@ __all__ = ["Connections", "distances"]
 class Connections:
     """A link's pairs of sockets, by channel: first the streams, then the longer distances.
 
-    Args:
-        rank, size: this rank, and the number of ranks of the job.
-        bind: address to listen on, such as ``tcp://127.0.0.1:*``.
-        frame_bytes_max: longer frames are refused unread.
-        streams: connections to the next rank.
-        security: who may connect.
+    Frames longer than `frame_bytes_max` are refused unread; other arguments are as in `ZmqLink`.
 
     Attributes:
-        address: where the sockets listen, for the other ranks' `connect`: an address with one
-            port for each channel, separated by commas.
+        address: where the sockets listen: an address with one port for each channel.
         members: the ranks of the ring, in its order; `place` is this rank's index there. Errors
             give ranks of the job; frames and schedules give indices in the ring.
         incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
@@ -101,10 +95,6 @@ class Connections:
     def connect(self, addresses: Sequence[str], members: Sequence[int]) -> None:
         """Connect to the ranks ahead, and close the sockets that the ring does not need.
 
-        Args:
-            addresses: the `address` of each rank's link; those sockets are bound already.
-            members: the ranks of this ring, in its order.
-
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
@@ -145,9 +135,9 @@ class Connections:
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
 
-        A port whose rank has not connected within `TIMES.lock_s` stays open for it, with the
-        authenticator. Where the kernel cannot shut a port (`ringreduce.transport.door`), libzmq
-        refuses everybody once the authenticator is closed.
+        A port whose rank has not connected within `TIMES.lock_s` stays open, with the
+        authenticator. Where the kernel cannot shut a port, libzmq refuses everybody once the
+        authenticator is closed.
         """
         deadline = time.monotonic() + TIMES.lock_s
         # A list, so that every port is tried, also after one that fails.

@@ -6,8 +6,8 @@ that it leaves.
 
     previous rank  <--- PULL/PUSH --->  this rank  <--- PULL/PUSH --->  next rank
 
-Threads: the thread that forms the ring makes and connects it, then the watcher's alone uses and
-closes it (`ringreduce.engine.watch`); `wake` may be called from any thread.
+The thread that forms the ring makes and connects it, then the watcher's alone uses and closes it
+(`ringreduce.engine.watch`); `wake` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -36,13 +36,10 @@ _QUEUE = 1000
 
 
 class Control:
-    """This rank's side of the control channel.
+    """This rank's side of the control channel, listening on `bind`, such as ``tcp://127.0.0.1:*``.
 
     Args:
-        rank, size: this rank, among at least two.
-        bind: address to listen on, such as ``tcp://127.0.0.1:*``.
         message_bytes_max: a longer message is refused unread, and its connection ends.
-        security: who may connect.
         link_timeout_s: a connection ends when the other system has not acknowledged data for this
             long. The system of a stopped process still acknowledges.
 
@@ -105,11 +102,8 @@ class Control:
     def connect(self, addresses: Sequence[str]) -> None:
         """Connect to the neighbours, whose sockets are bound already.
 
-        Args:
-            addresses: the `address` of each rank's channel.
-
         Raises:
-            RendezvousError: an address is not that of a control channel.
+            RendezvousError: one of `addresses` is not that of a control channel.
         """
         for neighbour in self.neighbours:
             ports = split_ports(addresses[neighbour])

@@ -1,7 +1,4 @@
-"""File descriptors for a ring, made available before it forms.
-
-libzmq aborts the process when it cannot get a descriptor for an event or a poll set.
-"""
+"""File descriptors for a ring, ensured before it forms: without them libzmq aborts the process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Why a call over ZeroMQ is stuck: the error to raise, with the rank to blame and its own reason.
-
-It reads the link's record, the state of the connections, and unread aborts and goodbyes; apart from
-those messages it changes nothing.
-"""
+"""Why a call over ZeroMQ is stuck: the error to raise, with the rank to blame and its own cause."""
 
 from __future__ import annotations
 
@@ -34,14 +30,7 @@ _Call = RingCall | ExchangeCall
 
 
 class Diagnosis:
-    """Finds the errors of one link.
-
-    Args:
-        connections: the link's.
-        record: where the loop stands.
-        timeout_s: longest wait without any progress.
-        interruption: ends the wait for an explanation.
-    """
+    """Finds the errors of one link; `interruption` ends the wait for an explanation."""
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ as many from the rank as far behind (`ringreduce.pure.schedule.exchange`):
       rank - distance                    this rank                     rank + distance
       --------------->  header == expected?  copy behind our rows   row 0 ... --------->
 
-Rows are copied behind the header into the same message: they are few and small, a second message
-would cost more than the copy, and no borrowed memory has to be awaited. As in the ring, sending
-never blocks and the function returns when it needs a decision.
+Rows are copied behind the header into the same message: they are small, a second message would cost
+more than the copy, and no borrowed memory has to be awaited. As in the ring, sending never blocks
+and the function returns when it needs a decision.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ EXCHANGE_BYTES_MAX = 1 << 20
 def run(link_address: Any, call_address: Any, rows: Any) -> Any:
     """Run the exchange from where the link stands; return a status code.
 
-    Args:
-        link_address: of the `LinkRecord`; the channels after the streams lead over the distances
-            after the first, in their order.
-        call_address: of the `ExchangeRecord`; checksums are filled in here.
-        rows: address of uint8 of shape (size, row bytes), contiguous, row 0 filled.
+    Takes the addresses of the `LinkRecord`, whose channels after the streams lead over the
+    distances after the first, in their order; of the `ExchangeRecord`, which receives checksums;
+    and of the rows, uint8 of shape (size, row bytes), contiguous, row 0 filled.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)

@@ -14,13 +14,7 @@ __all__ = ["FlowMeter"]
 
 
 class _Dry(NamedTuple):
-    """A channel on which a frame is due.
-
-    Attributes:
-        arrived: total bytes received on it.
-        since_s: since when that has not changed.
-        looked_s: when it was last checked.
-    """
+    """A channel on which a frame is due; `arrived` counts its bytes, unchanged since `since_s`."""
 
     channel: int
     arrived: int

@@ -1,9 +1,8 @@
 """Close, in a forked child, its copies of the parent's connections with other ranks.
 
-A connection ends when the last process that has it open closes it. If a child that outlives its
-parent (a worker of a data pipeline, say) kept a copy, the other ranks would see only silence, not
-the parent's death. Children started by exec inherit nothing: all descriptors here and libzmq's are
-close-on-exec.
+A connection ends when the last process that has it open closes it: if a child that outlives its
+parent (a worker of a data pipeline, say) kept a copy, the other ranks would not see that the parent
+died. Children started by exec inherit nothing: all descriptors here and libzmq's are close-on-exec.
 """
 
 from __future__ import annotations
@@ -37,12 +36,9 @@ def watch(holder: Inheritable) -> None:
 
 
 def close_connections(endpoints: Iterable[str]) -> None:
-    """Close this process's TCP sockets that listen on, or are connected with, `endpoints`.
+    """Close this process's TCP sockets at `endpoints`, numeric as ``tcp://127.0.0.1:41873``.
 
-    For libzmq's sockets, whose descriptors it does not give.
-
-    Args:
-        endpoints: numeric, as ``tcp://127.0.0.1:41873``.
+    Includes those connected with them. For libzmq's sockets, whose descriptors it does not give.
     """
     wanted = {_address(endpoint) for endpoint in endpoints}
     for descriptor in _open_descriptors():

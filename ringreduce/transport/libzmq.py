@@ -2,10 +2,8 @@
 
 pyzmq opens its own libzmq privately. The same file is opened here for LLVM's linker, so that
 compiled functions and Python share sockets by address (``Socket.underlying``). Names, unlike ctypes
-function pointers, can be cached on disk with the compiled code.
-
-Addresses are passed as intp: the C ABI passes pointers and 64-bit integers alike on every platform
-that has wheels.
+function pointers, can be cached on disk with the compiled code. Addresses are passed as intp: the C
+ABI passes pointers and 64-bit integers alike on every platform that has wheels.
 """
 
 from __future__ import annotations

@@ -9,19 +9,19 @@ For each segment that arrives, without Python and without the GIL:
 Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets, and
 is received in that order, so several connections need no reordering.
 
-Sending borrows the caller's buffer (``zmq_msg_init_data``) instead of copying it. In a
-reduce-scatter, a segment's memory changes only after it was sent, since the sum that overwrites it
-depends on its arrival; in an all-gather nothing guarantees that. So libzmq's free callback counts
-the borrowed segments that were written, for each socket separately since their I/O threads may
-differ, and the function returns only when all were: then the buffer is the caller's again.
+Sending borrows the caller's buffer (``zmq_msg_init_data``). In a reduce-scatter, a segment's memory
+changes only after it was sent, since the sum that overwrites it depends on its arrival; in an
+all-gather nothing guarantees that. So libzmq's free callback counts the borrowed segments that were
+written, for each socket separately since their I/O threads may differ, and the function returns
+only when all were: then the buffer is the caller's again.
 
 Sending never blocks, so ranks cannot deadlock in a cycle of sends: the outgoing queue is unbounded,
 and costs little since its memory is borrowed. The receiver bounds how far a sender runs ahead: its
 queue holds RECEIVE_QUEUE_FRAMES, and behind that TCP holds the sender back.
 
 The function returns when it is done or needs a decision: nothing arrived for a while, or not what
-was due. The caller (`ringreduce.transport.zeromq`) handles deadlines, signals and errors; called
-again, the function continues from the state in the link's record.
+was due. `ringreduce.transport.zeromq` handles deadlines, signals and errors, and calls it again to
+continue from the state in the link's record.
 """
 
 from __future__ import annotations
@@ -94,10 +94,7 @@ _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     """Run one rank's schedule from where the link stands; return a status code.
 
-    Args:
-        link_address: of the `LinkRecord`.
-        call_address: of the `PassRecord`.
-        buffer: address of the memory that contains all chunks.
+    Takes the addresses of the `LinkRecord`, the `PassRecord` and the memory with all chunks.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -198,10 +195,9 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
 
 @numba.njit(nogil=True, cache=True)
 def post(link_address: Any, channel: Any, frame: Any, nbytes: Any) -> Any:
-    """Queue a frame of `nbytes` at address `frame` on `channel`; return DONE or the reason not.
+    """Queue a frame of `nbytes`, header included, at address `frame`; return DONE or a failure.
 
-    The frame, header included, is borrowed and must live until the channel's `released` has
-    reached its `borrowed`.
+    It is borrowed and must live until the channel's `released` has reached its `borrowed`.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -228,15 +224,9 @@ def receive_header(
 ) -> Any:
     """Receive the first part of the frame due, at address `msg`; return DONE or a failure.
 
-    After DONE the caller must close the message; otherwise it is closed already.
-
-    Args:
-        link: receives a copy of the header.
-        channel, number: where to receive from.
-        msg: room for a zmq_msg_t.
-        expected: uint64 of shape (8,), the header due.
-        inline_bytes: payload bytes due behind the header.
-        is_more: whether a second part is due.
+    After DONE the caller must close the message; else it is closed already. `link` gets a copy of
+    the header. Due are the header `expected`, uint64 of shape (8,), with `inline_bytes` of payload
+    behind it, and a second part if `is_more`.
     """
     link.channel = number
     zmq_msg_init(msg)
@@ -288,10 +278,7 @@ def _send(
     step: Any,
     known: Any,
 ) -> Any:
-    """Queue one segment of a chunk; large ones are borrowed, not copied.
-
-    `known` is its checksum if that need not be computed.
-    """
+    """Queue one segment of a chunk, borrowed if large; `known` is its checksum, or _NOT_KNOWN."""
     number = segment % link.streams
     start = chunk_start + segment * link.segment_bytes
     nbytes = min(link.segment_bytes, chunk_end - start)

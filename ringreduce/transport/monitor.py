@@ -1,9 +1,9 @@
 """Events of a socket's connections, from libzmq.
 
 pyzmq's ``get_monitor_socket`` has a queue of 2000 messages, a thousand events. When it is full,
-libzmq's I/O thread waits, holding a lock that ``disable_monitor`` needs: a thousand strangers that
-connect and leave while nobody reads would stop the socket's traffic and block its closing. Here
-the queue is unbounded, so the owner must read it often.
+libzmq's I/O thread waits, holding a lock that ``disable_monitor`` needs: strangers that connect and
+leave while nobody reads would stop the socket's traffic and block its closing. Here the queue is
+unbounded, so the owner must read it often.
 """
 
 from __future__ import annotations

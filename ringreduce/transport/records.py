@@ -1,11 +1,9 @@
 """What Python and the compiled loops share: status codes, and records in memory.
 
-Python reads and writes a record as a ctypes structure. A compiled function gets its address and
-uses the structure's numpy dtype, ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each
-array argument in every call, which costs more than a small message.
-
-A link owns one `LinkRecord` and a `ChannelRecord` for each pair of sockets; a kind of call owns a
-`PassRecord` or an `ExchangeRecord`, with one record for each step.
+Python uses a record as a ctypes structure, a compiled function by its address and numpy dtype,
+``carray(pointer(address), 1, LINK)[0]``: numba would inspect each array argument in every call,
+which costs more than a small message. A link owns one `LinkRecord` and a `ChannelRecord` for each
+pair of sockets; a kind of call owns a `PassRecord` or an `ExchangeRecord`, and a record per step.
 """
 
 from __future__ import annotations
@@ -71,11 +69,11 @@ class ChannelRecord(ctypes.Structure):
     _fields_ = (
         ("sender", _address),
         ("receiver", _address),
-        ("borrowed", _i64),  # frames handed to the sender without a copy, ever
-        ("released", _i64),  # of these, how many libzmq has let go; written by its I/O thread
+        ("borrowed", _i64),  # frames given to the sender without a copy, in all
+        ("released", _i64),  # of these, those libzmq has freed; written by its I/O thread
         ("source", _i64),  # descriptor the last frame came from; NO_SOURCE before the first
-        ("sent", _i64),  # frames, ever
-        ("taken", _i64),  # frames received, ever
+        ("sent", _i64),  # frames, in all
+        ("taken", _i64),  # frames received, in all
     )
 
 
@@ -93,7 +91,7 @@ class LinkRecord(ctypes.Structure):
         ("segment", _i64),
         ("started", _i64),  # segments of the first chunk sent; in an exchange, steps sent
         ("channel", _i64),  # the one used last
-        ("frames", _i64),  # received, ever: how progress is seen
+        ("frames", _i64),  # received in all; shows progress
         ("bytes_sent", _i64),
         ("bytes_received", _i64),
         ("errno", _i64),

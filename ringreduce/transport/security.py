@@ -47,8 +47,6 @@ class Security:
 
     Args:
         secret: the job's; empty: nothing is required.
-        job_id: name of the job.
-        rank, size: this rank, and the number of ranks.
         is_encrypted: data sockets use CURVE rather than PLAIN; needs a secret.
         hold_s: how long a connection that arrives before the ranks have met may wait.
 
@@ -154,11 +152,7 @@ class Security:
         self._keys = found
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
-        """Make `socket` authenticate those that connect to it; call it before ``bind``.
-
-        Args:
-            domain: the name of the socket for `Authenticator.allow`.
-        """
+        """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
         _limit(socket)
         if self.mechanism == "CURVE":
             socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -170,11 +164,7 @@ class Security:
         _enforce(socket, domain)
 
     def join(self, socket: zmq.Socket[Any], peer: int) -> None:
-        """Give `socket` this rank's credentials; call it after `learn` and before ``connect``.
-
-        Args:
-            peer: the rank that it will connect to.
-        """
+        """Give `socket` the credentials for `peer`; call it after `learn`, before ``connect``."""
         if self.mechanism == "CURVE":
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys[peer])
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)

@@ -80,8 +80,7 @@ def _checked(status: int) -> None:
 class Segment:
     """One rank's segment, mapped into this process until nothing refers to it any more.
 
-    Args:
-        descriptor: the memfd; the segment owns and closes it.
+    It owns and closes the memfd `descriptor`.
 
     Raises:
         OSError: it cannot be mapped; EPROTO when it is no segment of this ABI.
@@ -128,10 +127,8 @@ class Heap:
     """Registered arrays of this rank, in memory that all ranks of the host can reach.
 
     The array returned and all its views own a block; when the last is gone, its memory goes back to
-    the system. Blocks are found first-fit.
-
-    Other ranks write into blocks during a reduction. After a failure, `detach` makes them private,
-    since a rank that was stopped in the middle of its part may continue it at any time.
+    the system. After a failure, `detach` makes blocks private, since a rank that was stopped while
+    it wrote into them may continue at any time. Blocks are found first-fit.
     """
 
     def __init__(self, segment: Segment) -> None:

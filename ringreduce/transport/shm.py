@@ -1,10 +1,8 @@
 """The link between the ranks of one host in shared memory: this rank's part, deadlines, losses.
 
-native/src/shm.c does the work; like the compiled loop over ZeroMQ it returns when a rank is late,
-and this file decides whether that rank is slow, lost, stopped, or in another call.
-
-Threads: none. Memory: every rank maps every other's segment; the caller owns its arrays again when
-`run` returns.
+native/src/shm.c does the work; it returns when a rank is late, and this file decides whether that
+rank is slow, lost, stopped, or in another call. Threads: none. Memory: every rank maps every
+other's segment; the caller owns its arrays again when `run` returns.
 """
 
 from __future__ import annotations
@@ -94,13 +92,9 @@ class _Facts(ctypes.Structure):
 class HostCall:
     """One kind of call, made once and reused for every call of that kind.
 
-    Args:
-        header: what must be equal on all ranks, except rank and sequence.
-        action: what is done with the chunks.
-        bounds: where the chunks begin, in elements, and where the last ends; one chunk for each
-            rank of the host.
-        divisor: of a mean.
-        dtype, op: codes of what is computed, if that differs from what `header` says.
+    `header` is what must be equal on all ranks, except rank and sequence. `bounds` are the starts
+    of the chunks, in elements, and the end of the last; there is one chunk for each rank of the
+    host. `dtype` and `op` are what is computed, if that differs from what `header` says.
     """
 
     def __init__(
@@ -160,9 +154,8 @@ class HostLink:
         """Map the segments of all ranks of this host.
 
         Args:
-            names: what each of them announced.
-            members: their ranks in the job, in the same order; `rank` is this one's.
-            size: number of ranks in the job, for messages.
+            names, members: what each of them announced, and their ranks in the job.
+            rank, size: this rank, and the number of ranks in the job.
             job: the random number of this ring.
 
         Raises:
@@ -323,8 +316,8 @@ class HostLink:
     def abort(self, cause: RingReduceError) -> None:
         """Write into this rank's segment why it gives up; the others read that when they wait.
 
-        Registered arrays become private to their owners, since a rank that was stopped while it
-        wrote into them may continue at any time.
+        Registered arrays become private: a rank that was stopped while it wrote into them may
+        continue.
         """
         if self._group is not None:
             payload = encode_abort(cause, self._rank)

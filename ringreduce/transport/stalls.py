@@ -19,11 +19,7 @@ __all__ = ["Interruption", "Stall", "mismatch_error", "timeout_error"]
 
 
 class Interruption:
-    """Ends a call in another thread, when that thread next checks the clock.
-
-    Attributes:
-        is_set: whether the call must end.
-    """
+    """Ends a call in another thread, when that thread next checks the clock."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -1,8 +1,8 @@
 """Unix sockets between the ranks of a host: they pass segments and show which rank is lost.
 
 Each rank listens on an abstract address (in no file system; it ends with the process) and stays
-connected with every other rank of its host. The kernel names the user at the other end, and other
-users are refused. The end of a connection shows that its rank died, in whatever way.
+connected with every other rank of its host; the kernel names the user at the other end, and other
+users are refused. A connection that ends without a goodbye shows that its rank has died.
 """
 
 from __future__ import annotations
@@ -73,18 +73,12 @@ class Mesh:
     ) -> list[int]:
         """Connect with all others and swap segments; return the descriptors, own one included.
 
-        Each rank connects to the ranks before it and accepts those after it.
-
-        Args:
-            names: the listening name of each.
-            members: the rank of each; `index` is this rank's index there.
-            size: number of ranks in the whole job, for messages.
-            job: a number that all of them must know.
-            descriptor: this rank's own segment.
-            timeout_s: for all of it.
+        Each rank connects to the ranks before it and accepts those after it. `names` and `members`
+        are the listening name and the rank of each, `index` is this rank's. All must know `job`.
+        `descriptor` is this rank's own segment, `size` the job's.
 
         Raises:
-            RendezvousError: a rank did not connect or cannot be reached.
+            RendezvousError: a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
@@ -148,7 +142,7 @@ class Mesh:
                     return
                 os.close(received)
         except OSError:
-            pass  # A stranger, or one who left: the right one may still come.
+            pass  # A stranger, or a lost connection: the right one may still come.
         connection.close()
 
     def _send(self, connection: socket.socket, job: int, rank: int, descriptor: int) -> None:

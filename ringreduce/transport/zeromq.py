@@ -1,8 +1,5 @@
 """The ring over ZeroMQ: drives the compiled loops from a call's first frame to its end.
 
-The loops (`.loop`, `.exchange`) return when they are done or need a decision. The sockets are in
-`.connections`; `.diagnosis` finds out why a call is stuck, and `.flow` measures its progress.
-
 One thread at a time uses a link (the communicator holds a lock); `interrupt`, `traffic` and `flow`
 may be called from any thread.
 
@@ -41,12 +38,10 @@ _Loop = Callable[[int, int, int], int]
 class ZmqLink:
     """A `Link` over ZeroMQ sockets.
 
-    It listens before the ranks have met, for a ring of all of them; `connect` then names the ranks
-    of its ring and closes the sockets that the ring does not need.
+    It listens on `bind`, such as ``tcp://127.0.0.1:*``, before the ranks have met, for a ring of
+    all of them; `connect` then names the ranks of its ring and closes the sockets not needed.
 
     Args:
-        rank, size: this rank, and the number of ranks of the job.
-        bind: address to listen on, such as ``tcp://127.0.0.1:*``.
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
         streams: connections to the next rank that share its segments, equal on all ranks.
@@ -54,7 +49,6 @@ class ZmqLink:
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-        is_encrypted: frames are encrypted, which also proves that they are intact.
 
     Raises:
         NativeError: libzmq cannot be called from compiled code.
@@ -115,7 +109,7 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each rank's link.
             members: the ranks of this ring, in its order; all of them by default.
-            checked: whether frames carry the checksum of their payload; equal on all members.
+            checked: frames carry the checksum of their payload; equal on all members.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
@@ -261,7 +255,7 @@ class ZmqLink:
         if self._connections.is_closed:
             return
         self._connections.stop_admitting()
-        if not self._has_failed:  # Else an abort has said more.
+        if not self._has_failed:  # Else an abort was sent.
             channels = range(len(self._connections.outgoing))
             self._send_control(wire.Kind.GOODBYE, goodbye, channels, TIMES.linger_s)
         self._connections.close()
