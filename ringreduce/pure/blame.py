@@ -63,13 +63,13 @@ class Error:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one rank.
+    """What is known of one rank, now or when it failed.
 
     Attributes:
         calls: collectives completed.
-        operation: the call it is in, or was in when it failed; None: in user code.
+        operation: the call it is in; None: in user code.
         nbytes: payload of that call; 0 if unknown.
-        stood_s: how long it has been there, or had been when it failed.
+        stood_s: how long it has been there.
         silent_s: for how long it has shown no sign of life, if that is too long; else 0.
     """
 

@@ -1,15 +1,15 @@
-"""CRC-32C of memory at its speed: what tells a changed byte from the one that was sent. Pure.
+"""CRC-32C of memory, at memory speed: detects changed bytes. Pure.
 
 The Castagnoli polynomial, as iSCSI and ext4 use it (RFC 3720, appendix B.4), because processors
-have an instruction for it. Every error burst of up to 32 bits is found, and any other change
-but one in 2^32. Three ways, with the same results; the best one this processor has is used:
+have an instruction for it. Every error burst of up to 32 bits is found, and any other change but
+one in 2^32. Three methods have the same results; the best one this processor has is used:
 
 - ``folding``: carry-less multiplication of whole vectors, four at a time, folds the message
   into a last few bytes with the same remainder (Gopal et al., "Fast CRC computation for
   generic polynomials using PCLMULQDQ", Intel 2009). Needs VPCLMULQDQ with AVX2 or AVX-512.
-- ``instruction``: the CRC-32C instruction of x86 or ARM. It gives a result three cycles after it
-  has begun, but begins one in each, so three parts of a block are computed at once, and
-  tables move the first two sums to the end of the block.
+- ``instruction``: the CRC-32C instruction of x86 or ARM. Each takes three cycles, but one can begin
+  in each cycle, so three parts of a block are computed at once, and tables move the first two sums
+  to the end of the block.
 - ``tables``: eight bytes at a time by eight tables, on any processor (slicing by 8).
 """
 
@@ -31,12 +31,9 @@ __all__ = ["METHODS", "crc32c", "is_wanted"]
 
 
 def is_wanted(integrity: str, *, encrypted: bool, loopback: bool) -> bool:
-    """Whether a ring's frames carry checksums.
+    """Whether a ring's frames carry checksums; `integrity` is ``auto``, ``crc32`` or ``off``.
 
-    Args:
-        integrity: the setting of that name, ``auto``, ``crc32`` or ``off``.
-        encrypted: whether every message has an authentication code already.
-        loopback: whether the ring's frames never leave this host.
+    With ``auto`` they do not if each message is authenticated already, or never leaves this host.
     """
     if integrity == "auto":
         return not encrypted and not loopback

@@ -2,11 +2,11 @@
 
 Each rank sends a `Heartbeat` four times a second. Neighbours forward those they have received, with
 their ages, so that every rank knows how far every other has come and how long ago that was, without
-a common clock (`Board`). A rank that waits can then say which rank holds it up, and how:
+a common clock (`Board`). A rank that waits can then name the rank that holds it up as
 
-- silent: no heartbeat of it has arrived for a second. It was stopped, or it is cut off.
-- in user code: it is alive and has not begun the call that the others wait in.
-- behind: it is alive and still in an earlier call.
+- silent: no heartbeat of it has arrived for a second. It was stopped, or it is cut off;
+- in user code: it is alive and has not begun the call that the others wait in;
+- behind: it is alive and still in an earlier call;
 - elsewhere: it is in another operation, where this rank's call should be.
 """
 
@@ -145,7 +145,7 @@ class Board:
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether no heartbeat of a rank has arrived for too long; each further hop adds a period."""
+        """Whether no heartbeat of a rank arrived for too long; each further hop adds a period."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
         return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 

@@ -38,10 +38,9 @@ _QUEUE = 1000
 class Control:
     """This rank's side of the control channel, listening on `bind`, such as ``tcp://127.0.0.1:*``.
 
-    Args:
-        message_bytes_max: a longer message is refused unread, and its connection ends.
-        link_timeout_s: a connection ends when the other system has not acknowledged data for this
-            long. The system of a stopped process still acknowledges.
+    A message longer than `message_bytes_max` is refused unread, and its connection ends. So does a
+    connection on which the other system has not acknowledged data for `link_timeout_s`; the system
+    of a stopped process still acknowledges.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.

@@ -57,9 +57,7 @@ def reserve(count: int, *, rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def shortage_explained(*, rank: int, size: int) -> Iterator[None]:
-    """Turn the failure to get a socket into an error of ours.
-
-    `reserve` may have counted descriptors that another thread has taken since.
+    """Raise errors of ours for sockets: `reserve` may have counted descriptors taken since.
 
     Raises:
         RendezvousError: there are no more descriptors, or no memory for one.

@@ -23,9 +23,9 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def shut(listener: int) -> bool:
-    """Drop all attempts to connect to the listening socket with descriptor `listener`.
+    """Drop all attempts to connect to the listening socket with that descriptor; return success.
 
-    Returns whether that was possible: on Linux, with a socket that listens.
+    It is possible on Linux, with a socket that listens.
     """
     if sys.platform != "linux" or listener < 0:
         return False

@@ -121,10 +121,7 @@ class HostCall:
 
 
 class HostLink:
-    """One rank's link to the ranks of its host.
-
-    Made before the ranks have met, so that a rank without memory to share can announce that; then
-    `connect`. Ranks announce `name`.
+    """One rank's link to the ranks of its host: made before they meet, so that it can announce `name`.
 
     Raises:
         NativeError: there is no native library.

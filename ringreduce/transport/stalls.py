@@ -40,9 +40,8 @@ class Interruption:
 class Stall:
     """For how long a call has made no progress.
 
-    Attributes:
-        lost: a peer that was lost meanwhile. Its last frames still count, so the call runs once
-            more before it fails; progress clears this.
+    `lost` is a peer that was lost meanwhile. Its last frames still count, so the call runs once
+    more before it fails; progress clears this.
     """
 
     def __init__(self) -> None:
