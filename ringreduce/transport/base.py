@@ -26,9 +26,7 @@ __all__ = ["ExchangeCall", "Link", "Reach", "RingCall", "Traffic"]
 
 
 class RingCall:
-    """One kind of pass around the ring, made once and reused.
-
-    Making one costs as much as sending a kilobyte.
+    """One kind of pass around the ring, reused: making one costs as much as sending a kilobyte.
 
     Attributes:
         header: what agrees on all ranks, except the sequence number.
@@ -39,8 +37,8 @@ class RingCall:
     Args:
         bounds: where the chunks begin, in elements, and where the last ends.
         itemsize: bytes of one element, as the kernels count them.
-        combine, finish: addresses of the kernels that reduce an arriving segment into this rank's,
-            and that are applied to each finished segment; 0 for none.
+        combine: address of the kernel that reduces an arriving segment into this rank's.
+        finish: address of the kernel applied to each finished segment; 0 for none.
         divisor: the one element that `finish` divides by.
     """
 

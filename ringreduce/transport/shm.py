@@ -121,7 +121,7 @@ class HostCall:
 
 
 class HostLink:
-    """One rank's link to the ranks of its host: made before they meet, so that it can announce `name`.
+    """One rank's link to the ranks of its host, made before they meet, to announce `name`.
 
     Raises:
         NativeError: there is no native library.
