@@ -10,6 +10,7 @@ from keras.optimizers import LossScaleOptimizer
 import ringreduce
 import ringreduce.keras as rr
 from tests.models import INPUTS, MUON_TRAINS, TARGETS, assert_equal_state, fit, make_model
+from tests.scope import in_full
 
 # New in Keras 3.14.
 needs_multi_optimizer = pytest.mark.skipif(
@@ -326,7 +327,7 @@ WITH_AVERAGES = [
 ]
 
 
-@pytest.mark.parametrize("swap_on_epoch", [True, False])
+@pytest.mark.parametrize("swap_on_epoch", [True, in_full(False)])
 @pytest.mark.parametrize("make", WITH_AVERAGES)
 def test_swapping_averages_in(make, swap_on_epoch):
     def use(optimizer):

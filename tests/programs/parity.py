@@ -89,7 +89,8 @@ def make_model(seed, policy="float32"):
         keras.config.set_dtype_policy("float32")
 
 
-def main(folder, *left_out):
+def main(folder, part, *ways):
+    """Train in each of `ways`; the weights go to a file of this part, size and rank."""
     comm = rr.init()
     rng = np.random.default_rng(7)
     inputs = rng.normal(size=(GLOBAL_BATCH * STEPS, 6)).astype("float32")
@@ -123,17 +124,20 @@ def main(folder, *left_out):
                 step(batch, target)
         weights[name] = model.get_weights()
 
-    for name, way in WAYS.items():
-        if way.optimizer not in left_out and not ("jit" in left_out and way.is_compiled):
-            fit(name, way)
-    sgd = OPTIMIZERS["sgd"]
-    # Traced once, and not twice in two functions as in `fit`.
-    for name in sorted(set(OPTIMIZERS) - set(WAYS) - set(left_out)):
-        loop(name, rr.DistributedOptimizer(OPTIMIZERS[name]()), tf.function)
-    loop("eager_loop", rr.DistributedOptimizer(sgd()), lambda step: step)
-    loop("graph_loop", rr.DistributedOptimizer(sgd()), tf.function)
+    loops = {
+        "eager_loop": ("sgd", lambda step: step),
+        "graph_loop": ("sgd", tf.function),
+        # Traced once, and not twice in two functions as in `fit`.
+        **{name: (name, tf.function) for name in OPTIMIZERS if name not in WAYS},
+    }
+    for name in ways:
+        if name in WAYS:
+            fit(name, WAYS[name])
+        else:
+            optimizer, step_wrapper = loops[name]
+            loop(name, rr.DistributedOptimizer(OPTIMIZERS[optimizer]()), step_wrapper)
     arrays = {f"{name}.{i}": w for name, ws in weights.items() for i, w in enumerate(ws)}
-    np.savez(f"{folder}/{comm.size}-{comm.rank}.npz", **arrays)
+    np.savez(f"{folder}/{part}-{comm.size}-{comm.rank}.npz", **arrays)
 
 
 main(*sys.argv[1:])

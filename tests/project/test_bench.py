@@ -348,6 +348,7 @@ def test_the_training_table_keeps_its_columns():
 
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_training_is_measured_for_all_systems(tmp_path):
     file = tmp_path / "out.json"
     options = f"train --model mlp --workers 2 --rounds 1 --steps 2 --json {file}"

@@ -13,6 +13,7 @@ import pytest
 
 from ringreduce.effects import native
 from tests.rings import MISMATCH_S, Ring
+from tests.scope import in_full
 
 pytestmark = pytest.mark.tensorflow
 
@@ -169,7 +170,9 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
+@pytest.fixture(
+    scope="module", params=["shm", in_full("zmq"), "two hosts", in_full("zmq, in Python")]
+)
 def disagreements(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, list[dict[str, Any]]]:

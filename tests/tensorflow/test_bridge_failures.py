@@ -223,7 +223,7 @@ hold()
         assert "that step failed midway" in facts[1]["text"]
 
 
-@pytest.mark.parametrize("way", ["sys.exit(3)", "raise ValueError('of the user')"])
+@pytest.mark.parametrize("way", ["sys.exit(3)", in_full("raise ValueError('of the user')")])
 def test_the_interpreter_ends_though_a_thread_sits_in_a_step(
     tmp_path: Path, bridge: str, way: str
 ) -> None:
