@@ -12,10 +12,11 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
+from tests.scope import in_full
 
 pytestmark = pytest.mark.timeout(120)
 
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+SIZES = pytest.mark.parametrize("size", [1, 2, in_full(3)])
 
 
 def rows(count):

@@ -46,10 +46,6 @@ class Way:
     compile: dict = field(default_factory=dict)
     policy: str = "float32"
 
-    @property
-    def is_compiled(self):
-        return "jit_compile" in self.compile
-
 
 COMMON = ("sgd", "adam", "adamw_clipnorm", "nadam", "lamb", "muon")
 # To be tried in another way: a line here, and its tolerance in test_parity.py.

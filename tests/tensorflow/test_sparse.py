@@ -338,7 +338,7 @@ def test_duplicates_of_halves_are_added_in_float32(facts: Any, size: int) -> Non
 
 
 @on_processes
-@pytest.mark.parametrize("size", [1, in_full(2), 3])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", KERAS)
 def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, size: int) -> None:
     # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
