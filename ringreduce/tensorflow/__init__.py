@@ -1,4 +1,4 @@
-"""Between TensorFlow and the ring: gradients and variables in and out."""
+"""Gradients and variables of TensorFlow on their way through the ring."""
 
 from ringreduce.tensorflow.bridge import GradientBridge
 from ringreduce.tensorflow.replicas import verify_replicas

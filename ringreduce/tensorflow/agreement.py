@@ -1,4 +1,4 @@
-"""What all ranks must have alike: compared, and a difference raised on every rank."""
+"""Compares what must be equal on all ranks; a difference raises an error on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Difference", "agree", "disagreement"]
 
 
 class Difference(NamedTuple):
-    """How a rank differs: the `peer` that a MismatchError names, its text, and what to do."""
+    """The `peer` that a MismatchError names, its text, and what to do."""
 
     peer: int
     text: str
@@ -26,12 +26,11 @@ def agree(
     operation: str,
     signature: int = 0,
 ) -> list[Any]:
-    """Gather a description from every rank; return them all, in rank order, if they agree.
+    """Gather a description from every rank; return all of them, in rank order, if they agree.
 
     Args:
-        communicator: whose ranks.
         own: this rank's description, as `Communicator.all_gather_object` takes it.
-        compare: finds a difference in the gathered descriptions on every rank, or on none.
+        compare: finds a difference in the gathered descriptions, on every rank or on none.
         operation: what the ranks are about to do, for the error.
         signature: 64 bits that say what is described.
 
@@ -45,7 +44,7 @@ def agree(
 
 
 def disagreement(communicator: Communicator, found: Difference, operation: str) -> RingReduceError:
-    """The error to raise for a difference that every rank has found; it breaks the communicator."""
+    """The error for a difference that every rank has found; it breaks the communicator."""
     return communicator.fail(
         MismatchError(
             found.text,

@@ -1,6 +1,4 @@
-"""Gradients in and out of TensorFlow: the bridge between a step's tensors and the ring.
-
-A step's gradients take one of three routes, with the same results to the last bit:
+"""Averages the gradients of a step over all ranks, by one of three routes with bit-equal results.
 
 - In a graph, native ops hand each bucket to the engine as soon as its gradients are computed
   (`ringreduce.tensorflow.native_route`).
@@ -40,10 +38,10 @@ _IN_PLACE_BYTES = 1 << 20
 
 
 class _Route(Protocol):
-    """How the gradients of one plan come out of TensorFlow, and their means go back."""
+    """Takes the gradients of one plan out of TensorFlow and brings their means back."""
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients, and of its sparse ones, in their order."""
+        """The means of the plan's dense gradients and of its sparse ones, in their order."""
 
 
 class GradientBridge:
@@ -54,7 +52,7 @@ class GradientBridge:
         first_bytes: the same for the first bucket.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
         compression: one of `ringreduce.tensorflow.codecs.CODECS`.
-        sparse_as_dense: reduce sparse gradients as tensors, and return them so.
+        sparse_as_dense: reduce and return sparse gradients as tensors.
 
     Raises:
         ConfigError: there is no such mode or compression.
@@ -72,12 +70,12 @@ class GradientBridge:
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
         self._sparse = SparseMean(self._numerics)
-        # Of the communicator that was used last.
+        # For the communicator that was used last.
         self._agreed: tuple[Communicator, AgreedPlans] | None = None
-        # By the gradients, with their paths, and not by signature: errors name the paths.
+        # The keys hold the gradients' paths, which errors name; a signature would not.
         self._routes: dict[tuple[tuple[GradientSpec, ...], str], tuple[BucketPlan, _Route]] = {}
 
-    # Python that runs while tracing or as an op; there is nothing in it for AutoGraph to convert.
+    # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
     @tf.autograph.experimental.do_not_convert
     def mean(
         self,
@@ -88,21 +86,19 @@ class GradientBridge:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
         Sparse gradients (`tf.IndexedSlices`) come back sparse, each index once
-        (`ringreduce.tensorflow.sparse`), or dense with `sparse_as_dense`, or where XLA compiles.
-        So it is with one rank too.
-        In a graph this adds the ops that do it; nothing travels while tracing, since ranks may
-        trace at other times.
+        (`ringreduce.tensorflow.sparse`); they come back dense with `sparse_as_dense` and where XLA
+        compiles. The same holds for one rank. In a graph this adds ops; nothing travels while
+        tracing, since ranks may trace at different times.
 
         Args:
-            communicator: whose ranks.
-            gradients: tensors, `tf.IndexedSlices` or None, equal on all ranks in number,
-                order, shape, dtype and whether they are sparse; not in the rows those have.
+            gradients: tensors, `tf.IndexedSlices` or None. Number, order, shapes, dtypes and which
+                are sparse are equal on all ranks; the rows of sparse ones may differ.
             paths: a name for each, for messages.
 
         Raises:
-            ConfigError: in a place where ranks could not all take part: inside a branch of
-                `tf.cond`, or under ``jit_compile=True`` where XLA cannot call the ring.
-            RingReduceError: eagerly, what went wrong; out of a graph when that is run
+            ConfigError: not all ranks could take part: inside a branch of `tf.cond`, or under
+                ``jit_compile=True`` where XLA cannot call the ring.
+            RingReduceError: eagerly, what went wrong; from a graph when it is run
                 (`ringreduce.tensorflow.failures`).
         """
         if communicator.size == 1:
@@ -119,7 +115,7 @@ class GradientBridge:
         return [self._codec.decode(means.get(i), gradient) for i, gradient in enumerate(given)]
 
     def own(self, gradient: Any) -> Any:
-        """A gradient of this rank alone, in the form that `mean` gives it; nothing travels."""
+        """This rank's gradient in the form that `mean` returns; nothing travels."""
         return merged(as_tensors(gradient, self._sparse_as_dense))
 
     def _routed(
@@ -128,7 +124,7 @@ class GradientBridge:
         gradients: Sequence[Any],
         paths: Sequence[str],
     ) -> tuple[BucketPlan, _Route]:
-        """The plan for these gradients and the route that they take here; made once for each."""
+        """The plan for these gradients and their route; each is made once."""
         if self._agreed is None or self._agreed[0] is not communicator:
             self._agreed = communicator, AgreedPlans(communicator, self._bucket_bytes)
             self._routes.clear()
@@ -152,11 +148,12 @@ class GradientBridge:
     def _plan(
         self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None
     ) -> BucketPlan:
-        """The plan for these gradients, in a step that XLA compiles, for a transport; None: not.
+        """The plan for these gradients; `compiled_over`: the transport, in a step that XLA
+        compiles.
 
-        XLA lets a custom call have its operands' memory for good, so what lies there need not be
-        packed. But only in shared memory is it let go as soon as a call has failed: libzmq may hold
-        on to pieces until its context has gone.
+        XLA lets a custom call keep its operands' memory, so a large gradient in it need not be
+        packed. That is safe only in shared memory, which is released as soon as a call fails:
+        libzmq may read pieces until its context ends.
         """
         dtypes = {
             g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in gradients if g is not None

@@ -1,4 +1,4 @@
-"""A call of a Python function that communicates: eagerly, in a graph, and in what XLA compiles."""
+"""Calls a Python function that communicates: eagerly, in a graph, and in what XLA compiles."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ def call(
     """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
 
     Args:
-        communicator: that `run` uses; calls on it run in the program's order.
-        what: it does, for the message where it cannot.
+        communicator: `run` uses it; calls on it run in the program's order.
+        what: what `run` does, for messages.
         run: gets the values of `arguments`, which it must not change, and returns arrays, whose
-            memory becomes TensorFlow's. `StopIteration` is given on as
-            `tf.errors.OutOfRangeError`.
-        arguments: tensors.
+            memory becomes TensorFlow's. Its `StopIteration` becomes `tf.errors.OutOfRangeError`.
         results: static shape and dtype of each; at least one.
         of_gradient: as for `refuse_unreachable_places`.
 
     Raises:
-        ConfigError: in a place where ranks could not all take part.
-        RingReduceError: eagerly, what `run` raised; out of a graph when that is run.
+        ConfigError: not all ranks could take part here.
+        RingReduceError: eagerly, what `run` raised; from a graph when it is run.
     """
     failures.watch(communicator)
     if tf.executing_eagerly():
@@ -54,13 +52,13 @@ def call(
         try:
             return run(*arrays)
         except ValueError as error:
-            # Of a ValueError, such as a ConfigError, TensorFlow makes no UnknownError, which
-            # `ringreduce.tensorflow.failures` knows.
+            # TensorFlow makes no UnknownError of a ValueError, such as a ConfigError;
+            # `ringreduce.tensorflow.failures` recognizes only that.
             if communicator.failure is None:
                 raise
             raise RuntimeError(str(error)) from error
 
-    # On the CPU, where arguments from whatever device are copied to.
+    # This runs on the CPU; TensorFlow copies arguments there from any device.
     with order.in_order(communicator):
         dtypes = [dtype for _, dtype in results]
         tensors = tf.numpy_function(as_op, arguments, dtypes, stateful=True)

@@ -1,4 +1,4 @@
-"""Tensors of dtypes that do not travel: they do as another dtype that holds all their values."""
+"""Carries tensors of dtypes that cannot travel in another dtype that holds all their values."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 __all__ = ["carried"]
 
-# Sums of uint16 that are too large wrap when they are made uint16 again, as other integers do.
+# A sum of uint16 that is too large wraps in the cast back, as other integers do.
 _CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}
 
 
 def carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str = "max") -> Any:
-    """The result of `collective` on `tensor`, in the dtype of that.
+    """The result of `collective` on `tensor`, in the dtype of `tensor`.
 
     Args:
-        tensor: what `tf.convert_to_tensor` takes; uint16 and bool become another dtype for it.
-        collective: gets the tensor.
-        op: how it combines elements, if it does.
+        tensor: what `tf.convert_to_tensor` takes.
+        collective: gets the tensor; uint16 and bool in another dtype.
+        op: how `collective` combines elements, if it does.
 
     Raises:
-        ArrayError: bool, and `op` is a sum or a mean.
+        ArrayError: the dtype is bool, and `op` is a sum or a mean.
     """
     value = tf.convert_to_tensor(tensor)
     carrier = _CARRIERS.get(value.dtype.name)

@@ -1,4 +1,4 @@
-"""What gradients are turned into before they travel, and back."""
+"""Rounds gradients before they travel, and restores their dtype afterwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["CODECS", "Codec"]
 
-# 16-bit floats are added up in float32 (`ringreduce.pure.kernels`), and the sum is divided before
-# it is rounded again: only a gradient, or a mean, too large for the dtype overflows, not a sum.
+# 16-bit floats are added in float32 (`ringreduce.pure.kernels`), and the sum is divided before it
+# is rounded: only a gradient or a mean can overflow the dtype, not a sum.
 CODECS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
@@ -22,7 +22,7 @@ class Codec:
         name: one of `CODECS`.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such name.
     """
 
     def __init__(self, name: str) -> None:

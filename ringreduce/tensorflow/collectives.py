@@ -1,14 +1,14 @@
 """Collectives on tensors: eagerly and inside `tf.function`, with gradients.
 
-Each is a call of a Python function (`ringreduce.tensorflow.calls`).
-They run in program order (`ringreduce.tensorflow.order`), also those of the backward pass and of
-the bridge; and the communicator waits for what its engine was given before it begins. So all ranks
-make the same calls in the same order when they run the same program. Nothing travels while tracing.
+Each calls a Python function (`ringreduce.tensorflow.calls`). They run in program order
+(`ringreduce.tensorflow.order`), including those of the backward pass and of the bridge; the
+communicator first waits for what its engine was given. So ranks that run the same program make the
+same calls in the same order. Nothing travels while tracing.
 
-Of a backward pass TensorFlow settles the order, by more than the program: where a tape is asked for
-gradients of several targets, by how much else it has recorded. So a collective of a backward pass
-carries the number of the one whose gradient it is, and ranks that come to different ones differ in
-their signatures, which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
+TensorFlow chooses the order of a backward pass, by more than the program: for gradients of several
+targets, by how much else the tape has recorded. So a collective of a backward pass carries the
+number of the one whose gradient it is. Ranks that reach different ones have different signatures,
+which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
 
@@ -17,8 +17,8 @@ The gradient of a collective is a collective, for a loss that is the sum of all 
     reduce_scatter    all_gather, for sums and means
     broadcast         the sum over all ranks on the root, zeros elsewhere
 
-So whoever averages gradients over the ranks afterwards, as `DistributedOptimizer` does, gets
-those of the mean of all losses. Each gradient is made of functions that have one in turn.
+So averaging gradients over the ranks afterwards, as `DistributedOptimizer` does, gives those of the
+mean of all losses. Each gradient has a gradient too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
-# Makes the signature of a call out of whatever must be equal on all ranks.
+# Makes the signature of a call from all that must be equal on all ranks.
 _Sign = Callable[..., int]
 
 
@@ -52,7 +52,6 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
 
     Args:
         tensor: what `tf.convert_to_tensor` takes; equal shape and dtype on all ranks.
-        communicator: whose ranks.
         op: how elements combine.
 
     Returns:
@@ -60,10 +59,10 @@ def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = Red
 
     Raises:
         ArrayError: the dtype cannot travel, or there is no such operator.
-        ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
-            the ring, or does not know the shape; also, later, when the gradient of another
-            operator than SUM and MEAN is asked for.
-        RingReduceError: eagerly, what went wrong; out of a graph when that is run
+        ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call the
+            ring or does not know the shape; later, when the gradient of an operator other than SUM
+            and MEAN is asked for.
+        RingReduceError: eagerly, what went wrong; from a graph when it is run
             (`ringreduce.tensorflow.failures`).
     """
     return carried(tensor, lambda value: _all_reduce(value, communicator, op), op)
@@ -76,7 +75,7 @@ def _all_reduce(
     op: ReduceOp | str = ReduceOp.SUM,
     of: Any = numbering.NONE,
 ) -> Any:
-    """`all_reduce`; with `of`, as the gradient of the collective of that number."""
+    """`all_reduce`; with `of`, as the gradient of the collective with that number."""
     how, value = reduce_op(op), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
@@ -108,9 +107,7 @@ def all_gather(
     Args:
         tensor: as for `all_reduce`, but first dimensions may differ between ranks, except under
             ``jit_compile=True``. A tensor without dimensions counts as one of shape (1,).
-        communicator: whose ranks.
-        counts: the first dimension on each rank, where that is known: it saves the gradient an
-            exchange of them.
+        counts: the first dimension on each rank, if known; the gradient then need not exchange it.
 
     Returns:
         A new tensor of shape (sum of first dimensions, ...).
@@ -165,10 +162,9 @@ def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
     """The tensor that rank `root` passed, on every rank.
 
     Args:
-        tensor: as for `all_reduce`; only its shape and dtype matter elsewhere than on `root`.
-        communicator: whose ranks.
-        root: the rank whose tensor is sent; equal on all ranks. It only sends, and may learn
-            only in its next call that another rank passed something else.
+        tensor: as for `all_reduce`; on ranks other than `root` only its shape and dtype matter.
+        root: the rank that sends; equal on all ranks. It only sends, and may learn only in its next
+            call that another rank passed a different root.
 
     Returns:
         A new tensor, of the same shape and dtype.
@@ -195,7 +191,7 @@ def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             total = _all_reduce(upstream, communicator, of=number)
-            # A choice and no condition: gradients of gradients too are made by all ranks.
+            # A choice, not a condition: all ranks must compute gradients of gradients too.
             return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
         return result, gradient
@@ -207,14 +203,13 @@ def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
 def reduce_scatter(
     tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM
 ) -> Any:
-    """Reduce a tensor over all ranks and leave each its own rows of the result.
+    """Reduce a tensor over all ranks and leave each rank its own rows of the result.
 
-    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at
-    most one and the longer ones come first; with fewer rows than ranks the last are empty.
+    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
+    one, longer ones first; with fewer rows than ranks the last are empty.
 
     Args:
         tensor: as for `all_reduce`; at least one dimension.
-        communicator: whose ranks.
         op: how elements combine.
 
     Returns:
@@ -269,12 +264,11 @@ def _reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str)
 def _own_rows_of_sum(
     tensor: Any, counts: Any, communicator: Communicator, own: Any, of: Any
 ) -> Any:
-    """Sum over all ranks, and this rank's rows of it: rank r has the next ``counts[r]``.
+    """Sum `tensor` over all ranks and return this rank's rows: rank r has the next ``counts[r]``.
 
     Args:
         tensor: the rows of all ranks.
-        counts: one for each rank, a list where they are known.
-        communicator: whose ranks.
+        counts: one for each rank; a list if known.
         own: the static shape of the result, as far as it is known.
         of: as for `_all_reduce`.
     """
@@ -313,10 +307,10 @@ def _reduce_rows(
     lengths = np.diff(bounds)
     longest = int(lengths.max())
     if longest * size > 2 * array.shape[0]:
-        # So uneven that padding would cost more than the other half of an all-reduce.
+        # The parts are so uneven that padding would cost more than the other half of an all-reduce.
         return np.array(communicator.all_reduce(array, op, signature=signature)[own])
     if int(lengths.min()) < longest:
-        # The ring deals out elements: parts that end between rows are made by padding.
+        # The ring splits by elements; padding makes the parts end between rows.
         padded = np.zeros((size, longest, *rest), array.dtype)
         for part, start, length in zip(padded, bounds, lengths, strict=False):
             part[:length] = array[start : start + length]
@@ -334,14 +328,13 @@ def _numbered(
     *others: Any,
     of: Any = numbering.NONE,
 ) -> tuple[Any, Any]:
-    """As `call`, for what has a gradient; return its number too, for that to be the gradient of.
+    """`call` for a collective that has a gradient; also returns the number its gradient names.
 
     Args:
-        communicator, what, value, shape: as for `call`.
-        run: gets arrays, of `value` and of `others`, and what gives the call its signature.
+        run: gets the arrays of `value` and of `others`, and a function that makes the signature.
         others: further tensors.
-        of: the number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: of
-            none.
+        of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is no
+            gradient.
 
     Returns:
         The result and its number, an int64 scalar, or UNKNOWN.
@@ -353,19 +346,19 @@ def _numbered(
     def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
         *given, origin = arrays
         number, sign = numbers.next(int(origin))
-        # On copies: TensorFlow's arrays may be shared. Scalars come as numpy's.
+        # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
         return run(*map(np.array, given), sign), np.int64(number)
 
     results = [(shape, value.dtype), ((), tf.int64)]
     given = [value, *others]
     result, number = call(communicator, what, numbered, given, results, of_gradient=of_gradient)
-    # What a loop leaves for its gradient cannot leave what XLA compiles; and in there the order
-    # of a backward pass follows from that of the forward pass.
+    # XLA cannot pass on what a loop keeps for its gradient; and there the order of a backward pass
+    # follows from that of the forward pass.
     return result, numbering.UNKNOWN if xla.is_compiling() and is_in_loop() else number
 
 
 def _checked(tensor: Any) -> Any:
-    """`tensor` as one of TensorFlow's, of a dtype that can travel."""
+    """`tensor` converted to a tensor of a dtype that can travel."""
     value = tf.convert_to_tensor(tensor)
     if value.dtype.name not in DTYPE_NAMES:
         raise ArrayError(
@@ -376,7 +369,7 @@ def _checked(tensor: Any) -> Any:
 
 
 def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) -> None:
-    """Raise for an operator whose gradient would need to know whose element it was."""
+    """Raise for an operator whose gradient would need to know which rank's element was used."""
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return
     raise ConfigError(

@@ -1,8 +1,8 @@
-"""A Python function that communicates, called from within what XLA compiles.
+"""Calls a Python function that communicates from within what XLA compiles.
 
-It takes the way of a bucket of gradients: its arguments are packed into memory of ours, the engine
-calls it there, and its result is unpacked. XLA fixes all shapes before anything runs, so the shape
-of the result must be known when the call is traced.
+As with a bucket of gradients, its arguments are packed into our memory, the engine calls it there,
+and its result is unpacked. XLA fixes all shapes before anything runs, so the result's shape must be
+known when the call is traced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceE
 
 __all__ = ["call"]
 
-# What the calls of a function need as long as it may run.
+# What the calls of a function need, kept as long as the function may run.
 _calls: weakref.WeakKeyDictionary[Any, list[_Call]] = weakref.WeakKeyDictionary()
 
 
@@ -35,14 +35,13 @@ def call(
     arguments: Sequence[Any],
     results: Sequence[tuple[Any, Any]],
 ) -> list[Any]:
-    """Add a call of `run`, for a graph that XLA will compile; return its results, tensors.
+    """Add a call of `run` to a graph that XLA will compile; return its results, tensors.
 
     Args:
-        communicator: whose engine calls it, as it reduces gradients: one call at a time, in the
-            program's order.
-        what: it does, for messages.
-        run: gets arrays that it may write to, of the shapes and dtypes of `arguments`, and
-            returns some, which are copied.
+        communicator: its engine makes one call at a time, in the program's order.
+        what: what `run` does, for messages.
+        run: gets arrays that it may write to, of the shapes and dtypes of `arguments`, and returns
+            arrays, which are copied.
         arguments: tensors of known shape.
         results: shape and dtype of each.
 
@@ -71,7 +70,7 @@ def call(
 
 
 class _Call:
-    """One place in a graph from which `run` is called; lives as long as that function."""
+    """One call of `run` in a graph; lives as long as that function."""
 
     def __init__(
         self,

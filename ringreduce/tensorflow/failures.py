@@ -1,17 +1,14 @@
-"""Errors of the ring as they come out of a TensorFlow function: ours, not TensorFlow's alone.
+"""Makes errors of the ring leave a TensorFlow function as ours, and not as TensorFlow's alone.
 
-An op can fail with a code and a text, and TensorFlow makes an exception of its own of them:
-it calls the class `tf.errors.UnknownError`, from C++ or from Python. That class gets a
-``__new__`` here which looks at the text. When it holds that of an error that has broken one of
-this process's communicators, the instance it makes is of both classes: ``except
-ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``. Everything
-else is as before.
+An op fails with a code and a text, of which TensorFlow makes a `tf.errors.UnknownError`, in C++ or
+in Python. Here that class gets a ``__new__`` which reads the text. If it is that of an error that
+has broken a communicator of this process, the instance is of both classes: ``except
+ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``.
 
-This is the one thing that is changed in TensorFlow. Nothing else is there to convert the error of
-`model.fit`: a function that fails returns a status to TensorFlow's own code, on a stack where
-nothing is ours (the optimizer was called while tracing; callbacks are not called on errors), that
-code makes the exception by a fixed table of codes, and what a Python function in a graph raised is
-reduced to code and text as well.
+This is the only change to TensorFlow. Nothing else can convert the error of `model.fit`: a failing
+function returns a status to TensorFlow's own code, with none of ours on the stack (the optimizer
+ran while tracing; callbacks are not called on errors). That code chooses the exception by a fixed
+table of codes, and what a Python function in a graph raised is reduced to code and text as well.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 __all__ = ["watch"]
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# A text crosses into an op cut to RR_WHY_BYTES; so much of it tells errors apart.
+# An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
 _CLOSED = "the communicator was closed"
 
 
 def watch(communicator: Communicator) -> None:
-    """From now on errors of `communicator` come out of functions as they are."""
+    """From now on errors of `communicator` leave TensorFlow functions as they are."""
     _communicators.add(communicator)
     _teach_unknown_error()
 
@@ -48,12 +45,12 @@ def _teach_unknown_error() -> None:
         ours = _ours(str(text)) if cls is unknown else None
         return Exception.__new__(cls, *arguments, **options) if ours is None else _both(ours)
 
-    # The class has none of its own, and what is set on it is asked by C++ too.
+    # The class defines no `__new__`, and C++ calls one that is set on it too.
     unknown.__new__ = make
 
 
 def _ours(text: str) -> RingReduceError | None:
-    """The error that `text` is about."""
+    """The error that `text` belongs to, or None."""
     for communicator in list(_communicators):
         failure = communicator.failure
         if failure is not None and str(failure)[:_TELLING] in text:
@@ -68,7 +65,7 @@ def _both(error: RingReduceError) -> Exception:
     kind = _class_of_both(type(error))  # type: ignore[arg-type]
     made: Exception = kind.__new__(kind)
     made.args = error.args
-    # What the constructors of the two would have set; they do not run.
+    # Set what the two constructors, which do not run, would have set.
     made.__dict__.update(error.__dict__)
     made.__dict__.update(_node_def=None, _op=None, _error_code=tf.errors.UNKNOWN)
     made.__dict__.update(_message=str(error), _experimental_payloads={})
@@ -81,9 +78,9 @@ def _class_of_both(kind: type[RingReduceError]) -> type[Exception]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        # Python calls it with TensorFlow's arguments on what `make` has returned.
+        # Python calls it with TensorFlow's arguments on what `make` returned.
         "__init__": lambda self, *arguments, **options: None,
-        # Ours is an attribute, TensorFlow's a property that cannot be set.
+        # Ours is an attribute, TensorFlow's a property without a setter.
         "message": "",
         # Pickled and copied as the plain error, which every process knows.
         "__reduce__": lambda self: (

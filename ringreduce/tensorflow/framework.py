@@ -1,4 +1,4 @@
-"""Registering what the native library adds, through the symbols of TensorFlow's own libraries."""
+"""Registers what the native library adds with TensorFlow, through the symbols of its libraries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _WHY_BYTES = 2048
 
 
 def ops_missing() -> str | None:
-    """Register the ops of native/src/tf_ops.c. None: they are there; else why they are not."""
+    """Register the ops of native/src/tf_ops.c; None if that worked, else the reason it did not."""
     return _registered("rr_tensorflow_register", ("framework",))
 
 
 def custom_calls_missing() -> str | None:
-    """Register the custom calls of native/src/xla_calls.c. None: as for `ops_missing`."""
+    """Register the custom calls of native/src/xla_calls.c; returns as `ops_missing`."""
     if native.library() is None:
         return native.why_missing()
     header = os.path.join(tf.sysconfig.get_include(), "xla", "ffi", "api", "c_api.h")
@@ -33,18 +33,17 @@ def custom_calls_missing() -> str | None:
         futures_at = functions.index("XLA_FFI_Future_Create")
     except (OSError, ValueError) as error:
         return f"the order of the functions in XLA's table is not known: {error}"
-    # Up to TensorFlow 2.19 XLA's interface is exported by the second only.
+    # Up to TensorFlow 2.19 only the second exports XLA's interface.
     return _registered("rr_xla_register", ("framework", "cc"), ctypes.c_int(futures_at))
 
 
 def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
-    """Have a function of the native library register with TensorFlow; why it has not.
+    """Call `function` of the native library to register with TensorFlow; None, or why it failed.
 
     Args:
-        function: takes the path of a library of TensorFlow's, `arguments` and where to write why
-            it failed, and returns 0 if it did not.
-        libraries: parts of the names of those that may have what it needs.
-        arguments: further ones.
+        function: takes the path of one of TensorFlow's libraries, `arguments`, and a buffer for the
+            reason of a failure; returns 0 if it succeeded.
+        libraries: parts of the names of the libraries that may have what it needs.
     """
     library = native.library()
     if library is None:
@@ -54,7 +53,7 @@ def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_
     why = ctypes.create_string_buffer(_WHY_BYTES)
     folder = tf.sysconfig.get_lib()
     for name in libraries:
-        # It ends in a version, elsewhere than on Linux in another place.
+        # The version follows the suffix on Linux, and precedes it elsewhere.
         for path in sorted(glob.glob(os.path.join(folder, f"libtensorflow_{name}.*"))):
             if register(os.fsencode(path), *arguments, why) == 0:
                 return None

@@ -4,9 +4,8 @@
                                  |  engine     |
     gradients of bucket 1 --> start 1 --token--+--> wait 1 --> means of bucket 1
 
-A start runs as soon as its bucket's gradients are computed, while those of earlier layers are
-still under way. Every wait depends on every start, so that none can hold a thread that a
-start needs.
+A start runs as soon as its bucket's gradients are computed, before those of earlier layers are.
+Every wait depends on every start, so that no wait holds a thread that a start needs.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ __all__ = ["NativeRoute"]
 
 
 class NativeRoute:
-    """The route of one plan; its sparse gradients go between the starts and the waits."""
+    """The route of one plan; sparse gradients are reduced between the starts and the waits."""
 
     def __init__(self, packed: PackedPlan, sparse: SparseMean) -> None:
         self._packed, self._sparse = packed, sparse
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients, and of its sparse ones, in their order."""
+        """The means of the plan's dense gradients and of its sparse ones, in their order."""
         communicator, number = self._packed.communicator, self._packed.number
         parts = self._packed.parts(dense)
         with order.in_order(communicator):

@@ -1,8 +1,8 @@
 """Numbers each tensor collective, so that its gradient can name the forward call.
 
-They count calls as they are made, not as they are traced: the n-th is the n-th on every rank.
-The gradient of a collective has a number that follows from that of the collective alone, since
-TensorFlow may run several gradients in any order.
+The numbers count calls as they run, not as they are traced: the n-th call is the n-th on every
+rank. A gradient's number follows from that of its collective alone, since TensorFlow may run
+several gradients in any order.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from ringreduce.vocabulary.errors import MismatchError
 
 __all__ = ["NONE", "UNKNOWN", "Numbers", "of"]
 
-# Instead of the number of a forward call: there is no such call, or its number is not known.
+# In place of a forward call's number: there is no such call, or its number is not known.
 NONE, UNKNOWN = 0, -1
-# Of the n-th forward call, its gradient, the gradient of that: n, n + _DEGREE, n + 2 * _DEGREE.
+# The n-th forward call has the number n, its gradient n + _DEGREE, that one's gradient n + 2 *
+# _DEGREE.
 _DEGREE = 1 << 48
 
 
 class Numbers:
-    """Those of a communicator's calls. Gradients may be computed by several threads at a time."""
+    """The numbers of a communicator's calls. Several threads may compute gradients at a time."""
 
     def __init__(self) -> None:
         self._next = itertools.count(1)
         self._calling = threading.local()
 
     def next(self, origin: int) -> tuple[int, Callable[..., int]]:
-        """The number of the call that begins, and what makes its signature of its parts.
+        """The number of the call that begins, and a function that makes its signature from parts.
 
         Args:
-            origin: number of the call whose gradient it is; or NONE, or UNKNOWN.
+            origin: number of the call whose gradient this is; or NONE, or UNKNOWN.
         """
 
         def sign(*parts: object) -> int:
@@ -48,9 +49,9 @@ class Numbers:
         return (UNKNOWN if origin == UNKNOWN else origin + _DEGREE), sign
 
     def explain(self, error: MismatchError) -> MismatchError | None:
-        """What `error` means where ranks are at the gradients of different collectives.
+        """The error for ranks that compute gradients of different collectives; None: they do not.
 
-        Asked in the thread of the call that failed.
+        Called in the thread of the call that failed with `error`.
         """
         origin = getattr(self._calling, "origin", NONE)
         if origin in (NONE, UNKNOWN) or error.signatures[0] != self._calling.signature:

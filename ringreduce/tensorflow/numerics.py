@@ -1,7 +1,7 @@
-"""Which rank's gradient is not finite: each rank looks at its own before they are added up.
+"""Finds the rank whose gradient is not finite: each rank checks its own before they are summed.
 
-The sum spreads one rank's NaN to all of them. Where a bad gradient ends training, each rank also
-looks at its share of the result, 1 / size of it: finite gradients may have a sum that overflows.
+The sum spreads one rank's NaN to all. In mode "raise" each rank also checks its share of the
+result, 1 / size of it: finite gradients may have a sum that overflows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ORIGIN = "The first step with such a message, and the rank it names, are where 
 
 
 class NumericsCheck:
-    """Looks at the buckets of one bridge's steps. Used by one thread at a time.
+    """Checks the buckets of one bridge's steps. Used by one thread at a time.
 
     Args:
         mode: one of `MODES`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: there is no such mode.
     """
 
     def __init__(self, mode: str) -> None:
@@ -45,15 +45,15 @@ class NumericsCheck:
         self._step, self._bad_steps, self._is_bad = -1, 0, False
 
     def begin_step(self) -> None:
-        """The next bucket is the first of another step; they are counted from 0."""
+        """Begin the next step; steps are counted from 0."""
         self._step += 1
         self._is_bad = False
 
     def check_own(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
-        """Look at this rank's `values`, which are about to be reduced.
+        """Check this rank's `values` before they are reduced.
 
         Raises:
-            NumericsError: one is not finite, and the mode is to raise; on all ranks.
+            NumericsError: one is not finite, and the mode is "raise"; on all ranks.
         """
         if self._mode == "off" or self._is_bad or (found := values.find(0, len(values))) is None:
             return
@@ -66,10 +66,10 @@ class NumericsCheck:
         )
 
     def check_mean(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
-        """Look at this rank's share of the means in `values`, if the mode is to raise.
+        """Check this rank's share of the means in `values`, in mode "raise" only.
 
-        In other modes it would be another rank's bad gradient, which that rank reports; and it
-        costs nearly as much as looking at this rank's own.
+        In other modes the rank with the bad gradient has reported it, and this check costs nearly
+        as much as that of the rank's own gradients.
 
         Raises:
             NumericsError: one is not finite; on all ranks.
@@ -82,7 +82,7 @@ class NumericsCheck:
             self._report(
                 communicator,
                 None,
-                # A gradient that was not finite would have ended this step before it was added.
+                # All gradients were finite: `check_own` would have ended this step.
                 f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
                 f"each rank's was finite: their sum overflows {values.dtype.name}",
                 "Look at the learning rate, and clip what grows.",
@@ -113,8 +113,7 @@ class BucketValues:
     """The elements of a bucket.
 
     Attributes:
-        plan: the bucket's.
-        bucket: its place there.
+        bucket: index of the bucket in `plan`.
         values: shape (count,).
     """
 
@@ -123,19 +122,19 @@ class BucketValues:
     values: np.ndarray
 
     def __len__(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return self.values.size
 
     @property
     def dtype(self) -> np.dtype:
-        """Of an element."""
+        """The dtype of an element."""
         return self.values.dtype
 
     def find(self, start: int, end: int) -> str | None:
-        """The first element from `start` to `end` that is not finite, and where: for people."""
+        """Describe the first element in `start` to `end` that is not finite; None if all are."""
         if kernels.first_nonfinite(self.values[start:end]) < 0:
             return None
-        # Rarely: now gradient by gradient, since what lies between them does not count.
+        # This is rare. Search gradient by gradient, since padding between them does not count.
         for slot in self.plan.buckets[self.bucket].slots:
             first = max(start, slot.start)
             last = max(first, min(end, slot.start + slot.count))
@@ -162,16 +161,16 @@ class RowValues:
     rows: np.ndarray
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.indices)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of an element."""
+        """The dtype of an element."""
         return self.rows.dtype
 
     def find(self, start: int, end: int) -> str | None:
-        """The first element of rows `start` to `end` that is not finite, and where in the whole."""
+        """Describe the first element in rows `start` to `end` that is not finite; None: all are."""
         rows = self.rows[start:end]
         index = kernels.first_nonfinite(rows.reshape(-1))
         if index < 0:

@@ -1,7 +1,7 @@
-"""The native ops in a graph: hand a bucket's gradients over, take its means back.
+"""The native ops in a graph: they hand a bucket's gradients over and return its means.
 
-They are registered through TensorFlow's C API when first asked for (native/src/tf_ops.c), so
-one library serves every TensorFlow 2. Where that fails, gradients go through Python.
+TensorFlow's C API registers them on first use (native/src/tf_ops.c), so one library serves every
+TensorFlow 2. Where that fails, gradients go through Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def are_available() -> bool:
-    """Whether this process has the ops; they are registered by the first call."""
+    """Whether this process has the ops; the first call registers them."""
     if native.library() is None:
         return False
     why = framework.ops_missing()
@@ -36,12 +36,12 @@ def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
     """Add the op that packs `gradients` into a bucket and hands it to the engine.
 
     Args:
-        plan: number of the plan in the handoff.
-        bucket: place of the bucket in it.
+        plan: number of the plan in the handoff queue.
+        bucket: index of the bucket in the plan.
         gradients: tensors of one dtype, in the order of the bucket's slots.
 
     Returns:
-        A scalar tensor that is there when the bucket has been handed over.
+        A token, a scalar tensor that is computed when the bucket has been handed over.
     """
     with tf.device("CPU:0"):
         return private.apply_op(
@@ -54,8 +54,8 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
 
     Args:
         plan, bucket, gradients: as for `start`.
-        tokens: of all buckets of the step. A wait that began before a start could hold the
-            thread that the start needs.
+        tokens: of all buckets of the step. A wait that began before a start could hold the thread
+            that the start needs.
     """
     with tf.device("CPU:0"):
         means = private.apply_op(

@@ -1,20 +1,19 @@
-"""The order of the collectives in a graph: that of the program, on every rank.
+"""Runs the collectives of a graph in the order of the program, on every rank.
 
-TensorFlow runs stateful ops in program order, but not all of them: one that touches variables, such
-as a condition, a loop or another function with a reduction in it, waits for those that touch the
-same ones and for no others. XLA runs whatever does not depend on each other in any order at all. So
-each collective comes after the ordering token of the one before it: an int32 scalar that is there
-when that has been done.
+TensorFlow orders stateful ops as the program does, with exceptions: one that touches variables,
+such as a condition, a loop or another function with a reduction in it, waits only for those that
+touch the same variables. XLA runs independent ops in any order. So each collective depends on the
+ordering token of the one before it: an int32 scalar that is computed when that one is done.
 
-A token cannot be seen from another function's graph, nor from outside of a loop. So a variable
-holds the latest, one for each communicator: the first collective of a graph reads it, and each
-writes its token to it. Whatever has collectives in it then touches that variable: TensorFlow orders
-those, and XLA, for which a variable is a value that goes in and comes out, sees what depends on
-what.
+A token cannot be used in another function's graph, nor outside of its loop. So each communicator
+has a variable that holds the latest token: the first collective of a graph reads it, and each
+collective writes its own. Every function with collectives in it then touches that variable, so
+TensorFlow orders these functions; for XLA a variable is a value that goes in and comes out, which
+shows what depends on what.
 
-TensorFlow does not order what touches a variable in the backward pass of a function that it makes
-for a tape outside of that. There ranks may come to collectives in different orders, which their
-signatures show (`ringreduce.tensorflow.numbering`).
+TensorFlow does not order ops on a variable in the backward pass of a function whose gradient a tape
+outside of it asks for. There ranks may run collectives in different orders, which their signatures
+show (`ringreduce.tensorflow.numbering`).
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ from ringreduce.tensorflow import private
 
 __all__ = ["done", "follow", "in_order", "token"]
 
-# Handles of variables. One of 4 bytes lives as long as the process: any graph may refer to it.
+# Handles of variables. Each, 4 bytes, lives as long as the process: any graph may refer to it.
 _variables: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 # Attribute of a graph: its latest tokens, by communicator. A dictionary by graph would keep all
-# graphs alive, since tokens refer to theirs.
+# graphs alive, since tokens refer to them.
 _LATEST = "_ringreduce_latest"
 
 
 @dataclass
 class _Latest:
-    """How far a graph has come in the order of a communicator.
+    """The latest collective of a communicator in a graph.
 
     Attributes:
-        handle: of the variable, as it is seen from this graph.
+        handle: of the variable, captured in this graph.
         token: of the latest collective; None before the first.
-        written: the op that wrote it to the variable, in a list.
-        seen: names of the ops that used the variable until then.
+        written: a list of the op that wrote it to the variable.
+        seen: names of the ops that have used the variable so far.
     """
 
     handle: Any
@@ -63,7 +62,7 @@ class _Latest:
 
 
 def token(communicator: Communicator) -> Any:
-    """The token of the collective that was traced last, for the next one to come after it."""
+    """The token of the collective that was traced last, on which the next one is to depend."""
     if tf.executing_eagerly():
         return tf.constant(0, tf.int32)
     latest = _latest(tf.compat.v1.get_default_graph(), communicator)
@@ -77,7 +76,7 @@ def token(communicator: Communicator) -> Any:
 
 
 def follow(communicator: Communicator, token: Any) -> None:
-    """Have the next collective come after what `token` stands for."""
+    """Make the next collective depend on `token`."""
     if tf.executing_eagerly():
         return
     latest = _latest(tf.compat.v1.get_default_graph(), communicator)
@@ -89,13 +88,13 @@ def follow(communicator: Communicator, token: Any) -> None:
 
 @contextmanager
 def in_order(communicator: Communicator) -> Iterator[None]:
-    """Ops that are added within come after the last collective. For graphs that TensorFlow runs."""
+    """Ops added within run after the last collective. For graphs that TensorFlow runs."""
     with tf.control_dependencies([token(communicator)]):
         yield
 
 
 def done(communicator: Communicator, results: Sequence[Any]) -> None:
-    """Have the next collective come after the one that gave `results`: tensors, or ops."""
+    """Make the next collective depend on the one that gave `results`: tensors or ops."""
     with tf.control_dependencies(results):
         follow(communicator, tf.identity(tf.constant(0, tf.int32)))
 
@@ -113,8 +112,8 @@ def _latest(graph: Any, communicator: Communicator) -> _Latest:
 
 def _variable(communicator: Communicator) -> Any:
     if communicator not in _variables:
-        # By ops, and not as a `tf.Variable`: a function may make one of those only when it is
-        # traced for the first time, and TensorFlow would ask for its gradient.
+        # Ops, not a `tf.Variable`: a function may create one of those only in its first trace, and
+        # TensorFlow would ask for its gradient.
         with tf.init_scope(), tf.device("CPU:0"):
             name = f"ordering token of ringreduce {next(_numbers)}"
             handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=(), shared_name=name)

@@ -1,7 +1,7 @@
-"""A bucket plan as the engine knows it: TensorFlow's threads pack, the engine reduces.
+"""Registers a bucket plan with the engine: TensorFlow's threads pack, the engine reduces.
 
-Buckets lie in registered memory where ranks share some; a gradient that has one to itself in a
-step that XLA compiles stays where it is.
+Buckets are in registered memory where ranks share some. A gradient that has a bucket to itself in a
+step that XLA compiles is reduced in XLA's memory.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def can_pack(gradients: Sequence[Any]) -> bool:
-    """Whether there are any `gradients`, all of dtypes that the kernels know."""
+    """Whether there are any `gradients`, all of dtypes that the kernels support."""
     return bool(gradients) and all(g.dtype.name in _DTYPES for g in gradients)
 
 
 class PackedPlan:
     """The memory of a plan's buckets, registered with the engine.
 
-    Both last as long as this object; a graph that is run after that gets an error that says so.
+    Memory and registration last as long as this object; a graph that runs after that gets an error
+    that says so.
 
     Args:
-        reducer: of the plan; called by the engine's thread.
-        present: the gradients that there are, for their dtypes.
+        reducer: reduces the plan's buckets, in the engine's thread.
+        present: the gradients that are not None, for their dtypes.
 
     Attributes:
         plan: the bucket plan.
-        communicator: whose engine it is.
+        communicator: the engine's.
         number: of the plan in the handoff queue.
     """
 
@@ -76,7 +77,7 @@ class PackedPlan:
         return [[by_gradient[slot.gradient] for slot in b.slots] for b in self.plan.buckets]
 
     def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """The means of the dense gradients, in their order, from those in each bucket."""
+        """The means of the dense gradients, in their order, from the means in each bucket."""
         means = {
             slot.gradient: mean
             for bucket, part in zip(self.plan.buckets, parts, strict=True)

@@ -1,4 +1,4 @@
-"""Where in a graph a collective may stand: only where every rank is sure to run it."""
+"""Refuses collectives in those parts of a graph that not every rank is sure to run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _vouched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def vouch_for_branch() -> None:
-    """Say of the branch of `tf.cond` that is being traced that all ranks take it together."""
+    """State that all ranks take the branch of `tf.cond` that is being traced together."""
     if not tf.executing_eagerly():
         _vouched.add(tf.compat.v1.get_default_graph())
 
 
 def is_in_loop() -> bool:
-    """Whether the graph that is being traced, or one around it, is the body of a loop."""
+    """Whether the graph being traced, or one around it, is the body of a loop."""
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, FuncGraph):
         if isinstance(graph, WhileBodyFuncGraph):
@@ -44,12 +44,12 @@ def is_in_loop() -> bool:
 def refuse_unreachable_places(
     communicator: Communicator, what: str = _GRADIENTS, *, of_gradient: bool = False
 ) -> None:
-    """Raise where a collective could not run, or not on all ranks, while tracing.
+    """Raise, while tracing, where a collective could not run, or not on all ranks.
 
     Args:
-        communicator: whose rank the error names.
+        communicator: the error names its rank.
         what: what was to be done there, for the message.
-        of_gradient: it is the gradient of a collective, and its signature says of which.
+        of_gradient: it is the gradient of a collective, which its signature identifies.
 
     Raises:
         ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, or in the condition
@@ -77,8 +77,8 @@ def refuse_unreachable_places(
             remedy="In a custom gradient use the gradient of a collective of the forward pass, or "
             "take the gradients in the same tf.function as the loss, outside of loops.",
         )
-    # Up to the enclosing tf.function only: around that Keras has a condition of its own, whether
-    # the iterator has another batch.
+    # Stop at the enclosing tf.function: around it Keras has a condition of its own, whether the
+    # iterator has another batch.
     while isinstance(graph, ControlFlowFuncGraph):
         if isinstance(graph, WhileCondFuncGraph) and xla.is_compiling():
             raise ConfigError(

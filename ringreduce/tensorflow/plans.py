@@ -1,4 +1,4 @@
-"""Which bucket plans the ranks have compared, and in what they differ where they do not agree."""
+"""Records the bucket plans that the ranks have compared, and says where plans differ."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _REMEDY = (
 
 
 class AgreedPlans:
-    """The plans that the ranks of a communicator have compared and found alike.
+    """The plans that the ranks of a communicator have compared and found equal.
 
     Args:
-        communicator: asks `explain` when ranks are seen to be in different calls. It keeps only a
-            weak reference.
-        bucket_bytes: what the plans were made with, for messages.
+        communicator: calls `explain` when ranks are in different calls; keeps a weak reference.
+        bucket_bytes: the plans' setting, for messages.
     """
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
@@ -74,7 +73,7 @@ class AgreedPlans:
     def explain(self, error: MismatchError) -> MismatchError | None:
         """What `error`, of ranks in different calls, means for gradients; None: nothing."""
         if self._comparing is not None and self._latest is not None:
-            # The others go on with the plan of the step before: only this rank's changed.
+            # Only this rank's plan changed; the others use that of the step before.
             if (found := _difference(self._comparing, self._latest)) is None:
                 return None
             text = (
@@ -82,7 +81,7 @@ class AgreedPlans:
                 f"while rank {error.peer} goes on as before"
             )
         else:
-            # All have used both plans before, and do not now use the same.
+            # All ranks know both plans, and use different ones in this step.
             ours, theirs = map(self._plans.get, error.signatures)
             if ours is None or theirs is None or ours is theirs:
                 return None

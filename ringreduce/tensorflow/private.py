@@ -1,7 +1,7 @@
-"""All of TensorFlow's names that are not public and that this package uses, checked on import.
+"""All private names of TensorFlow that this package uses, checked on import.
 
-Nothing here is changed in TensorFlow. A name that a later version has moved is reported when
-`ringreduce.tensorflow` is imported, and not in the midst of a training step.
+Nothing is changed in TensorFlow. A name that a later version has moved is reported when
+`ringreduce.tensorflow` is imported, and not during training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _named(module: str, name: str) -> Any:
 
 
 _CONTROL_FLOW = "tensorflow.python.ops.control_flow_v2_func_graphs"
-# Graphs of functions, of branches and of loops; `outer_graph` is the one around it.
+# Graphs of functions, branches and loops; `outer_graph` is the graph around one.
 FuncGraph = _named("tensorflow.python.framework.func_graph", "FuncGraph")
 ControlFlowFuncGraph = _named(_CONTROL_FLOW, "ControlFlowFuncGraph")
 CondBranchFuncGraph = _named(_CONTROL_FLOW, "CondBranchFuncGraph")
@@ -58,7 +58,7 @@ XLAControlFlowContext = _named("tensorflow.python.ops.control_flow_ops", "XLACon
 is_compiled_by_xla = _named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 # Adds the op XlaCallModule, a module of StableHLO, to the graph that is being traced.
 call_module = _named("tensorflow.compiler.tf2xla.python.xla", "call_module")
-# Adds an op by its name, also one that was registered at run time.
+# Adds an op by its name, including ops registered at run time.
 apply_op = _named("tensorflow.python.framework.op_def_library", "apply_op")
 
 
@@ -79,17 +79,17 @@ _check_attributes()
 
 
 def orders_its_ops(graph: Any) -> bool:
-    """Whether TensorFlow orders the stateful ops of a function's graph as the program has them.
+    """Whether TensorFlow runs the stateful ops of a function's graph in program order.
 
-    It does so in functions, and in branches and loops of those, but not in the backward passes that
-    it makes of functions and loops.
+    It does in functions and in their branches and loops, but not in the backward passes that it
+    makes of functions and loops.
     """
     return bool(graph._add_control_dependencies)
 
 
 def capture_once(graph: Any, resource: Any) -> Any:
-    """The tensor that stands for `resource`, an eager one, in `graph`: the same at each call."""
-    # The gradient of a loop that `graph` is traced for could not capture it later, by itself.
+    """The tensor for the eager tensor `resource` in `graph`: the same one at each call."""
+    # A loop's gradient that `graph` is traced for could not capture it later by itself.
     for around in _graphs_being_traced.stack:
         if isinstance(around, _LoopGradient):
             _capture_in_loop(around, resource)
@@ -101,12 +101,12 @@ def capture_once(graph: Any, resource: Any) -> Any:
 def _capture_in_loop(graph: Any, resource: Any) -> Any:
     captures = graph.function_captures
     if id(resource) not in captures.by_val_internal:
-        # The gradient of a loop takes nothing from outside but through the graph around it.
+        # A loop's gradient can capture only through the graph around it.
         outer = graph.outer_graph
         loops = isinstance(outer, _LoopGradient)
         outside = _capture_in_loop(outer, resource) if loops else outer.capture(resource)
         inside = graph.capture(outside)
-        # What is called in there and captures the resource itself is to get the same.
+        # A function called there that captures the resource itself must get the same tensor.
         captures.pop(id(outside), False)
         captures.add_or_replace(id(resource), outside, inside, is_by_ref=False)
     return captures.by_val_internal[id(resource)]

@@ -1,9 +1,8 @@
 """A step's gradients through one Python function: eagerly, and where there are no native ops.
 
-The step waits for it. One function and not one per bucket: stateful ops run in program order, so
-more would not overlap, and each that blocks holds a thread that another may need.
-
-The means are views of a bucket's memory, which is TensorFlow's from then on.
+The step waits for it. It is one function, not one per bucket: stateful ops run in program order, so
+several would not overlap, and each that blocks holds a thread that another may need. The means are
+views of a bucket's memory, which TensorFlow then owns.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class PythonRoute:
         self._reducer, self._sparse = reducer, sparse
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients, and of its sparse ones, in their order."""
+        """The means of the plan's dense gradients and of its sparse ones, in their order."""
         parts = self._sparse.parts(slices)
-        # One more result: with no gradients at all the ranks agree on that too.
+        # One more result than means: so ranks without gradients take part in the comparison too.
         results = [((), tf.int32)]
         results += [(gradient.shape, gradient.dtype) for gradient in dense]
         results += self._sparse.results(parts)
@@ -54,7 +53,7 @@ class PythonRoute:
         return [np.int32(len(means)), *means]
 
     def _reduce(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Pack, reduce bucket by bucket, and hand out views."""
+        """Pack and reduce bucket by bucket; return views."""
         plan = self._reducer.plan
         by_gradient = dict(zip(plan.present, arrays, strict=True))
         means: dict[int, np.ndarray] = {}
@@ -71,7 +70,7 @@ class PythonRoute:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """Zeros, since padding travels too; TensorFlow would copy what is not aligned."""
+    """Zeros, since padding travels too; aligned, since TensorFlow would copy other memory."""
     whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -whole.__array_interface__["data"][0] % ALIGNMENT
     return whole[start : start + nbytes]

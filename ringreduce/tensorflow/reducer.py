@@ -1,4 +1,4 @@
-"""How the buckets of a step get from all ranks to all ranks, whichever route they take there."""
+"""Reduces the buckets of a step, on every route."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class BucketReducer:
     """Reduces the buckets of one plan in place, in the thread that calls it.
 
     Args:
-        communicator: whose ranks.
-        plan: what lies in each bucket.
-        agreed: the plans that its ranks have compared.
-        numerics: looks at each bucket before it is reduced, and after.
+        plan: the contents of each bucket.
+        agreed: the plans that the ranks have compared.
+        numerics: checks each bucket before and after it is reduced.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class BucketReducer:
         self._agreed = agreed
 
     def begin_step(self) -> None:
-        """Compare the plan with every rank's before its first use; once in each step.
+        """Call once in each step; compares the plan with every rank's before its first use.
 
         Raises:
             MismatchError: they differ; on all ranks.
@@ -46,7 +45,7 @@ class BucketReducer:
         """Replace a bucket's `values` with their mean over all ranks.
 
         Args:
-            bucket: its place in the plan; every rank reduces them in order.
+            bucket: its index in the plan; every rank reduces them in order.
             values: shape (count,), contiguous, of the bucket's dtype.
 
         Raises:

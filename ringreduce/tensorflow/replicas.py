@@ -1,8 +1,8 @@
-"""Whether all ranks hold the same weights: a hash of each variable, compared.
+"""Checks that all ranks hold the same weights by comparing a hash of each variable.
 
-Ranks that apply the same means to the same weights stay equal to the last bit. If they do not,
-something has touched one of them alone: a callback that assigns on one rank, a layer whose
-updates are random, memory that fails.
+Ranks that apply the same means to the same weights stay bit-identical. If they do not, something
+has changed one rank alone: a callback that assigns on one rank, a layer whose updates are random,
+faulty memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["verify_replicas"]
 def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
     """Return if every rank holds the same values of `variables`, to the last bit.
 
-    Collective: all ranks must call it at the same place. Hashes every variable (about 1 GB/s) and
-    sends 8 bytes; more only where something differs.
+    Collective: all ranks must call it at the same point of the program. Hashes every variable
+    (about 1 GB/s) and sends 8 bytes; more only where something differs.
 
     Args:
         variables: `keras.Variable` or `tf.Variable`, in the same order on all ranks, such as
@@ -36,8 +36,8 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
         communicator: whose ranks; the process's default by default.
 
     Raises:
-        MismatchError: they differ; on all ranks. The text names the first variable that does, and
-            the ranks that differ from the majority, or from rank 0 where there is none.
+        MismatchError: they differ; on all ranks. The text names the first variable that differs,
+            and the ranks that differ from the majority, or from rank 0 where there is none.
     """
     ring = communicator or default_communicator()
     if ring.size == 1:
@@ -48,12 +48,12 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     together[ring.rank] = _as_number(hashlib.blake2b(own.tobytes(), digest_size=8))
     if len(set(ring.all_reduce(together).tolist())) == 1:
         return
-    # All ranks have seen that, so all of them go on here.
+    # All ranks have seen the difference, so all take part here.
     agree(ring, own.tolist(), partial(_difference, variables), "verify_replicas")
 
 
 def _difference(variables: Sequence[Any], gathered: list[list[int]]) -> Difference:
-    """Which ranks differ, and in which of `variables`; from the hashes of every rank."""
+    """Find, in the hashes of every rank, which ranks differ and in which of `variables`."""
     counts = list(map(len, gathered))
     if len(set(counts)) > 1:
         differing = _minority(counts)
@@ -92,14 +92,14 @@ def _as_number(digest: Any) -> int:
 
 
 def _usual(values: Sequence[int]) -> int:
-    """What most ranks have; where as many have another, rank 0's if it is among them."""
+    """The value of most ranks; of several equally common ones rank 0's, if it is among them."""
     often = Counter(values).most_common()
     most = [value for value, count in often if count == often[0][1]]
     return values[0] if values[0] in most else most[0]
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """The ranks that have another value than most."""
+    """The ranks whose value differs from the usual one."""
     usual = _usual(values)
     return [rank for rank, value in enumerate(values) if value != usual]
 

@@ -1,19 +1,18 @@
-"""Sparse gradients: the mean of some rows of a table, without sending the rest of it.
+"""Averages sparse gradients: some rows of a table, without sending the rest of it.
 
 The gradient of an embedding is a `tf.IndexedSlices`: the rows that the batch used, often with
-duplicates, and other rows on every rank. In each step
+duplicates, and different rows on every rank. In each step
 
-    merge duplicates -> tell all how many rows are left -> gather rows, or reduce the table
+    add duplicates -> exchange the numbers of rows -> gather the rows, or reduce the table
 
-The numbers of rows are exchanged for all sparse gradients together, under the plan's signature.
-From them each rank makes the same choice for each gradient
-(`ringreduce.pure.buckets.gathers_rows`).
-Gathered rows of all gradients travel in one message; every rank adds them up in rank order, so
-that all get the same bits. A row that only some ranks have is divided by the number of ranks
-all the same: the others' gradient is zero there.
+One exchange, with the plan's signature, covers all sparse gradients. From the numbers each rank
+makes the same choice for each gradient (`ringreduce.pure.buckets.gathers_rows`). Gathered rows of
+all gradients travel in one message; every rank adds them in rank order, so all get the same bits. A
+row that only some ranks have is still divided by the number of ranks: the others' gradient is zero
+there.
 
-In a graph all this is Python, after the starts of all buckets and before the first wait. So
-whatever route the dense gradients take, ranks reduce them first.
+In a graph all this is Python, after the starts of all buckets and before the first wait. So on
+every route ranks reduce the dense gradients first.
 """
 
 from __future__ import annotations
@@ -40,23 +39,24 @@ __all__ = ["SparseMean", "as_gradient", "as_tensors", "merged"]
 
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-# Indices, shape (n,), rising, int64; and the rows there, shape (n, elements of a row).
+# Indices, shape (n,), rising, int64; and their rows, shape (n, elements of a row).
 _Rows = tuple[np.ndarray, np.ndarray]
 
 
 def as_gradient(gradient: Any, variable: Any) -> Any:
-    """A gradient as what is done here takes it: a tensor, `tf.IndexedSlices` of tensors, or None.
+    """`gradient` as a tensor, `tf.IndexedSlices` of tensors, or None.
 
-    What comes out of another `tf.function` may have lost its shape, which is that of `variable`:
-    tensors where shapes vary, and a sparse gradient's is an ordinary tensor there.
+    A gradient from another `tf.function` may have lost its static shape and gets that of
+    `variable`: a tensor whose shape varied there, or slices whose `dense_shape` is a computed
+    tensor.
 
     Args:
-        gradient: whatever TensorFlow makes a tensor of; parts of `tf.IndexedSlices` too. What has
-            no dtype of TensorFlow's gets that of `variable`.
-        variable: what it is the gradient of, `tf.Variable` or `keras.Variable`, or a tensor.
+        gradient: whatever TensorFlow converts to a tensor, also as parts of `tf.IndexedSlices`.
+            Values without a TensorFlow dtype get that of `variable`.
+        variable: the `tf.Variable`, `keras.Variable` or tensor that it is the gradient of.
 
     Raises:
-        ConfigError: TensorFlow makes no tensor of it.
+        ConfigError: TensorFlow cannot convert it.
     """
     if gradient is None:
         return None
@@ -94,9 +94,9 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
 
     Args:
         gradient: what `as_gradient` returns.
-        sparse_as_dense: make tensors of sparse gradients too. Those of dtypes other than floats,
-            which are not merged here, become tensors anyway; so do all in what XLA compiles, which
-            fixes all shapes, while rows are as many as a batch happens to use.
+        sparse_as_dense: make sparse gradients dense. Those of dtypes other than floats, which are
+            not merged here, become dense anyway; so do all in what XLA compiles: XLA fixes all
+            shapes, and the number of rows depends on the batch.
     """
     if gradient is None:
         return None
@@ -107,10 +107,10 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
 
 
 def merged(gradient: Any) -> Any:
-    """What `as_tensors` returns, with each index once and rising: rows of one index are added.
+    """What `as_tensors` returns, with indices rising and unique: rows of one index are added.
 
-    As every rank does before its rows travel, for gradients that do not: optimizers, which square
-    rows or take their signs, come to another result when an index occurs twice.
+    This does for gradients that do not travel what every rank does before its rows travel.
+    Optimizers that square rows or take their signs give another result when an index is repeated.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -128,7 +128,7 @@ class SparseMean:
     """Averages the sparse gradients of one bridge's steps. Used by one thread at a time.
 
     Args:
-        numerics: looks at the rows before they travel, and at the means.
+        numerics: checks the rows before they travel, and the means.
     """
 
     def __init__(self, numerics: NumericsCheck) -> None:
@@ -140,18 +140,17 @@ class SparseMean:
         """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
         Args:
-            communicator: whose ranks.
             plan: of the whole step. Its `sparse` says which gradients these are.
-            slices: of tensors, of a float dtype; indices may occur several times and in any order.
+            slices: of tensors, of a float dtype; indices may be repeated and in any order.
 
         Returns:
-            For each a new one with the same dtypes and `dense_shape`, whose indices are rising
-            and occur once. Whether they are all of the table's rows or fewer may change from
-            step to step, equally on all ranks.
+            For each a new one with the same dtypes and `dense_shape`, whose indices are rising and
+                unique. Whether they are all of the table's rows or fewer may change from step to
+                step, equally on all ranks.
 
         Raises:
             ArrayError: an index is outside the table; on all ranks.
-            RingReduceError: eagerly, what went wrong; out of a graph when that is run.
+            RingReduceError: eagerly, what went wrong; from a graph when it is run.
         """
         if not slices:
             return []
@@ -170,7 +169,7 @@ class SparseMean:
 
     @staticmethod
     def parts(slices: Sequence[tf.IndexedSlices]) -> list[Any]:
-        """Indices and values of each of `slices`, in turn: what `reduce` takes, and returns."""
+        """Indices and values of each of `slices`, alternating: what `reduce` takes and returns."""
         return [tensor for one in slices for tensor in (one.indices, one.values)]
 
     @staticmethod
@@ -189,7 +188,7 @@ class SparseMean:
     def reduce(
         self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Indices and values of the means, in turn, in memory of their own; see `parts`."""
+        """Indices and values of the means, alternating as in `parts`, in new memory."""
         specs = [plan.gradients[index] for index in plan.sparse]
         own = [
             _merged(communicator, spec, indices, values)
@@ -197,7 +196,7 @@ class SparseMean:
         ]
         for spec, (indices, rows) in zip(specs, own, strict=True):
             self._numerics.check_own(communicator, RowValues(spec, indices, _shaped(rows, spec)))
-        # Everybody's numbers of rows: as a sum, since only reductions check a signature.
+        # All ranks' numbers of rows, as a sum, since only reductions check a signature.
         counts = np.zeros((communicator.size, len(own)), np.int64)
         counts[communicator.rank] = [len(indices) for indices, _ in own]
         communicator.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
@@ -231,7 +230,7 @@ class SparseMean:
 def _merged(
     communicator: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
 ) -> _Rows:
-    """This rank's rows: each index once, rising; duplicates added in the order they come in."""
+    """This rank's rows, indices rising and unique; duplicates are added in their order."""
     rising, places = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
     if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
         outside = int(rising[0] if rising[0] < 0 else rising[-1])
@@ -256,10 +255,10 @@ def _gathered(
     counts: np.ndarray,
     is_gathered: Sequence[bool],
 ) -> list[list[_Rows]]:
-    """Of each gradient that is gathered every rank's rows, in rank order; of others none.
+    """For each gathered gradient every rank's rows, in rank order; for the others nothing.
 
-    One message for all. Each gradient's part begins at a multiple of 8 bytes, so that its
-    indices can be used where they lie:
+    One message for all. Each gradient's part begins at a multiple of 8 bytes, so that its indices
+    can be used without a copy:
 
         indices of a | rows of a | pad | indices of b | rows of b | pad
     """
@@ -289,7 +288,7 @@ def _gathered(
 
 
 def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
-    """The mean of all ranks' rows, added in rank order; a row that a rank has not is zero there."""
+    """The mean of all ranks' rows, added in rank order; a row that a rank lacks is zero there."""
     rising, places = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
     dtype, width = parts[0][1].dtype, parts[0][1].shape[1]
     total = np.zeros((rising.size, width), _wide(dtype))
@@ -306,7 +305,7 @@ def _shaped(rows: np.ndarray, spec: GradientSpec) -> np.ndarray:
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """What elements of `dtype` are added in."""
+    """The dtype in which elements of `dtype` are added."""
     return dtype if dtype.itemsize > 2 else np.dtype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Variables of a model and its optimizer: their values, and those of one rank for all."""
+"""Reads variables of a model and its optimizer, and gives all ranks the values of one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ def broadcast_variables(
     """Give `variables` on every rank the values they have on `root`.
 
     Args:
-        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and
-            dtype. Assigned only where a value differs.
-        communicator: whose ranks.
+        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and dtype.
+            Assigned only where a value differs.
         root: the rank to copy from.
 
     Returns:
         Whether any value on this rank differed from the root's.
 
     Raises:
-        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks
-            run different versions of TensorFlow or Keras; on all ranks.
+        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks run
+            different versions of TensorFlow or Keras; on all ranks.
     """
     own = {
         "versions": _versions(),
@@ -61,7 +60,7 @@ def broadcast_variables(
 
 
 def _difference(gathered: list[Any], own: int) -> Difference | None:
-    """In what a rank's libraries or variables differ from those of rank `own`."""
+    """Where a rank's libraries or variables differ from those of rank `own`."""
     ours = gathered[own]
     specs = [[GradientSpec(p, tuple(s), d) for p, s, d in each["variables"]] for each in gathered]
     for peer, theirs in enumerate(gathered):
@@ -85,27 +84,27 @@ def _difference(gathered: list[Any], own: int) -> Difference | None:
 
 
 def _versions() -> dict[str, str]:
-    """What the ranks must have alike, as far as this process has it."""
+    """The versions, of the libraries this process has imported, that the ranks must share."""
     keras = sys.modules.get("keras")
     found = {"TensorFlow": tf.__version__, "Keras": getattr(keras, "__version__", "")}
     return {library: version for library, version in found.items() if version}
 
 
 def is_initialized(variable: Any) -> bool:
-    """Whether a variable has a value; outside of a function, or in `tf.init_scope`.
+    """Whether a variable has a value; call it outside of a function, or in `tf.init_scope`.
 
-    A variable made while a function is traced gets its value after that. Until then it reads
-    as zeros, without an error.
+    A variable created while a function is traced gets its value after that. Until then it reads as
+    zeros, without an error.
     """
     plain = variable if isinstance(variable, tf.Variable) else variable.value
     return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
 
 
 def value_of(variable: Any) -> np.ndarray:
-    """The value of a variable as an array; not to be written to."""
+    """The value of a variable as an array; do not write to it."""
     return np.asarray(variable.numpy())
 
 
 def path_of(variable: Any) -> str:
-    """What messages call a variable."""
+    """The name of a variable in messages."""
     return str(getattr(variable, "path", variable.name))

@@ -1,12 +1,10 @@
-"""The native ops once more, as custom calls of XLA: for what `jit_compile=True` compiles.
+"""The native ops as custom calls of XLA, for what `jit_compile=True` compiles.
 
-XLA knows nothing of TensorFlow's kernels. It can call functions that are registered with it
-(native/src/xla_calls.c), and TensorFlow's own op `XlaCallModule` brings a call into a graph, as a
-module of StableHLO, the language that XLA is given. XLA runs what does not depend on each other in
-any order; tokens, int32 scalars that go in and come out, say what comes first.
-
-Where that cannot be used, `why_not` says why, and gradients can be reduced outside of what is
-compiled.
+XLA cannot use TensorFlow's kernels. It can call functions that are registered with it
+(native/src/xla_calls.c), and TensorFlow's op `XlaCallModule` adds a call to a graph as a module of
+StableHLO, XLA's input language. XLA runs independent ops in any order; ordering tokens, int32
+scalars that go in and come out, fix it. Where this cannot be used, `why_not` says why, and
+gradients can be reduced outside of what is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ __all__ = ["Started", "compiled_alike", "is_compiling", "start", "wait", "why_no
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
 
-# What StableHLO calls the dtypes that can travel.
+# StableHLO's names of the dtypes that can travel.
 _DTYPES = {
     "float16": "f16",
     "bfloat16": "bf16",
@@ -45,8 +43,8 @@ class Started:
     """A bucket that has been handed over.
 
     Attributes:
-        token: an int32 scalar that is there when it has been.
-        kept: the gradient, where it is reduced in place; for `wait` alone.
+        token: an int32 scalar, computed when the bucket has been handed over.
+        kept: the gradient, if it is reduced in XLA's memory; for `wait` alone.
     """
 
     token: Any
@@ -61,10 +59,10 @@ def is_compiling() -> bool:
 
 
 def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """`gradient`, a backward pass, made for XLA too if the forward pass that is traced now is.
+    """`gradient`, a backward pass, traced for XLA if the forward pass being traced is.
 
-    TensorFlow makes the gradients of a function that is compiled in a graph of their own, has that
-    compiled too, but does not say so while it is traced.
+    TensorFlow traces the gradients of a compiled function in another graph and has it compiled too,
+    but does not say so while tracing.
     """
     if not is_compiling():
         return gradient
@@ -84,7 +82,7 @@ def compiled_alike(gradient: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def why_not() -> str | None:
-    """Why this process has no custom calls; None: it has. They are registered by the first call."""
+    """Why this process has no custom calls, or None. The first call registers them."""
     if native.library() is not None and tf.config.get_visible_devices("GPU"):
         return "XLA compiles for the GPU here, where the ring cannot be called from."
     why = framework.custom_calls_missing()
@@ -99,16 +97,16 @@ def start(
     """Add the call that packs `gradients` into a bucket and hands it to the engine.
 
     Args:
-        plan: number of the plan in the handoff.
-        bucket: place of the bucket in it.
+        plan: number of the plan in the handoff queue.
+        bucket: index of the bucket in the plan.
         gradients: tensors of known shape, in the order of the bucket's slots.
         after: token of the collective before it.
-        in_place: there is one, and it is reduced where it lies.
+        in_place: there is one gradient, and it is reduced in XLA's memory.
     """
     kept = gradients if in_place else []
     operands = [*gradients, after]
     results = [(gradient.shape, gradient.dtype) for gradient in kept]
-    # With an effect, or XLA would take it out of a loop in which nothing that it is given changes.
+    # Marked as having an effect: else XLA moves it out of a loop that does not change its operands.
     *kept, token = _call("start", plan, bucket, operands, results, in_place, has_effect=True)
     return Started(token, kept)
 
@@ -121,14 +119,14 @@ def wait(
     others: Sequence[Any] = (),
     last: bool = True,
 ) -> list[Any]:
-    """Add the call that waits for a bucket; return what comes out of it, and a token.
+    """Add the call that waits for a bucket; return its results, and a token.
 
     Args:
         plan, bucket: as for `start`.
         results: shape and dtype of each.
         started: all buckets of the step, so that XLA cannot put a wait before a start.
-        others: tokens of waits that have to be over.
-        last: nothing drops this call, though nobody may need what comes out.
+        others: tokens of waits that must end first.
+        last: XLA must keep this call even if nothing uses its results.
     """
     kept = started[bucket].kept
     operands = [*kept, *(one.token for one in started), *others]
@@ -144,7 +142,7 @@ def _call(
     in_place: bool,
     has_effect: bool = False,
 ) -> list[Any]:
-    """Add a custom call; the last result is a token, and the first shares memory if in place."""
+    """Add a custom call; the last result is a token, and the first shares memory if `in_place`."""
     found = [*results, ((), tf.int32)]
     given = [_type(tensor.shape, tensor.dtype) for tensor in operands]
     types = [_type(shape, dtype) for shape, dtype in found]
@@ -179,7 +177,7 @@ module @ringreduce_{name} {{
             Sout=[tf.TensorShape(shape) for shape, _ in found],
             Tout=[dtype for _, dtype in found],
             platforms=["CPU"],
-            # It is compiled for whatever the function around it is compiled for.
+            # It is compiled for the platform of the function around it.
             disabled_checks=["platform"],
         )
     )

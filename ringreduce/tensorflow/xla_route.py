@@ -1,7 +1,7 @@
 """A step's gradients through custom calls, in a graph that XLA compiles.
 
-XLA runs what does not depend on each other in any order: every start comes after the token of the
-collective before it, every wait after all starts, and the last wait after all others.
+XLA runs independent ops in any order. So every start depends on the token of the collective before
+it, every wait on all starts, and the last wait on all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class XlaRoute:
         self._packed = packed
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients, in their order; there are no `slices`."""
+        """The means of the plan's dense gradients, in their order; `slices` must be empty."""
         assert not slices
         communicator, number = self._packed.communicator, self._packed.number
         parts = self._packed.parts(dense)
@@ -38,7 +38,7 @@ class XlaRoute:
         for place, part in enumerate(parts):
             likes = [(gradient.shape, gradient.dtype) for gradient in part]
             is_last = place == len(parts) - 1
-            # The last keeps the others from being dropped.
+            # The last wait keeps XLA from dropping the others.
             *means, token = xla.wait(
                 number, place, likes, started, over if is_last else (), is_last
             )
