@@ -31,7 +31,7 @@ def agree(
     Args:
         own: this rank's description, as `Communicator.all_gather_object` takes it.
         compare: finds a difference in the gathered descriptions, on every rank or on none.
-        operation: what the ranks are about to do, for the error.
+        operation: for the error.
         signature: 64 bits that say what is described.
 
     Raises:

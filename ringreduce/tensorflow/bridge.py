@@ -48,8 +48,7 @@ class GradientBridge:
     """Averages lists of gradients over all ranks.
 
     Args:
-        bucket_bytes: about how much is reduced at a time.
-        first_bytes: the same for the first bucket.
+        bucket_bytes, first_bytes: about how much is reduced at a time, and at first.
         check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
         compression: one of `ringreduce.tensorflow.codecs.CODECS`.
         sparse_as_dense: reduce and return sparse gradients as tensors.
@@ -91,13 +90,12 @@ class GradientBridge:
         tracing, since ranks may trace at different times.
 
         Args:
-            gradients: tensors, `tf.IndexedSlices` or None. Number, order, shapes, dtypes and which
-                are sparse are equal on all ranks; the rows of sparse ones may differ.
+            gradients: tensors, `tf.IndexedSlices` or None; equal on all ranks except in values and
+                rows.
             paths: a name for each, for messages.
 
         Raises:
-            ConfigError: not all ranks could take part: inside a branch of `tf.cond`, or under
-                ``jit_compile=True`` where XLA cannot call the ring.
+            ConfigError: as `refuse_unreachable_places`; a gradient's shape is not known.
             RingReduceError: eagerly, what went wrong; from a graph when it is run
                 (`ringreduce.tensorflow.failures`).
         """
@@ -148,8 +146,7 @@ class GradientBridge:
     def _plan(
         self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None
     ) -> BucketPlan:
-        """The plan for these gradients; `compiled_over`: the transport, in a step that XLA
-        compiles.
+        """The plan for these gradients; `compiled_over` is the transport if XLA compiles them.
 
         XLA lets a custom call keep its operands' memory, so a large gradient in it need not be
         packed. That is safe only in shared memory, which is released as soon as a call fails:

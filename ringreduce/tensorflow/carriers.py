@@ -17,12 +17,7 @@ _CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}
 
 
 def carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str = "max") -> Any:
-    """The result of `collective` on `tensor`, in the dtype of `tensor`.
-
-    Args:
-        tensor: what `tf.convert_to_tensor` takes.
-        collective: gets the tensor; uint16 and bool in another dtype.
-        op: how `collective` combines elements, if it does.
+    """The result of `collective` on `tensor`; uint16 and bool travel in another dtype.
 
     Raises:
         ArrayError: the dtype is bool, and `op` is a sum or a mean.

@@ -16,10 +16,7 @@ CODECS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class Codec:
-    """Rounds 32- and 64-bit gradients to the dtype in which they travel.
-
-    Args:
-        name: one of `CODECS`.
+    """Rounds 32- and 64-bit gradients to the dtype in which they travel, one of `CODECS`.
 
     Raises:
         ConfigError: there is no such name.

@@ -48,22 +48,10 @@ _Sign = Callable[..., int]
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM) -> Any:
-    """Reduce a tensor over all ranks; every rank gets the same result.
+    """`ringreduce.keras.all_reduce` of one tensor.
 
-    Args:
-        tensor: what `tf.convert_to_tensor` takes; equal shape and dtype on all ranks.
-        op: how elements combine.
-
-    Returns:
-        A new tensor, of the same shape and dtype.
-
-    Raises:
-        ArrayError: the dtype cannot travel, or there is no such operator.
-        ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call the
-            ring or does not know the shape; later, when the gradient of an operator other than SUM
-            and MEAN is asked for.
-        RingReduceError: eagerly, what went wrong; from a graph when it is run
-            (`ringreduce.tensorflow.failures`).
+    Errors come eagerly, or from a graph when it is run (`ringreduce.tensorflow.failures`); a
+    ConfigError comes while tracing.
     """
     return carried(tensor, lambda value: _all_reduce(value, communicator, op), op)
 
@@ -102,18 +90,9 @@ def _all_reduce(
 def all_gather(
     tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None
 ) -> Any:
-    """Join the tensors of all ranks along the first dimension, in rank order.
+    """`ringreduce.keras.all_gather`, of equal first dimensions under ``jit_compile=True``.
 
-    Args:
-        tensor: as for `all_reduce`, but first dimensions may differ between ranks, except under
-            ``jit_compile=True``. A tensor without dimensions counts as one of shape (1,).
-        counts: the first dimension on each rank, if known; the gradient then need not exchange it.
-
-    Returns:
-        A new tensor of shape (sum of first dimensions, ...).
-
-    Raises:
-        As `all_reduce`.
+    With `counts`, the first dimension on each rank, the gradient need not exchange these.
     """
     return carried(tensor, lambda value: _all_gather(value, communicator, counts=counts))
 
@@ -159,19 +138,7 @@ def _all_gather(
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
-    """The tensor that rank `root` passed, on every rank.
-
-    Args:
-        tensor: as for `all_reduce`; on ranks other than `root` only its shape and dtype matter.
-        root: the rank that sends; equal on all ranks. It only sends, and may learn only in its next
-            call that another rank passed a different root.
-
-    Returns:
-        A new tensor, of the same shape and dtype.
-
-    Raises:
-        As `all_reduce`; ArrayError also when `root` is no rank.
-    """
+    """`ringreduce.keras.broadcast`."""
     return carried(tensor, lambda value: _broadcast(value, communicator, root))
 
 
@@ -203,21 +170,7 @@ def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
 def reduce_scatter(
     tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM
 ) -> Any:
-    """Reduce a tensor over all ranks and leave each rank its own rows of the result.
-
-    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
-    one, longer ones first; with fewer rows than ranks the last are empty.
-
-    Args:
-        tensor: as for `all_reduce`; at least one dimension.
-        op: how elements combine.
-
-    Returns:
-        A new tensor of shape (own rows, ...).
-
-    Raises:
-        As `all_reduce`; ArrayError also for a tensor without dimensions.
-    """
+    """`ringreduce.keras.reduce_scatter`."""
     return carried(tensor, lambda value: _reduce_scatter(value, communicator, op), op)
 
 
@@ -266,11 +219,7 @@ def _own_rows_of_sum(
 ) -> Any:
     """Sum `tensor` over all ranks and return this rank's rows: rank r has the next ``counts[r]``.
 
-    Args:
-        tensor: the rows of all ranks.
-        counts: one for each rank; a list if known.
-        own: the static shape of the result, as far as it is known.
-        of: as for `_all_reduce`.
+    `counts` is a list if known; `own` is the static shape of the result, as far as it is known.
     """
     known = counts if isinstance(counts, list) else None
 
@@ -328,16 +277,14 @@ def _numbered(
     *others: Any,
     of: Any = numbering.NONE,
 ) -> tuple[Any, Any]:
-    """`call` for a collective that has a gradient; also returns the number its gradient names.
+    """`call` for a collective that has a gradient.
 
     Args:
         run: gets the arrays of `value` and of `others`, and a function that makes the signature.
-        others: further tensors.
-        of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is no
-            gradient.
+        of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
 
     Returns:
-        The result and its number, an int64 scalar, or UNKNOWN.
+        The result, and the number for its gradient to name: an int64 scalar, or UNKNOWN.
     """
     numbers = numbering.of(communicator)
     of_gradient = of is not numbering.NONE

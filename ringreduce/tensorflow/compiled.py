@@ -37,13 +37,9 @@ def call(
 ) -> list[Any]:
     """Add a call of `run` to a graph that XLA will compile; return its results, tensors.
 
-    Args:
-        communicator: its engine makes one call at a time, in the program's order.
-        what: what `run` does, for messages.
-        run: gets arrays that it may write to, of the shapes and dtypes of `arguments`, and returns
-            arrays, which are copied.
-        arguments: tensors of known shape.
-        results: shape and dtype of each.
+    The engine calls `run`, one call at a time, in the program's order. Arguments and results are
+    those of `ringreduce.tensorflow.calls.call`, but shapes must be known; `run` may write to its
+    arrays, and the arrays that it returns are copied.
 
     Raises:
         ConfigError: a shape is not known.

@@ -40,10 +40,8 @@ def custom_calls_missing() -> str | None:
 def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
     """Call `function` of the native library to register with TensorFlow; None, or why it failed.
 
-    Args:
-        function: takes the path of one of TensorFlow's libraries, `arguments`, and a buffer for the
-            reason of a failure; returns 0 if it succeeded.
-        libraries: parts of the names of the libraries that may have what it needs.
+    It takes the path of one of TensorFlow's `libraries` (parts of names), `arguments`, and a buffer
+    for the reason of a failure; it returns 0 if it succeeded.
     """
     library = native.library()
     if library is None:

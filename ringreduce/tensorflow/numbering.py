@@ -35,8 +35,7 @@ class Numbers:
     def next(self, origin: int) -> tuple[int, Callable[..., int]]:
         """The number of the call that begins, and a function that makes its signature from parts.
 
-        Args:
-            origin: number of the call whose gradient this is; or NONE, or UNKNOWN.
+        `origin` is the number of the call whose gradient this is, or NONE, or UNKNOWN.
         """
 
         def sign(*parts: object) -> int:

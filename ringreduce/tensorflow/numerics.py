@@ -31,11 +31,8 @@ _ORIGIN = "The first step with such a message, and the rank it names, are where 
 class NumericsCheck:
     """Checks the buckets of one bridge's steps. Used by one thread at a time.
 
-    Args:
-        mode: one of `MODES`.
-
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: `mode` is none of `MODES`.
     """
 
     def __init__(self, mode: str) -> None:
@@ -110,12 +107,7 @@ class NumericsCheck:
 
 @dataclass(frozen=True)
 class BucketValues:
-    """The elements of a bucket.
-
-    Attributes:
-        bucket: index of the bucket in `plan`.
-        values: shape (count,).
-    """
+    """The elements of the plan's bucket number `bucket`; `values` has the shape (count,)."""
 
     plan: BucketPlan
     bucket: int
@@ -150,10 +142,7 @@ class BucketValues:
 class RowValues:
     """Rows of a sparse gradient.
 
-    Attributes:
-        spec: the gradient.
-        indices: shape (n,), where the rows belong.
-        rows: shape (n, ...), contiguous.
+    `indices`, shape (n,), say where the rows belong; `rows` has the shape (n, ...), contiguous.
     """
 
     spec: GradientSpec

@@ -46,8 +46,7 @@ class _Latest:
 
     Attributes:
         handle: of the variable, captured in this graph.
-        token: of the latest collective; None before the first.
-        written: a list of the op that wrote it to the variable.
+        token, written: of that collective, and the op that stored it; None and [] before the first.
         seen: names of the ops that have used the variable so far.
     """
 

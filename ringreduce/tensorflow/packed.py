@@ -30,16 +30,7 @@ class PackedPlan:
     """The memory of a plan's buckets, registered with the engine.
 
     Memory and registration last as long as this object; a graph that runs after that gets an error
-    that says so.
-
-    Args:
-        reducer: reduces the plan's buckets, in the engine's thread.
-        present: the gradients that are not None, for their dtypes.
-
-    Attributes:
-        plan: the bucket plan.
-        communicator: the engine's.
-        number: of the plan in the handoff queue.
+    that says so. The engine's thread calls `reducer`; `number` is the plan's in the handoff queue.
     """
 
     def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:

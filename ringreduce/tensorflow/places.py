@@ -46,10 +46,8 @@ def refuse_unreachable_places(
 ) -> None:
     """Raise, while tracing, where a collective could not run, or not on all ranks.
 
-    Args:
-        communicator: the error names its rank.
-        what: what was to be done there, for the message.
-        of_gradient: it is the gradient of a collective, which its signature identifies.
+    `what` was to be done there, for the message. With `of_gradient` it is the gradient of a
+    collective, which its signature identifies.
 
     Raises:
         ConfigError: under ``jit_compile=True`` where XLA cannot call the ring, or in the condition

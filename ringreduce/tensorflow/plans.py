@@ -22,9 +22,8 @@ _REMEDY = (
 class AgreedPlans:
     """The plans that the ranks of a communicator have compared and found equal.
 
-    Args:
-        communicator: calls `explain` when ranks are in different calls; keeps a weak reference.
-        bucket_bytes: the plans' setting, for messages.
+    The communicator calls `explain` when ranks are in different calls; it keeps a weak reference.
+    `bucket_bytes` is for messages.
     """
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:

@@ -14,13 +14,7 @@ __all__ = ["BucketReducer"]
 
 
 class BucketReducer:
-    """Reduces the buckets of one plan in place, in the thread that calls it.
-
-    Args:
-        plan: the contents of each bucket.
-        agreed: the plans that the ranks have compared.
-        numerics: checks each bucket before and after it is reduced.
-    """
+    """Reduces the buckets of one plan in place, in the thread that calls it."""
 
     def __init__(
         self,
@@ -42,11 +36,9 @@ class BucketReducer:
         self.numerics.begin_step()
 
     def reduce(self, bucket: int, values: np.ndarray) -> None:
-        """Replace a bucket's `values` with their mean over all ranks.
+        """Replace a bucket's `values` with their mean; every rank reduces buckets in order.
 
-        Args:
-            bucket: its index in the plan; every rank reduces them in order.
-            values: shape (count,), contiguous, of the bucket's dtype.
+        `values` has the shape (count,), is contiguous, and has the bucket's dtype.
 
         Raises:
             RingReduceError: as `Communicator.all_reduce`; NumericsError as `NumericsCheck`.

@@ -125,11 +125,7 @@ def merged(gradient: Any) -> Any:
 
 
 class SparseMean:
-    """Averages the sparse gradients of one bridge's steps. Used by one thread at a time.
-
-    Args:
-        numerics: checks the rows before they travel, and the means.
-    """
+    """Averages the sparse gradients of one bridge's steps. Used by one thread at a time."""
 
     def __init__(self, numerics: NumericsCheck) -> None:
         self._numerics = numerics
@@ -139,14 +135,10 @@ class SparseMean:
     ) -> list[tf.IndexedSlices]:
         """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
-        Args:
-            plan: of the whole step. Its `sparse` says which gradients these are.
-            slices: of tensors, of a float dtype; indices may be repeated and in any order.
-
-        Returns:
-            For each a new one with the same dtypes and `dense_shape`, whose indices are rising and
-                unique. Whether they are all of the table's rows or fewer may change from step to
-                step, equally on all ranks.
+        `plan` is that of the whole step. `slices` are of tensors, of a float dtype; indices may be
+        repeated and in any order. Those of the means are rising and unique; dtypes and
+        `dense_shape` stay. Whether they are all of the table's rows or fewer may change from step
+        to step, equally on all ranks.
 
         Raises:
             ArrayError: an index is outside the table; on all ranks.

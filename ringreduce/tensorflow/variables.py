@@ -20,15 +20,9 @@ __all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
 def broadcast_variables(
     variables: Sequence[Any], communicator: Communicator, root: int = 0
 ) -> bool:
-    """Give `variables` on every rank the values they have on `root`.
+    """Give all ranks `root`'s values of `variables`; return whether any differed on this rank.
 
-    Args:
-        variables: `tf.Variable` or `keras.Variable`, equal on all ranks in number, shape and dtype.
-            Assigned only where a value differs.
-        root: the rank to copy from.
-
-    Returns:
-        Whether any value on this rank differed from the root's.
+    A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs.
 
     Raises:
         MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks run

@@ -42,9 +42,8 @@ _DTYPES = {
 class Started:
     """A bucket that has been handed over.
 
-    Attributes:
-        token: an int32 scalar, computed when the bucket has been handed over.
-        kept: the gradient, if it is reduced in XLA's memory; for `wait` alone.
+    `token`, an int32 scalar, is computed when it has been. `kept` is the gradient, if it is reduced
+    in XLA's memory; it is for `wait` alone.
     """
 
     token: Any
@@ -96,12 +95,8 @@ def start(
 ) -> Started:
     """Add the call that packs `gradients` into a bucket and hands it to the engine.
 
-    Args:
-        plan: number of the plan in the handoff queue.
-        bucket: index of the bucket in the plan.
-        gradients: tensors of known shape, in the order of the bucket's slots.
-        after: token of the collective before it.
-        in_place: there is one gradient, and it is reduced in XLA's memory.
+    `gradients` have known shapes and the order of the bucket's slots; `after` is the token of the
+    collective before. With `in_place` there is one gradient, and it is reduced in XLA's memory.
     """
     kept = gradients if in_place else []
     operands = [*gradients, after]
@@ -122,7 +117,6 @@ def wait(
     """Add the call that waits for a bucket; return its results, and a token.
 
     Args:
-        plan, bucket: as for `start`.
         results: shape and dtype of each.
         started: all buckets of the step, so that XLA cannot put a wait before a start.
         others: tokens of waits that must end first.
