@@ -5,6 +5,8 @@ import keras, ringreduce.keras as rr
 comm = rr.init()
 model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss=...)
 model.fit(rr.shard(dataset))
+
+Where something takes a `communicator`, the default is the process's, which `init` makes.
 """
 
 from typing import NoReturn

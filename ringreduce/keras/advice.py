@@ -1,7 +1,7 @@
-"""What Horovod's users ask for under its names, and what it is called here.
+"""What to use instead of Horovod's names.
 
-Names that mean the same have the same name. Those that do not are not there, so that nothing means
-something else in silence; asking for one says what to use. Many are in `ringreduce.keras.horovod`.
+A name is here only if it means the same as in Horovod. Asking for another says what to use;
+`ringreduce.keras.horovod` has many of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ABSENT = frozenset(
     for what in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
     for state in ("built", "enabled")
 ) | {"mpi_threads_supported"}
-# Those that `ringreduce.keras.horovod` has.
+# Names that `ringreduce.keras.horovod` has.
 _PROVIDED = ABSENT | {
     "Average",
     "Max",
@@ -92,7 +92,7 @@ _OPTIONS = {
 
 
 def advice_on_name(name: str) -> str:
-    """Why ``ringreduce.keras`` has no `name`, for an AttributeError."""
+    """Text of the AttributeError when ``ringreduce.keras`` has no `name`."""
     plain = f"module 'ringreduce.keras' has no attribute {name!r}"
     if name not in _NAMES:
         return plain
@@ -101,7 +101,7 @@ def advice_on_name(name: str) -> str:
 
 
 def advice_on_callback(name: str) -> str:
-    """Why ``ringreduce.keras.callbacks`` has no `name`, for an AttributeError."""
+    """Text of the AttributeError when ``ringreduce.keras.callbacks`` has no `name`."""
     plain = f"module 'ringreduce.keras.callbacks' has no attribute {name!r}"
     if name != "BestModelCheckpoint":
         return plain
@@ -110,6 +110,6 @@ def advice_on_callback(name: str) -> str:
 
 
 def advice_on_option(name: str) -> str:
-    """Why ``DistributedOptimizer`` takes no `name`, for a TypeError."""
+    """Text of the TypeError when ``DistributedOptimizer`` takes no `name`."""
     plain = f"DistributedOptimizer got an unexpected keyword argument {name!r}"
     return f"{plain}: {_OPTIONS[name]} ({_PAGE})" if name in _OPTIONS else plain

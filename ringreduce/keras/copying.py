@@ -1,9 +1,9 @@
-"""What a copy of a Keras optimizer is made from, its state included, where no model is at hand.
+"""Copies a Keras optimizer with its state, without the model.
 
-An optimizer's state belongs to the variables that it was built for: one momentum for each
-weight, say. A copy is for other variables, of a copied model or of another process, which are
-only known when it is built. Until then it keeps the values. Keras's own copies
-(`KerasSaveable.__reduce__`) lose them, with a warning.
+An optimizer's state belongs to the variables it was built for: one momentum for each weight, say. A
+copy is for other variables, of a copied model or another process, which are known only when it is
+built. Until then it keeps the values; Keras's own copies (`KerasSaveable.__reduce__`) lose them,
+with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CopiedState", "Description"]
 
 @dataclass(frozen=True)
 class _VariableSpec:
-    """What an optimizer may ask of a variable that it is built for."""
+    """What an optimizer may read of a variable that it is built for."""
 
     path: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class _VariableSpec:
         )
 
     def stand_in(self) -> Any:
-        """A variable like it, under the same path: some optimizers treat variables by that."""
+        """A variable like it with the same path, by which some optimizers treat variables."""
         *scopes, name = self.path.split("/")
         with ExitStack() as stack:
             for scope in scopes:
@@ -55,13 +55,9 @@ class _VariableSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """An optimizer as plain values, which can be pickled.
+    """An optimizer as plain values, which can be pickled if its class can be imported.
 
-    Attributes:
-        optimizer_class: its class, which must be importable to be pickled.
-        config: what `get_config` gave.
-        built_for: the variables it was built for; none if it is not built.
-        values: of all its variables.
+    `built_for` is empty if it is not built; `values` are those of all its variables.
     """
 
     optimizer_class: type
@@ -71,7 +67,7 @@ class Description:
 
     @classmethod
     def of(cls, optimizer: Any, copied: CopiedState | None = None) -> Description:
-        """Describe `optimizer`, with its variables' present values, or what it waits with."""
+        """Describe `optimizer` with its variables' present values, or those in `copied`."""
         if copied is None:
             known = optimizer._trainable_variables if optimizer.built else ()
             built_for, variables = tuple(map(_VariableSpec.of, known)), optimizer.variables
@@ -81,9 +77,9 @@ class Description:
         return cls(type(optimizer), optimizer.get_config(), built_for, values)
 
     def remake(self) -> tuple[Any, CopiedState | None]:
-        """An optimizer that is not built, and what to give it when it is; None: nothing.
+        """An optimizer that is not built, and the state to give it when it is, or None.
 
-        What it has before it is built, counters and rates, has its values already.
+        Variables that exist before it is built, counters and rates, have their values already.
         """
         optimizer = _from_config(self.optimizer_class, self.config)
         variables, state = list(optimizer.variables), None
@@ -92,7 +88,7 @@ class Description:
             early = set(map(id, holder.variables))
             holder.build([spec.stand_in() for spec in self.built_for])
             _assign(holder.variables, self.values)
-            # In the order of `values`, with the new optimizer's own where it has them already.
+            # In the order of `values`; the new optimizer's own variables where it has them already.
             own = iter(variables)
             variables = [next(own) if id(v) in early else v for v in holder.variables]
             state = CopiedState(variables, self.built_for, holder)
@@ -101,12 +97,10 @@ class Description:
 
 
 class CopiedState:
-    """What a copy has that is not built yet.
+    """The state of a copy that is not built yet.
 
-    Attributes:
-        variables: all of them; those that it has already are its own, the others only hold values.
-        built_for: what the original was built for.
-        holder: an optimizer that is built, and has the values.
+    `variables` are the copy's own that exist already, and others that only hold values. `built_for`
+    is the original's. `holder` is a built optimizer that has the values.
     """
 
     def __init__(
@@ -117,8 +111,7 @@ class CopiedState:
     def build(self, optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Build `optimizer`, the copy, for `variables`.
 
-        Returns:
-            The variables that it has made, each with the one that holds its value.
+        Returns each new variable with the one that holds its value.
 
         Raises:
             ConfigError: `variables` are not like those the original was built for.
@@ -143,7 +136,7 @@ def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
 
 
 def _from_config(optimizer_class: Any, config: dict[str, Any]) -> Any:
-    # It may keep or change what it is given.
+    # `from_config` may keep or change its argument.
     return optimizer_class.from_config(_copied(config))
 
 

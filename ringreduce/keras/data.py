@@ -16,23 +16,21 @@ __all__ = ["shard"]
 def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool = True) -> Any:
     """The part of `dataset` that belongs to this rank: element i goes to rank i mod size.
 
-    Every rank gets equally many elements, so that all make equally many steps; up to
-    size - 1 elements at the end are left out. With ``even=False`` none is, and some ranks get
-    one more: pass what comes out, batched, through `rr.join`.
+    Every rank gets equally many elements, so that all make equally many steps; up to size - 1
+    elements at the end are left out. With ``even=False`` none is, and some ranks get one more: pass
+    the result, batched, through `rr.join`.
 
-    Shard before batching, and batch by the global batch size divided by `size`: then the
-    ranks' batches of a step together are exactly the global batch. Of a dataset that is batched
-    already each rank gets whole batches. Shuffle before sharding, with the same seed on every
-    rank, or ranks see some elements twice.
+    Shard before batching, and batch by the global batch size divided by `size`: then the ranks'
+    batches of a step together are exactly the global batch. Of a dataset that is already batched
+    each rank gets whole batches. Shuffle before sharding, with the same seed on every rank, or
+    ranks see some elements twice.
 
     Args:
         dataset: a `tf.data.Dataset`, the same on every rank.
-        communicator: whose ranks; the process's default by default.
-        even: give all ranks equally many.
 
     Raises:
         ClosedError: `init` was not called.
-        ConfigError: `dataset` is none.
+        ConfigError: `dataset` is no `tf.data.Dataset`.
     """
     ring = communicator or default_communicator()
     if not isinstance(dataset, tf.data.Dataset):

@@ -1,7 +1,7 @@
-"""`model.evaluate` and `model.predict` with the work shared by all ranks.
+"""`model.evaluate` and `model.predict` with the data divided among all ranks.
 
-Every rank passes the same data and takes a share, so that only metric states, or predictions,
-travel. Shares need not be equally long, and may be empty.
+Every rank passes the same data and computes a share; only metric states, or predictions, travel.
+Shares may differ in length and be empty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["evaluate", "predict"]
 
-# What Keras takes when nothing is said.
+# Keras's default.
 _BATCH_SIZE = 32
 
 
@@ -49,9 +49,9 @@ def evaluate(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """What ``model.evaluate`` says of the whole data, each rank having seen a share.
+    """The result of ``model.evaluate`` on the whole data, of which each rank computes a share.
 
-    Collective: all ranks must call it at the same place, with the same data and weights. Meanwhile
+    Collective: all ranks must call it at the same point, with the same data and weights. Meanwhile
     moving averages of normalization layers, which follow each rank's own batches, are rank 0's on
     all ranks. Metrics are computed from the sum of the ranks' states, as in one process; a loss
     that depends on which samples share a batch sees other batches. Afterwards the model's metrics
@@ -59,25 +59,23 @@ def evaluate(
 
     Args:
         model: a compiled model.
-        x, y, sample_weight: as for ``model.evaluate``: arrays or tensors, in lists or dicts
-            too, of which rank r takes the r-th of `size` slices that differ by at most one
-            row; or, as `x`, a batched `tf.data.Dataset`, whose batch i goes to rank
-            i mod size. Equal on all ranks.
+        x, y, sample_weight: as for ``model.evaluate``, equal on all ranks. Arrays or tensors, in
+            lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
+            row. Or, as `x`, a batched `tf.data.Dataset`: batch i goes to rank i mod size.
         batch_size: samples that a rank takes at a time (32); not for datasets.
-        communicator: whose ranks; the process's default by default.
         return_dict: return a dict by metric name.
-        verbose: as for ``model.evaluate``; the progress of rank 0's share.
-        steps: evaluate only this many batches of the whole.
-        callbacks: as for ``model.evaluate``; called for this rank's share, and not at all on a
-            rank that has none. They must not make collective calls.
+        verbose: shows the progress of rank 0's share.
+        steps: use only this many batches of the whole.
+        callbacks: called for this rank's share, and not at all if it is empty. They must not make
+            collective calls.
 
     Returns:
         As ``model.evaluate``, equal on all ranks: the loss, a list, or a dict. A number that a
-        custom `test_step` returns beside metrics is the mean over ranks that had data.
+            custom `test_step` returns beside metrics is the mean over ranks that had data.
 
     Raises:
         ConfigError: the data are neither arrays nor a dataset.
-        MismatchError: the ranks have passed unequally many rows, or compiled other metrics.
+        MismatchError: the ranks passed different numbers of rows, or compiled different metrics.
     """
     ring = communicator or default_communicator()
     share = _share_of((x, y, sample_weight), batch_size, steps, ring)
@@ -95,7 +93,7 @@ def evaluate(
     logs: dict[str, Any] = {}
     states = MetricStates()
     if share.is_empty:
-        # Not evaluated by Keras, which cannot; the metrics may not even be built.
+        # Keras cannot evaluate no data; the metrics may not even be built.
         model.reset_metrics()
     own_x, own_y, own_weight = share.parts
     with _averages_of_rank_0(model, ring):
@@ -109,7 +107,7 @@ def evaluate(
                 callbacks=callbacks,
                 return_dict=True,
             )
-            # The number of batches matters only in that there are some.
+            # Of the number of batches only matters that it is not 0.
             states = states_of(model, 1)
     names = [] if share.is_empty else _in_order(model, logs)
     own = {"entries": entries_of(logs, states.results), "names": names}
@@ -131,29 +129,24 @@ def predict(
     verbose: Any = 0,
     steps: int | None = None,
 ) -> Any:
-    """What ``model.predict`` returns for the whole data, each rank having computed a share.
+    """The result of ``model.predict`` on the whole data, of which each rank computes a share.
 
-    Collective: all ranks must call it at the same place, with the same data and weights; moving
-    averages are rank 0's, as in `evaluate`.
+    Collective; moving averages are rank 0's, as in `evaluate`.
 
     Args:
-        model: a model; it need not be compiled.
-        x: arrays or tensors, in lists or dicts too, or a batched `tf.data.Dataset`; shared out
-            as by `evaluate`. Equal on all ranks.
-        batch_size: samples that a rank takes at a time (32); not for datasets.
-        communicator: whose ranks; the process's default by default.
-        verbose: as for ``model.predict``; the progress of rank 0's share of arrays. Nothing
-            is shown for datasets.
-        steps: predict only this many batches of the whole.
+        model: need not be compiled.
+        x: as for `evaluate`, and divided in the same way.
+        batch_size, steps: as for `evaluate`.
+        verbose: shows the progress of rank 0's share of arrays; nothing is shown for datasets.
 
     Returns:
         As ``model.predict``: an array, or arrays in the model's structure, with a row for each
-        sample in the order of `x`; equal on all ranks, the caller's own.
+            sample in the order of `x`; equal on all ranks, the caller's own.
 
     Raises:
-        ConfigError: the data are neither arrays nor a dataset, or an output has no rows of
+        ConfigError: the data are neither arrays nor a dataset, or an output does not have rows of
             equal shape.
-        MismatchError: the ranks have passed unequally many rows, or their models differ.
+        MismatchError: the ranks passed different numbers of rows, or their models differ.
     """
     ring = communicator or default_communicator()
     share = _share_of((x, None, None), batch_size, steps, ring)
@@ -169,14 +162,14 @@ def predict(
 def _predicted(
     model: Any, x: Any, share: _Share, batch_size: int | None, verbose: Any
 ) -> list[Any]:
-    """The outputs for this rank's share: of its batches one by one, or of all of its rows."""
+    """The outputs for this rank's share: for each batch of a dataset, or for all rows."""
     own_x = share.parts[0]
     if share.is_empty:
-        # For the outputs' structure, dtypes and shapes.
+        # Predict anyway, for the outputs' structure, dtypes and shapes.
         outputs = model.predict_on_batch(_first_of(x))
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
-        # Batch by batch, to know which rows came from which.
+        # Batch by batch, to know which rows belong to which batch.
         return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
     return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
 
@@ -190,12 +183,12 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     averages = [
         variable
         for layer in model._flatten_layers(include_self=False)
-        # What is frozen does not move, and may be large.
+        # Frozen averages do not move, and may be large.
         if layer.trainable and not layer._layers
         for variable in layer.non_trainable_weights
     ]
     own = [np.array(variable.numpy()) for variable in averages]
-    # A rank whose share is empty may have a model that is not built, and needs none.
+    # A rank with an empty share may have a model that is not built, and needs no averages.
     if len(set(ring.all_gather_object(len(averages)))) == 1:
         bridge.broadcast_variables(averages, ring)
     try:
@@ -207,13 +200,9 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank takes of the data.
+    """One rank's `x`, `y` and `sample_weight`.
 
-    Attributes:
-        parts: its `x`, `y` and `sample_weight`.
-        is_empty: whether there is nothing in them.
-        is_whole: whether they need no sharing, since there is one rank, or nothing at all;
-            what Keras does in that case is up to Keras.
+    `is_whole`: leave everything to Keras, since there is one rank, or no data at all.
     """
 
     parts: tuple[Any, Any, Any]
@@ -224,7 +213,7 @@ class _Share:
 def _share_of(
     whole: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, ring: Communicator
 ) -> _Share:
-    """This rank's part of the data, which are equally many on all ranks. Collective."""
+    """This rank's part of the data; checks that all ranks passed as many rows. Collective."""
     if ring.size == 1:
         return _Share(whole, is_whole=True)
     x = whole[0]
@@ -238,7 +227,7 @@ def _share_of(
         rows = int(x.cardinality())
         if rows == tf.data.INFINITE_CARDINALITY:
             raise ConfigError("got an endless dataset", remedy="Pass steps.")
-        # Batch i goes to rank i mod size, and needs no knowledge of how many there are.
+        # Batch i goes to rank i mod size; this does not need the number of batches.
         share = x.shard(ring.size, ring.rank)
         parts, is_empty = (share, None, None), _is_empty(share)
     else:
@@ -266,7 +255,7 @@ def _share_of(
 
 
 def _map(function: Callable[[Any], Any], parts: Any) -> Any:
-    """`function` of every array in `parts`; None stays."""
+    """Apply `function` to every array in `parts`; None stays."""
     return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
 
 
@@ -286,7 +275,7 @@ def _rows_in(whole: Any) -> int:
 
 
 def _rows_of(array: Any, first: int, end: int) -> Any:
-    # What pandas makes of plain slices depends on the index.
+    # With pandas the meaning of a plain slice depends on the index.
     return array.iloc[first:end] if hasattr(array, "iloc") else array[first:end]
 
 
@@ -302,7 +291,7 @@ def _inputs_of(element: Any) -> Any:
 
 
 def _first_of(x: Any) -> Any:
-    """A little of the whole data, for a rank that has no share."""
+    """The first row or batch of the whole data, for a rank that has no share."""
     if isinstance(x, tf.data.Dataset):
         return _inputs_of(next(iter(x.take(1))))
     return _map(lambda part: np.asarray(_rows_of(part, 0, 1)), x)
@@ -312,7 +301,7 @@ def _in_order(model: Any, logs: dict[str, Any]) -> list[str]:
     """The names in `logs` as `evaluate` lists their values: by metric, others by name."""
     names: list[str] = []
     for metric in model.metrics:
-        # Those given to `compile` are one, which holds the others.
+        # The metrics given to `compile` are in one that holds them.
         names += [m.name for m in getattr(metric, "metrics", ())] or [metric.name]
     known = [name for name in names if name in logs]
     return known + sorted(logs.keys() - known)
@@ -331,7 +320,7 @@ def _checked_rows(output: Any, ring: Communicator) -> np.ndarray:
 
 
 def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
-    """All ranks' batches of one output, batch i being the next of rank i mod size."""
+    """All ranks' batches of one output; batch i is the next of rank i mod size."""
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize
     own = np.concatenate(batches)

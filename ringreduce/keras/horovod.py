@@ -1,7 +1,7 @@
 """Horovod's names with Horovod's meaning: ``import ringreduce.keras.horovod as hvd``.
 
-Everything of `ringreduce.keras` is here too. Collectives on tensors are Horovod's: they average by
-default, take factors, and have Horovod's gradients.
+It has everything of `ringreduce.keras` too. Collectives on tensors average by default, take
+factors, and have Horovod's gradients:
 
                     ringreduce.keras                       here
     allgather       sum over all ranks of the own rows     mean of them
@@ -63,15 +63,15 @@ def allreduce(
     Args:
         tensor: as there; `tf.IndexedSlices` stay sparse.
         op: `Average`, `Sum`, `Min`, `Max` or `Product`.
-        prescale_factor, postscale_factor: by which each rank's tensor, and the result, are
-            multiplied; for integers in float64, and then rounded towards zero.
+        prescale_factor, postscale_factor: multiply each rank's tensor, and the result; for integers
+            in float64, then rounded towards zero.
         name: not used.
     """
     return _scaled(rr.all_reduce(_scaled(tensor, prescale_factor), op), postscale_factor)
 
 
 def grouped_allreduce(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """`allreduce` of each of `tensors`, in turn."""
+    """`allreduce` of each of `tensors`, in their order."""
     return [allreduce(tensor, **options) for tensor in tensors]
 
 
@@ -81,7 +81,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
 
 
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None) -> list[Any]:
-    """`allgather` of each of `tensors`, in turn."""
+    """`allgather` of each of `tensors`, in their order."""
     return [allgather(tensor) for tensor in tensors]
 
 
@@ -98,28 +98,24 @@ def reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> Any:
-    """Reduce a tensor over all ranks, and leave each its rows; `ringreduce.keras.reduce_scatter`.
-
-    Args:
-        tensor, op, prescale_factor, postscale_factor, name: as for `allreduce`.
-    """
+    """Reduce as `allreduce`; each rank gets its rows; `ringreduce.keras.reduce_scatter`."""
     own = _with_gradient_times(_scaled(tensor, prescale_factor), float(rr.size()))
     return _scaled(rr.reduce_scatter(own, op), postscale_factor)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """`reducescatter` of each of `tensors`, in turn."""
+    """`reducescatter` of each of `tensors`, in their order."""
     return [reducescatter(tensor, **options) for tensor in tensors]
 
 
 def broadcast_(variables: Sequence[Any], root_rank: int, name: str | None = None) -> list[Any]:
-    """Give `variables` the values they have on rank `root_rank`, and return these; eagerly."""
+    """Give `variables` rank `root_rank`'s values, eagerly; return the values."""
     rr.broadcast_variables(variables, root_rank)
     return [tf.convert_to_tensor(value_of(variable)) for variable in variables]
 
 
 def broadcast_object_fn(root_rank: int = 0, name: str | None = None) -> Callable[[Any], Any]:
-    """A function that gives every rank the object that rank `root_rank` passes to it."""
+    """A function that returns, on every rank, the object that rank `root_rank` passes to it."""
     return lambda value: rr.broadcast_object(value, root_rank)
 
 

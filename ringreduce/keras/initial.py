@@ -1,11 +1,10 @@
-"""Rank 0's values of what is trained go to every rank before the first gradients travel.
+"""Gives every rank rank 0's values of what is trained, before the first gradients travel.
 
-While a step is traced, gradients are not computed yet, and will be with the values that arrive
-now. Eagerly they were computed with the values this rank had before: where those were others, its
-gradients of that step are left out of the mean.
+In a graph this happens while tracing, so gradients are computed with the new values. Eagerly they
+were computed with the old ones: a rank whose values differed is left out of the mean of that step.
 
-All ranks take part, while they trace or in an eager step. They agree on when, since each decides
-by the variables alone: those that it has not seen before.
+All ranks take part, while they trace or in an eager step. They agree on when, since each decides by
+the variables alone: those that it has not seen before.
 """
 
 from __future__ import annotations
@@ -37,15 +36,13 @@ def broadcast_variables(
 ) -> None:
     """Give `variables` on every rank the values they have on rank `root_rank`.
 
-    `DistributedOptimizer` does this by itself for what it trains; use it for what it does
-    not see, such as moving averages of normalization layers after loading them on one rank.
+    `DistributedOptimizer` does this itself for what it trains. Use it for the rest, such as moving
+    averages of normalization layers after loading them on one rank.
 
     Args:
         variables: `keras.Variable` or `tf.Variable`, the same on all ranks, such as
-            ``model.variables``. States of Keras's random generators are left as they are, or
-            ranks would draw the same numbers.
-        root_rank: the rank to copy from.
-        communicator: whose ranks; the process's default by default.
+            ``model.variables``. States of Keras's random generators stay as they are, or ranks
+            would draw the same numbers.
 
     Raises:
         MismatchError: the ranks' variables differ in number, shape or dtype.
@@ -58,7 +55,7 @@ def broadcast_variables(
 
 
 class InitialValues:
-    """Which variables had rank 0's values already. Keeps none of them alive."""
+    """Records which variables have received rank 0's values. Keeps none of them alive."""
 
     def __init__(self) -> None:
         # By identity, since variables compare by value.
@@ -67,7 +64,7 @@ class InitialValues:
 
     @property
     def are_given(self) -> bool:
-        """Whether some variables had them, and none waits for its own."""
+        """Whether some variables have received them, and no variable lacks them."""
         return bool(self._given) and not self._without_value
 
     def give(
@@ -77,20 +74,15 @@ class InitialValues:
         ring: Communicator,
         state: Sequence[Any] = (),
     ) -> list[Any]:
-        """Give all ranks rank 0's values of those of `variables` that had them not yet.
+        """Give all ranks rank 0's values of those of `variables` that have not received them yet.
 
         Collective where there are any. While tracing, random generators that the function has used
-        get different states on all ranks, where they have the same.
-
-        Args:
-            variables: `tf.Variable` or `keras.Variable`, the same ones on all ranks.
-            gradients: of this step, tensors, `tf.IndexedSlices` or None.
-            ring: whose ranks.
-            state: further variables, which gradients do not depend on.
+        get different states on all ranks, where they have the same. `state` are further variables,
+        on which gradients do not depend.
 
         Returns:
             The gradients to reduce: `gradients`, unless this is an eager step and some rank had
-            other values.
+                other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
@@ -102,8 +94,8 @@ class InitialValues:
                 differed = give_values(new_state, new, ring)
                 make_different(states, ring)
         if not have_values:
-            # A tf.function that creates variables is traced twice, and they have values (and
-            # this rank something to send) only the second time. This trace should never run.
+            # A tf.function that creates variables is traced twice. Variables have values (and this
+            # rank something to send) only the second time. This trace should never run.
             self._without_value.update(_by_identity((*new_state, *new)))
             if ring.size > 1:
                 call(ring, "begin to train", partial(self._require, ring), [], [((), tf.int32)])
@@ -117,7 +109,7 @@ class InitialValues:
         return _without_others(gradients, not differed, ring)
 
     def _require(self, ring: Communicator) -> list[Any]:
-        """Raise if a step runs whose variables had no values when it was traced, nor since then."""
+        """Raise if a step runs whose variables had no values when it was traced, nor since."""
         missing = [bridge.path_of(variable) for variable in self._without_value.values()]
         if missing:
             raise ring.fail(
@@ -133,7 +125,7 @@ class InitialValues:
         return [np.int32(0)]
 
     def _unknown(self, variables: Iterable[Any]) -> list[Any]:
-        """Those of `variables` that had no values given, each once."""
+        """Those of `variables` that have received no values, each once."""
         return [
             variable
             for key, variable in {id(plain_variable(v)): v for v in variables}.items()
@@ -142,7 +134,7 @@ class InitialValues:
 
 
 def give_values(state: Sequence[Any], variables: Sequence[Any], ring: Communicator) -> bool:
-    """Give all ranks rank 0's values of both; whether this rank had other ones of `variables`."""
+    """Give all ranks rank 0's values of both; return whether this rank's `variables` differed."""
     if ring.size == 1:
         return False
     if state:
@@ -151,7 +143,7 @@ def give_values(state: Sequence[Any], variables: Sequence[Any], ring: Communicat
 
 
 def plain_variable(variable: Any) -> Any:
-    """The `tf.Variable` in one of Keras's; others are what they are."""
+    """The `tf.Variable` in a Keras variable; others are returned as they are."""
     return getattr(variable, "_value", variable)
 
 
@@ -174,7 +166,7 @@ def _without_others(gradients: list[Any], usable: bool, ring: Communicator) -> l
         *(ring.rank, ring.size, ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    # Not a product where the rank is left out: zero times infinity is no zero.
+    # No product where the rank is left out: zero times infinity is not zero.
     return [
         None if g is None else tf.convert_to_tensor(g) * factor if usable else tf.zeros_like(g)
         for g in gradients

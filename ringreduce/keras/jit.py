@@ -1,10 +1,4 @@
-"""XLA for everything in a training step but the reduction, where XLA cannot call the ring.
-
-`model.compile(jit_compile=True)` has the whole step compiled, the ring's part included
-(`ringreduce.tensorflow.xla`). Without the native library, or with a TensorFlow whose XLA has
-another interface, that is refused. What is offered instead compiles the model's own training step
-up to its gradients, hands those out, and applies them outside.
-"""
+"""Compiles a training step with XLA except for the reduction, where XLA cannot call the ring."""
 
 from __future__ import annotations
 
@@ -23,25 +17,24 @@ __all__ = ["compile_gradients"]
 
 
 def compile_gradients(model: Any) -> None:
-    """Have forward and backward pass of `model`'s training compiled by XLA, and no more.
+    """Compile forward and backward pass of `model`'s training with XLA, and no more.
 
-    For where ``compile(jit_compile=True)`` is refused; it is slower than that, since nothing is
-    reduced before the whole backward pass is done::
+    For where ``compile(jit_compile=True)``, which compiles the reduction too
+    (`ringreduce.tensorflow.xla`), is refused: without the native library, or with a TensorFlow
+    whose XLA has another interface. Slower than that, since nothing is reduced before the whole
+    backward pass is done::
 
         model.compile(optimizer=rr.DistributedOptimizer(...), loss=..., jit_compile=False)
         rr.compile_gradients(model)
         model.fit(...)
 
     The model's `train_step`, its own or a user's, is compiled as it is, but gradients are applied
-    when it has ended. So what it does after applying them sees the weights of before, and it may
-    apply gradients once. Where XLA cannot call the ring its forward pass must not either, as
+    after it has ended. So code after applying them sees the old weights, and it may apply gradients
+    once. Where XLA cannot call the ring, the forward pass must not either, as
     `SyncBatchNormalization` does.
 
-    Args:
-        model: compiled, with a `DistributedOptimizer`.
-
     Raises:
-        ConfigError: it is not compiled, has another optimizer, or is compiled with
+        ConfigError: `model` is not compiled, has no `DistributedOptimizer`, or is compiled with
             ``jit_compile=True``; in training, its step applies no gradients, or several times.
     """
     if not isinstance(model, keras.Model) or not model.compiled:
@@ -75,7 +68,8 @@ def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[A
         _require_wrapped(model)  # It may have been compiled again.
         applied: list[tuple[Any, Any]] = []
 
-        # A new one in each trace of the function around it, which is traced when anything changes.
+        # A new function in each trace of the one around it, which is traced again when anything
+        # changes.
         @tf.function(jit_compile=True, autograph=False)
         def compiled(data: Any) -> Any:
             with model.optimizer.deferred() as calls:

@@ -1,11 +1,11 @@
 """Training on unequal amounts of data: a rank without batches makes empty steps until all are done.
 
     rank 0   batch  batch  batch  batch  batch
-    rank 1   batch  batch  batch  empty  empty       weight 0 in the mean; leaves no trace
+    rank 1   batch  batch  batch  empty  empty       weight 0 in the mean; changes nothing
 
-Each step begins with an exchange of how much each rank's batch counts. An empty step runs the same
-graph on a sample of zeros: its gradients count nothing, and its changes of metrics and moving
-averages are undone.
+Each step begins with an exchange of each rank's weight. An empty step runs the same graph on a
+sample of zeros: its gradients have weight 0, and its changes of metrics and moving averages are
+undone.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def join(
     weighting: str = "samples",
     communicator: Communicator | None = None,
 ) -> Any:
-    """`dataset` for ``model.fit``, for ranks that have different numbers of batches, or of samples.
+    """`dataset` for ``model.fit``, for ranks that have different numbers of batches or samples.
 
-    A rank that runs out of batches goes on without data, so that the epoch ends after the same step
-    on all ranks. `DistributedOptimizer` then computes the mean over the real samples. Validation
-    data do not need it: a validation step is no collective (for metrics see
+    A rank that runs out of batches continues without data, so that the epoch ends after the same
+    step on all ranks. `DistributedOptimizer` then computes the mean over the real samples.
+    Validation data do not need it: a validation step is no collective (for metrics see
     `rr.callbacks.Together`)::
 
         model.compile(optimizer=rr.DistributedOptimizer(...), loss=...)
@@ -54,28 +54,26 @@ def join(
     Collective: compares the ranks' numbers of batches. Where all are known, `fit` knows the number
     of steps. Where one is not, the last step of an epoch has no data on any rank; it changes
     nothing, and Keras warns that the data has run out, as for every dataset of unknown length. With
-    ``steps_per_execution`` or ``jit_compile=True`` such a dataset is counted first, which reads it
-    once.
+    ``steps_per_execution`` or ``jit_compile=True`` such a dataset is first read once, to count it.
 
     From then on each training step of this model begins with a small exchange. What your own losses
-    and layers reduce over the ranks (`rr.all_reduce` and the like) still counts every rank alike,
-    also one that has no batch left and computes on zeros.
+    and layers reduce over the ranks (`rr.all_reduce` and the like) still counts every rank equally,
+    even one that has no batch left and computes on zeros.
 
     Args:
-        dataset: this rank's, batched; elements of dense tensors whose first dimension is that of
-            the samples. May be empty.
+        dataset: this rank's, batched; elements of dense tensors whose first dimension is the
+            samples. May be empty.
         model: compiled; what will be trained with it.
-        weighting: ``"samples"``: a rank's gradients count as much as its batch has samples, so that
-            the mean is that of one process with all batches in one. ``"ranks"``: every rank that
-            has a batch counts alike.
-        communicator: whose ranks; the process's default by default.
+        weighting: ``"samples"``: a rank's gradients count as many times as its batch has samples,
+            so that the mean is that of one process with all batches in one. ``"ranks"``: every rank
+            that has a batch counts equally.
 
     Returns:
         A `tf.data.Dataset`; in a world of one `dataset` itself.
 
     Raises:
-        ConfigError: `weighting` is none of these, the dataset is of another kind, or the model
-            is not compiled.
+        ConfigError: there is no such weighting, the dataset is of another kind, or the model is not
+            compiled.
         MismatchError: the ranks do not use the same weighting.
     """
     ring = communicator or default_communicator()
@@ -93,8 +91,8 @@ def join(
     if count == tf.data.UNKNOWN_CARDINALITY and (
         model.steps_per_execution > 1 or model.jit_compile
     ):
-        # The step that finds no data would take those before it in its execution along; and XLA
-        # would have done half of it.
+        # The step that finds no data would discard earlier steps of its execution, and XLA would
+        # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)
@@ -104,8 +102,7 @@ def join(
     padded = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
         return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
-    # Of a dataset that Keras knows to be without end it wants steps_per_epoch; after a filter,
-    # whatever it lets through, nobody knows.
+    # The filter hides from Keras that the dataset is endless, for which it wants steps_per_epoch.
     return padded.filter(lambda *_: True)
 
 
@@ -115,8 +112,8 @@ def joined(
     """The batches of `dataset`, for a custom loop over unequal amounts of data.
 
     A rank that runs out gets a sample of zeros, shape (1, ...), until all have run out; its
-    gradients count nothing. What is applied in the loop's body is weighted as within `step_weight`
-    (see there for functions)::
+    gradients count nothing. Gradients applied in the loop's body are weighted as within
+    `step_weight` (see there for functions)::
 
         for (x, y), samples in rr.joined(dataset):
             with tf.GradientTape() as tape:
@@ -125,18 +122,12 @@ def joined(
             if samples:
                 metric.update_state(loss)
 
-    Collective, once for each batch. One such loop at a time in each thread. Leave it early only
-    on all ranks after the same batch, and call ``close()`` on it where something still refers to
-    it: until then what is applied is weighted.
-
-    Args:
-        dataset, weighting, communicator: as for `join`.
+    Collective, once for each batch. One such loop at a time in each thread. Leave it early only on
+    all ranks after the same batch, and call ``close()`` on it where something still refers to it:
+    until then gradients are weighted. Arguments and errors are those of `join`.
 
     Yields:
-        An element of the dataset, and how many samples it has: 0 for one that is made up.
-
-    Raises:
-        ConfigError: as `join`.
+        An element of the dataset, and its number of samples: 0 for a sample of zeros.
     """
     ring = communicator or default_communicator()
     if weighting not in WEIGHTINGS:
@@ -164,7 +155,7 @@ def _samples(batch: Any) -> int:
 
 
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
-    """The largest number of batches of any rank; None where one does not know its own."""
+    """The largest number of batches of any rank; None where a rank does not know its own."""
 
     def compare(gathered: list[Any]) -> Difference | None:
         for rank, (_, theirs) in enumerate(gathered):
@@ -195,7 +186,7 @@ def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
 
 
 def _empty_batch(dataset: Any) -> Any:
-    """Tensors like those of `dataset`, of no samples."""
+    """Tensors like those of `dataset`, with no samples."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(
             f"got {type(dataset).__name__} to join",
@@ -230,10 +221,10 @@ def _filled(batch: Any) -> Any:
 
 
 def _build(model: Any, empty: Any) -> None:
-    """Have model, metrics and optimizer make their variables now.
+    """Create the variables of model, metrics and optimizer now.
 
-    An empty step could not undo what it has made itself, and TensorFlow makes no variables in a
-    function where they would depend on the exchange at its beginning.
+    An empty step could not undo creating them, and TensorFlow creates no variables in a function
+    where they would depend on the exchange at its beginning.
     """
     metrics = getattr(model, "_compile_metrics", None)
     if not model.built or not (metrics is None or metrics.built):
@@ -243,18 +234,18 @@ def _build(model: Any, empty: Any) -> None:
     build_optimizer_here(model)
 
 
-# What was last logged of each model, by place, dtype and shape.
+# The last logs of each model, by position, dtype and shape.
 _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-# Models whose steps are followed, and with what weighting.
+# Models that `join` has prepared, with their weighting.
 _followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
 
 
 def _follow(model: Any, weighting: str, ring: Communicator) -> None:
-    """From now on training steps of `model` are weighted, and empty ones leave no trace."""
+    """From now on training steps of `model` are weighted, and empty ones change nothing."""
     if _followed.get(model) == (weighting, ring):
         return
     _followed[model] = (weighting, ring)
-    # What was traced before knew of another weighting, or of none.
+    # A function traced before has another weighting, or none.
     model.train_function = None
     owner = weakref.ref(model)
     put_around(model, Place.WEIGHTED, lambda step: _following(step, owner))
@@ -269,8 +260,8 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
         has_data = samples > 0
         own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
         weight = weighting_module.exchanged(own, ring)
-        # Nothing happens before a rank is known to have data: at the end of an epoch this step is
-        # given up, and must not have counted, or decayed weights.
+        # Everything waits until a rank is known to have data: at the end of an epoch this step is
+        # given up, and must not have been counted, or decayed weights.
         with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
             before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
             logs = step(_filled(data))
@@ -288,7 +279,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
 
 
 def _passing(model: Any) -> list[Any]:
-    """Metrics and moving averages of a rank's own batches, not those of all ranks'."""
+    """Metrics and moving averages of this rank's own batches, not those of all ranks'."""
     shared = {
         id(variable)
         for layer in model._flatten_layers()
@@ -301,10 +292,10 @@ def _passing(model: Any) -> list[Any]:
 
 
 def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any) -> Any:
-    """Undo an empty step; return the logs: of such a step those of the last real one.
+    """Undo an empty step; return the logs: for an empty step those of the last real one.
 
     So the loss of a sample of zeros is not shown, and a NaN in it does not end training. Metrics
-    are asked again once they have their values back. Values whose shape is not fixed stay.
+    are computed again from their restored values. Values whose shape is not fixed stay.
     """
     values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
     latest = [_latest(model, place, value) for place, value in enumerate(values)]
@@ -335,7 +326,7 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
 
 
 def _latest(model: Any, place: int, value: Any) -> Any:
-    """A variable for the last real value in a place of the logs, 0 before; None: no fixed shape."""
+    """A variable for the last real value at an index of the logs, first 0; None: no fixed shape."""
     if not value.shape.is_fully_defined():
         return None
     kept = _logged.setdefault(model, {})

@@ -1,4 +1,4 @@
-"""Variables that every rank keeps to itself, and what an optimizer keeps for them."""
+"""Variables that each rank does not share, and the optimizer's state for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LocalVariables"]
 
 
 class LocalVariables:
-    """Neither values nor gradients of these are shared."""
+    """Variables whose values and gradients are not shared."""
 
     def __init__(self) -> None:
         # By identity, since variables compare by value.
@@ -28,14 +28,14 @@ class LocalVariables:
         return id(plain_variable(variable)) in self._variables
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of them."""
         return len(self._variables)
 
     def add(self, variable: Any) -> None:
         """Make `variable` one of them.
 
         Raises:
-            ConfigError: it is none of Keras's or TensorFlow's.
+            ConfigError: it is no variable of Keras or TensorFlow.
         """
         if not isinstance(variable, (keras.Variable, tf.Variable)):
             raise ConfigError(
@@ -45,10 +45,10 @@ class LocalVariables:
         self._variables[id(plain_variable(variable))] = variable
 
     def check(self, inner: Any) -> None:
-        """Return if `inner`, an optimizer that is built, can train them apart from the others.
+        """Return if `inner`, a built optimizer, can train them apart from the others.
 
         Raises:
-            ConfigError: it does something with all gradients together, or does not train one.
+            ConfigError: it uses all gradients together, or does not train one of them.
         """
         if not self._variables:
             return
@@ -72,12 +72,7 @@ class LocalVariables:
                 )
 
     def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
-        """`variables` without these, and without what `inner` keeps for these.
-
-        Args:
-            variables: of the model, or of `inner`, the optimizer that trains it.
-            inner: the optimizer.
-        """
+        """`variables` (the model's or those of `inner`) without these and their state."""
         if not self._variables:
             return list(variables)
         trained = [*inner._trainable_variables, *self._variables.values()]
@@ -87,14 +82,14 @@ class LocalVariables:
 
 
 def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
-    """Of the variables that are trained the one an optimizer keeps `state` for; None: none."""
+    """The trained variable for which an optimizer keeps `state`, or None."""
 
     def prefix(owner: Any) -> str:
-        # Keras names the state after the whole path of what it is kept for.
+        # Keras puts the variable's whole path into the state's name.
         path = getattr(owner, "path", str(owner.name).replace(":", "_"))
         return f"{path.replace('/', '_')}_"
 
     name = str(state.path).rpartition("/")[2]
-    # The longest, since another's name may go on where this one's ends.
+    # The longest, since one variable's path may begin with another's.
     owners = [owner for owner in trained if name.startswith(prefix(owner))]
     return max(owners, key=lambda owner: len(prefix(owner)), default=None)

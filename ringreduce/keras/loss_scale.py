@@ -1,10 +1,10 @@
-"""A LossScaleOptimizer put around a DistributedOptimizer goes inside it.
+"""Puts a LossScaleOptimizer inside the DistributedOptimizer that it was put around.
 
-``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer` by itself. That
-one skips a step whose gradients are not finite, by a condition: gradients that were reduced inside
-it would be reduced on some ranks only, where one rank alone has an infinity, and those would
-wait for ever (tensorflow#46863). Inside, it sees means: one rank's infinity is in all of them, so
-all ranks skip the same steps and keep equal scales.
+``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer`, which skips a
+step whose gradients are not finite, by a condition. Reduced inside it, where one rank alone has an
+infinity, gradients would be reduced on the other ranks only, which would wait forever
+(tensorflow#46863). Inside, it sees means: one rank's infinity is in all of them, so all ranks skip
+the same steps and keep equal scales.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["turn_inside_out"]
 
 @cache
 def turn_inside_out() -> None:
-    """From now on ``LossScaleOptimizer(distributed)`` makes what is right."""
+    """From now on ``LossScaleOptimizer(distributed)`` returns a DistributedOptimizer around it."""
     plain_new = LossScaleOptimizer.__new__
 
     def make(cls: type, inner_optimizer: Any = None, *arguments: Any, **options: Any) -> Any:
@@ -32,7 +32,7 @@ def turn_inside_out() -> None:
         inner = inner_optimizer._inner
         if isinstance(inner, LossScaleOptimizer):
             return inner_optimizer
-        # What comes back is no instance of `cls`, so Python does not call `__init__` on it.
+        # The result is no instance of `cls`, so Python does not call `__init__` on it.
         return inner_optimizer.around(cls(inner, *arguments, **options))
 
     LossScaleOptimizer.__new__ = make

@@ -1,13 +1,10 @@
-"""Metrics of all ranks together: from the sum of their states, not the mean of their results.
+"""Computes metrics of all ranks together: from the sum of their states, not the mean of results.
 
-A Keras metric is a few variables (total and count, numbers of true positives) and a function
-of them. Ranks see different amounts of different data, so the mean of their results is not the
-result on all data; for an area under a curve it is not even near. But the states add up: one
-all-reduce sums them, each rank puts the sums into its metrics, asks for the results, and puts its
-own values back.
-
-How values combine is what Keras's variables say in `aggregation`; those that `Metric.add_variable`
-makes say "sum".
+A Keras metric is a few variables (total and count, numbers of true positives) and a function of
+them. Ranks see different amounts of different data, so the mean of their results is not the result
+on all data; for an area under a curve it is far off. But states add up: one all-reduce sums them,
+each rank puts the sums into its metrics, reads the results, and restores its own values. Each
+variable's `aggregation` says how values combine; for those of `Metric.add_variable` it is "sum".
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
 
-# Of each name in logs: whether it is a metric's, and its value, None if it is not a number.
+# For each name in logs: whether it is a metric's, and its value, None if it is not a number.
 Entries = Mapping[str, tuple[bool, Any]]
 
 
@@ -33,12 +30,9 @@ class MetricStates:
     """What a model's metrics hold on one rank after some batches.
 
     Attributes:
-        batches: how many batches went into them. With none, `values` is empty, and the rank adds
-            nothing.
-        variables: the metrics' variables.
-        values: a copy of the value of each.
-        results: what the metrics make of them, by the name in logs: floats, and arrays where
-            a metric has several numbers.
+        batches: their number; with 0, `values` is empty and the rank adds nothing.
+        values: a copy of the value of each of `variables`.
+        results: by name in logs: floats, and arrays where a metric has several numbers.
     """
 
     batches: int = 0
@@ -69,23 +63,18 @@ def states_of(model: Any, batches: int) -> MetricStates:
 def combined_results(
     model: Any, states: MetricStates, communicator: Communicator
 ) -> dict[str, Any]:
-    """What the metrics of `model` say of the batches of all ranks together; equal on all.
+    """The results of `model`'s metrics on the batches of all ranks; equal on all ranks.
 
-    Collective. Takes three short exchanges. Variables with the aggregation "sum" are added,
-    with "mean" averaged over the ranks that had batches, with "only_first_replica" taken from
-    the first of these. With "none" each rank keeps its own; where that makes a result differ,
-    it is the mean of the ranks' results.
-
-    Args:
-        model: a compiled model. Its metrics hold what they held when this returns or raises.
-        states: from `states_of`.
-        communicator: whose ranks.
+    Collective; three short exchanges. Variables with the aggregation "sum" are added, with "mean"
+    averaged over the ranks that had batches, with "only_first_replica" taken from the first of
+    these. With "none" each rank keeps its own; if a result then differs, it is the mean of the
+    ranks' results. The metrics hold what they held when this returns or raises.
 
     Returns:
         Results by name, as in `MetricStates`; none if no rank had a batch.
 
     Raises:
-        MismatchError: the ranks' metrics are not the same, on all ranks.
+        MismatchError: the ranks' metrics differ; on all ranks.
     """
     own = [states.batches, states.layout]
     gathered = agree(communicator, own, _difference, "averaging of metrics")
@@ -123,7 +112,7 @@ def combined_results(
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
     """What `merged` needs of this rank's logs; `results` are those of its own metrics.
 
-    A value is a metric's if it is logged under the metric's name and is the metric's result. A
+    A value is a metric's if it is logged under the metric's name and equals its result. A
     `train_step` may log something else under that name: a loss, beside a loss tracker that it does
     not update.
     """
@@ -133,7 +122,7 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
         if name in results and np.array_equal(number, results[name], equal_nan=True):
             entries[name] = (True, _packed(number))
         else:
-            # Arrays that are no metric's stay what they are.
+            # Arrays that belong to no metric stay as they are.
             entries[name] = (False, number if isinstance(number, float) else None)
     return entries
 
@@ -141,12 +130,8 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
 def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str, Any]:
     """All ranks' values of what they log, equal on all ranks.
 
-    Args:
-        entries: those of every rank.
-        together: from `combined_results`. Taken for what is a metric's on all ranks that log it.
-
-    Returns:
-        Those values, and means of numbers that are no metric's, each rank with equal weight.
+    `together`, from `combined_results`, is used where the value is a metric's on all ranks that log
+    it. Other numbers are averaged, each rank with equal weight.
     """
     found: dict[str, Any] = {}
     for name in dict.fromkeys(name for theirs in entries for name in theirs):
@@ -159,7 +144,7 @@ def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str,
 
 
 def _numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers in `logs`, as floats or arrays; dicts within are flattened, as Keras does it."""
+    """The numbers in `logs`, as floats or arrays; nested dicts are flattened, as Keras does."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
@@ -188,9 +173,9 @@ def _unpacked(packed: Any) -> Any:
 
 
 def _agreed(numbers: Sequence[Any]) -> Any:
-    """The value that all have; where they differ, the mean, each with equal weight."""
+    """The common value; where values differ, the mean, each with equal weight."""
     if all(np.array_equal(number, numbers[0], equal_nan=True) for number in numbers):
-        # Not by way of the sum, which need not be exact.
+        # Not computed from the sum, which need not be exact.
         return numbers[0]
     mean = np.mean(np.array(numbers, np.float64), axis=0)
     return mean if mean.ndim else float(mean)
@@ -199,7 +184,7 @@ def _agreed(numbers: Sequence[Any]) -> Any:
 def _results_with(
     model: Any, variables: Sequence[Any], values: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """What the metrics say with other values in their variables, which get theirs back."""
+    """The metrics' results with `values` in their variables, which are then restored."""
     before = [np.array(v.numpy()) for v in variables]
     try:
         for variable, value in zip(variables, values, strict=True):
@@ -211,11 +196,11 @@ def _results_with(
 
 
 def _difference(gathered: list[Any]) -> Difference | None:
-    """In what the variables of ranks differ that had batches."""
+    """How the metric variables of ranks that had batches differ."""
     counted = [(rank, layout) for rank, (batches, layout) in enumerate(gathered) if batches]
     for rank, layout in counted:
         first, expected = counted[0]
-        # Without the path: numbers of automatic names depend on what else a process has made.
+        # Without the path: numbers in automatic names depend on what else a process has made.
         if [entry[1:] for entry in layout] != [entry[1:] for entry in expected]:
             here, there = (
                 ", ".join(

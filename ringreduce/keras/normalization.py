@@ -1,10 +1,10 @@
 """Batch normalization over the batches of all ranks.
 
-Each rank computes count, mean and sum of squared deviations of its own batch, one all-gather
-shares them, and every rank combines them in the same order with the formula of Chan et al.
-That is exact for batches of different sizes, and sound where the mean is large against the
-deviations; the rejected alternative, sums of values and of squares, loses all digits there.
-It is differentiable like any other tensor arithmetic: the backward pass sends one sum.
+Each rank computes count, mean and sum of squared deviations of its own batch, one all-gather shares
+them, and every rank combines them in the same order with the formula of Chan et al. That is exact
+for batches of different sizes, and accurate where the mean is large against the deviations; the
+rejected alternative, sums of values and of squares, loses all digits there. The backward pass sends
+one sum.
 
 See: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances", 1979.
@@ -30,27 +30,27 @@ __all__ = ["SyncBatchNormalization"]
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` with the moments of all ranks' batches together.
 
-    N ranks with batches of B train as one process with a batch of N B does, and moving
-    statistics are equal on all ranks. Batches may differ in size. Use it where a rank's own
-    batch is small. It costs an exchange of 3 numbers for each channel in the forward
-    pass, and another in the backward pass; inference sends nothing.
+    N ranks with batches of B train as one process with a batch of N B does, and moving statistics
+    are equal on all ranks. Batches may differ in size. Use it where a rank's own batch is small. It
+    exchanges 3 numbers for each channel in the forward pass, and again in the backward pass;
+    inference sends nothing.
 
-    In training all ranks must call it equally often and in the same order, and differentiate
-    it or not alike. A step of `model.fit` does, also with ``run_eagerly`` and with
+    In training all ranks must call it equally often and in the same order, and either all
+    differentiate it or none. A step of `model.fit` does, also with ``run_eagerly`` and with
     ``steps_per_execution``.
 
-    It is saved as plain `keras.layers.BatchNormalization`, with the same weights, and loads as
-    that where ringreduce is not installed. To go on training with synchronized moments use
+    It is saved as plain `keras.layers.BatchNormalization`, with the same weights, and loads as that
+    where ringreduce is not installed. To continue training with synchronized moments use
     ``rr.load_model(path, sync_batch_normalization=True)``.
 
     Args:
         arguments, options: as for `keras.layers.BatchNormalization`, without ``synchronized``.
-        communicator: whose ranks; by default the process's, which `init` must have made when
-            the layer is first called in training. It is no part of the layer's configuration.
+        communicator: by default the process's, which must exist when the layer is first called in
+            training. It is no part of the layer's configuration.
 
     Raises:
-        ConfigError: ``synchronized=True``, which is for `tf.distribute`; or this version of
-            Keras computes moments where they cannot be replaced.
+        ConfigError: ``synchronized=True``, which is for `tf.distribute`; or this version of Keras
+            computes moments where they cannot be replaced.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             )
         self._communicator = communicator
 
-    # Asked by `compile`, and set by the base.
+    # Read by `compile`, and set by the base class.
     @property
     def supports_jit(self) -> bool:
         """Whether XLA can compile it: where XLA can call the ring."""
@@ -80,7 +80,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     def supports_jit(self, value: bool) -> None:
         pass
 
-    # Called by the base, in training only; inputs are float32 there, or float64.
+    # The base class calls this in training only; inputs are float32 or float64.
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         ring = self._communicator or default_communicator()
@@ -92,24 +92,23 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         weight, counts = weighting.current(), [1] * ring.size
         if weight is None:
             return _combined(collectives.all_gather(own[tf.newaxis], ring, counts=counts))
-        # What stands for the batch of a rank that has none left is no part of the moments.
+        # Leave out the placeholder batch of a rank that has no data left.
         own = tf.where(weight.own > 0, own, tf.zeros_like(own))
-        # A rank's loss counts by that rank's weight, also in the gradients that it sends to the
-        # others; what it receives is multiplied by its own later, with all its gradients.
+        # A rank's loss counts with that rank's weight, also in the gradients that it sends to
+        # others; those it receives are multiplied by its own weight later, with all its gradients.
         own = _times_back(own, tf.math.divide_no_nan(weight.mean, weight.own))
         every = collectives.all_gather(own[tf.newaxis], ring, counts=counts)
         return _combined(_times_back(every, weight.factor))
 
 
-# What Keras writes into a file is the name and the module of the class, and the configuration is
-# that of the plain layer.
+# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
 SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
 SyncBatchNormalization.__module__ = keras.layers.BatchNormalization.__module__
 
 
 @tf.custom_gradient
 def _times_back(values: Any, factor: Any) -> Any:
-    """`values`, whose gradient is multiplied by `factor`; by 0 even what is no number."""
+    """`values`, with the gradient multiplied by `factor`; a factor of 0 makes even NaN 0."""
 
     def gradient(upstream: Any) -> Any:
         return tf.math.multiply_no_nan(upstream, tf.cast(factor, upstream.dtype)), None
@@ -120,10 +119,8 @@ def _times_back(values: Any, factor: Any) -> Any:
 def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:
     """Count, mean and sum of squared deviations of each channel, shape (channels,).
 
-    Args:
-        inputs: at least float32.
-        mask: None, or shaped as `inputs` without its last dimension: which elements count.
-        channels: the dimension of the channels, from the front.
+    `inputs` are at least float32, with channels in the dimension `channels`. `mask`, shaped as
+    `inputs` without the last dimension, says which elements count; None: all.
     """
     axes = [axis for axis in range(len(inputs.shape)) if axis != channels]
     if mask is None:
@@ -133,7 +130,7 @@ def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:
         counted = None
     else:
         counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-        # A choice and no product: what is left out may be no number.
+        # A choice, not a product: elements left out may be NaN.
         inputs = tf.where(counted, inputs, tf.zeros_like(inputs))
         counted = tf.cast(counted, inputs.dtype)
         count = tf.reduce_sum(counted, axes)
@@ -148,10 +145,9 @@ def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:
 
 
 def _combined(moments: Any) -> tuple[Any, Any]:
-    """Mean and variance of each channel, from (count, mean, sum of squared deviations).
+    """Mean and variance of each channel.
 
-    Args:
-        moments: shape (ranks, 3, channels).
+    `moments`: (count, mean, sum of squared deviations) of each, shape (ranks, 3, channels).
     """
     counts, means, squares = tf.unstack(moments, axis=1)
     total = tf.reduce_sum(counts, 0)

@@ -1,18 +1,17 @@
 """`DistributedOptimizer`: any Keras optimizer, with gradients averaged over the ring.
 
-It holds the optimizer it wraps and forwards to it, after Keras's own LossScaleOptimizer;
-the rejected alternative, a class made from the user's own with methods replaced, loses the
-state of an optimizer that is already built. Three facts of Keras 3 shape it:
+It holds the optimizer it wraps and forwards to it, like Keras's own LossScaleOptimizer. The
+rejected alternative, a subclass of the user's class with methods replaced, loses the state of an
+optimizer that is already built. Three facts of Keras 3 shape it:
 
-- A training step calls nothing but `apply_gradients`, which calls `apply`; it is there that
-  gradients are reduced, before the inner optimizer clips or decays them, so that N ranks of
-  batch B do what one process does with batch N B.
-- Saving records the class of `model.optimizer`. The wrapper's class takes the name and the
-  module of the inner one, and its configuration and variables are the inner one's, and so is
-  what `dir` lists, where Keras looks for more to save. So a saved model loads where ringreduce
-  is not installed, as the plain optimizer.
-- Variables of model and optimizer exist at the latest when the first step is traced, and
-  the step has not run yet then: that is when rank 0's values go to everyone.
+- A training step calls only `apply_gradients`, which calls `apply`. Gradients are reduced there,
+  before the inner optimizer clips or decays them, so that N ranks of batch B do what one process
+  does with batch N B.
+- Saving records the class of `model.optimizer`. The wrapper's class has the name and module of the
+  inner one; its configuration, its variables and what `dir` lists, where Keras looks for more to
+  save, are the inner one's. So a saved model loads without ringreduce, as the plain optimizer.
+- Variables of model and optimizer exist at the latest when the first step is traced, before it
+  runs: that is when all ranks receive rank 0's values.
 """
 
 from __future__ import annotations
@@ -45,68 +44,66 @@ from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["DistributedOptimizer"]
 
-# Large enough for the ring's full bandwidth, small enough that a step has several.
-# Within a host sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
+# Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
+# sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
 BUCKET_BYTES = 4 << 20
-# The last layers' gradients come first; the sooner they leave, the more is hidden.
+# The last layers' gradients come first; the sooner they travel, the more is hidden.
 FIRST_BUCKET_BYTES = 256 << 10
 
 
 class DistributedOptimizer(Wrapper):
     """An optimizer whose `apply` averages gradients over all ranks first.
 
-    Works in `model.fit`, eagerly too, and in custom loops that call `apply` or
-    `apply_gradients`. Before the first step every rank receives rank 0's trainable variables
-    and optimizer state. In an eager loop whose optimizer is not built in advance the first
-    gradients are computed before that can happen; where a rank's weights turn out to have
-    differed, its first gradients are left out of the mean. Call
-    ``optimizer.build(model.trainable_variables)`` before such a loop to avoid that.
+    Works in `model.fit`, eagerly too, and in custom loops that call `apply` or `apply_gradients`.
+    Before the first step every rank receives rank 0's trainable variables and optimizer state. In
+    an eager loop whose optimizer is not built in advance the first gradients are computed before
+    that; a rank whose weights differed is left out of that mean. Call
+    ``optimizer.build(model.trainable_variables)`` before such a loop to avoid it.
 
-    It must be the outermost wrapper. It has no variables of its own, and what else Keras's
-    optimizers have, it reads from the wrapped one and writes there.
+    It must be the outermost wrapper. It has no variables; other attributes of Keras's optimizers
+    are read and set on the wrapped one.
 
     It is saved as what it wraps, state included: by `model.save`, `model.save_weights`,
     `tf.train.Checkpoint`. Such files load where ringreduce is not installed, and plain ones load
-    here; `ringreduce.keras.load_model` wraps again what Keras's `load_model` gives back plain, as
-    do copies of a compiled model. `copy.deepcopy` and `pickle` of the optimizer itself keep the
-    wrapper with its options. Such a copy is not built, so that it can be used with another model
-    like its original's, and has the state when it is; its `variables` show it until then.
+    here. Keras's `load_model` and copies of a compiled model give a plain optimizer; use
+    `ringreduce.keras.load_model`, or wrap it. `copy.deepcopy` and `pickle` of the optimizer itself
+    keep the wrapper with its options. Such a copy is not built, so that it can be used with another
+    model like its original's, and gets the state when it is; its `variables` show it until then.
 
     Args:
-        inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the
-            global batch grows with them.
-        communicator: whose ranks; by default the process's, which `init` must have made when
-            the first step comes.
+        inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the global
+            batch grows with them.
+        communicator: by default the process's, which `init` must have made when the first step
+            comes.
         bucket_bytes: about how many bytes of gradients are reduced at a time.
-        accumulate_steps: reduce and apply only every so many calls of `apply`, with the mean of the
-            gradients of them all: as one step with so many times the batch. The step counter
-            counts what is applied. What is left over at the end of an epoch counts for the next.
-        compression: ``"none"``, ``"fp16"`` or ``"bf16"``: what 32- and 64-bit gradients are rounded
-            to while they travel (`Compression`). Ranks stay bit-identical.
-        sparse_as_dense: make dense gradients of sparse ones (`tf.IndexedSlices`, of embeddings)
-            before they are reduced. By default only their rows travel, unless so many are
-            used that the whole is less. Either way rows of the same index are added before the
-            optimizer sees them, with one rank too: plain Keras's Adam, say, squares each by itself.
-        local_variables: variables that every rank keeps to itself; see `register_local_var`.
+        accumulate_steps: reduce and apply only every so many calls of `apply`, with the mean of all
+            their gradients: as one step with so many times the batch. The step counter counts what
+            is applied. What is left at the end of an epoch counts for the next.
+        compression: ``"none"``, ``"fp16"`` or ``"bf16"``: the dtype to which 32- and 64-bit
+            gradients are rounded while they travel (`Compression`). Ranks stay bit-identical.
+        sparse_as_dense: make sparse gradients (`tf.IndexedSlices`, of embeddings) dense before they
+            are reduced. By default only their rows travel, unless the whole is less. Either way
+            rows of the same index are added before the optimizer sees them, with one rank too;
+            plain Keras's Adam, say, squares each by itself.
+        local_variables: variables that are not shared; see `register_local_var`.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
-        check_numerics: what to do when a gradient holds NaN or infinity. Every rank looks at
-            its own gradients just before they are averaged. ``"raise"``: all ranks raise the same
-            `NumericsError`, which names rank, variable, element and step; also where all
-            gradients are finite and their sum overflows, which 16-bit ones cannot, being summed
-            in float32. ``"warn"``: that rank logs the same, and training goes on; once, and again
-            at its 10th, 100th, ... bad step. ``"off"``, the default: nothing is looked at. Looking
-            reads all gradients once more: 3.5 % of a step of the benchmarks' MLP, which has many
-            weights and little arithmetic for each. Leave it off around a LossScaleOptimizer, which
-            skips such steps.
+        check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own
+            gradients just before they are averaged. ``"raise"``: all ranks raise the same
+            `NumericsError`, which names rank, variable, element and step; also where all gradients
+            are finite and their sum overflows (16-bit ones cannot: they are summed in float32).
+            ``"warn"``: that rank logs the same at its first, 10th, 100th, ... bad step, and
+            training continues. ``"off"``, the default: no check. Checking reads all gradients once
+            more: 3.5 % of a step of the benchmarks' MLP, which has many weights and little
+            arithmetic for each. Leave it off around a LossScaleOptimizer, which skips such steps.
 
     Raises:
         ConfigError: `inner` is no Keras optimizer, is already distributed, or accumulates by
             itself; another argument is out of range; or a `tf.distribute` strategy of several
             replicas is active.
-        TypeError: there is no such argument; for one of Horovod's, what it is called here.
+        TypeError: there is no such argument; for one of Horovod's, it names the one to use.
     """
 
-    # What a class made for an optimizer's class wraps.
+    # Set on subclasses: the optimizer class that they wrap.
     _inner_class: Any = None
 
     def __new__(cls, inner: Any, *arguments: Any, **options: Any) -> DistributedOptimizer:
@@ -168,21 +165,22 @@ class DistributedOptimizer(Wrapper):
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
 
-    # Python that runs while tracing, and nothing that AutoGraph could make ops of.
+    # AutoGraph must not convert this: it is Python that runs while tracing.
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Average `grads` over all ranks and apply them with the inner optimizer.
 
         Args:
-            grads: tensors or what becomes them, `tf.IndexedSlices` or None; one for each variable,
-                in the same order on all ranks. Rows of slices with the same index are added.
-            trainable_variables: the variables; by default those the optimizer was built with.
+            grads: tensors or what converts to them, `tf.IndexedSlices` or None; one for each
+                variable, in the same order on all ranks. Rows of slices with the same index are
+                added.
+            trainable_variables: by default those the optimizer was built with.
 
         Raises:
             ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
-                the ring; something is no gradient, nor None.
-            RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` the same
-                error, which is a `tf.errors.UnknownError` too.
+                the ring; something is neither a gradient nor None.
+            RingReduceError: eagerly, when the reduction fails. From a `tf.function` the same error,
+                which is a `tf.errors.UnknownError` too.
         """
         grads = list(grads)
         if not grads:
@@ -192,7 +190,7 @@ class DistributedOptimizer(Wrapper):
             self._deferred.append((grads, variables))
             return
         if not self._inner.built and variables is not None:
-            # As its own `apply` would, for variables of the same names.
+            # As the inner `apply` would, so that variables get the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
                 self.build_inner(variables)
         known = variables or self._inner._trainable_variables
@@ -210,7 +208,7 @@ class DistributedOptimizer(Wrapper):
 
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[list[Any], Any]]]:
-        """Within the block `apply` only adds its arguments to the list that this gives."""
+        """Within the block `apply` only adds its arguments to the list that this yields."""
         self._deferred = []
         try:
             yield self._deferred
@@ -218,7 +216,7 @@ class DistributedOptimizer(Wrapper):
             self._deferred = None
 
     def _refuse_number(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Raise what Keras does where gradients come without variables; it takes other calls."""
+        """Raise Keras's own error where gradients come without variables, else a ConfigError."""
         if variables is None:
             self._inner.apply(gradients)
         raise ConfigError(
@@ -230,24 +228,22 @@ class DistributedOptimizer(Wrapper):
     def _kind_of(self, variable: Any) -> Kind:
         if variable in self._local:
             return Kind.LOCAL
-        # The scales of 8-bit floats: their "gradient" is their new value, from the largest number
-        # that was seen.
+        # For the scales of 8-bit floats, the "gradient" is the new value, computed from the largest
+        # number seen.
         is_new_value = getattr(variable, "overwrite_with_gradient", False)
         return Kind.MAXIMUM if is_new_value else Kind.MEAN
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave `variable` to each rank: neither its values nor its gradients are shared.
+        """Share neither values nor gradients of `variable`, one of those that are trained.
 
         Its gradients are applied as they are, not divided by the number of ranks. Call it before
         the first step, and alike on all ranks.
 
-        Args:
-            variable: `keras.Variable` or `tf.Variable`, one of those that are trained.
-
         Raises:
-            ConfigError: it is neither, or a step was made; in the first step, where the optimizer
-                does something with all gradients together (``global_clipnorm``, a
-                LossScaleOptimizer), which would then differ between ranks, or does not train it.
+            ConfigError: it is no `keras.Variable` or `tf.Variable`, or a step was made; in the
+                first step, where the optimizer does not train it, or uses all gradients together
+                (``global_clipnorm``, a LossScaleOptimizer), so that shared weights would differ
+                between ranks.
         """
         if self._initial.are_given:
             raise ConfigError(
@@ -274,25 +270,21 @@ class DistributedOptimizer(Wrapper):
 
     def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
         """Give all ranks rank 0's values; return the gradients to reduce."""
-        # All that it may ever train: what is frozen now, say, and will not be later.
+        # All variables that it may ever train, those frozen now included.
         every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
         self._give()
         state = self.shared(self._inner.variables)
         return self._initial.give(self.shared([*every.values()]), gradients, self._ring(), state)
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
-        """Those of `variables` that are equal on all ranks: without local ones and their state.
-
-        Args:
-            variables: of the model or of the optimizer.
-        """
+        """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""
         return self._local.others_of(variables, self._inner)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Wrap an optimizer made from `config`, as ``type(optimizer).from_config`` of a wrapper.
 
-        Keras makes the plain one of it: `keras.optimizers.deserialize`, `load_model`.
+        `keras.optimizers.deserialize` and `load_model` make a plain optimizer of the same `config`.
 
         Raises:
             ConfigError: called on `DistributedOptimizer` itself, which wraps no class yet.
@@ -306,7 +298,7 @@ class DistributedOptimizer(Wrapper):
         return DistributedOptimizer(cls._inner_class.from_config(config, **further))
 
     def around(self, inner: Any) -> DistributedOptimizer:
-        """Another with the same options, and the same local variables, around `inner`."""
+        """Another wrapper around `inner` with the same options and local variables."""
         if self._copied is not None:
             raise ConfigError(
                 f"the copy of an optimizer ({self.name}) gets a loss scale before it is built, "
@@ -315,7 +307,7 @@ class DistributedOptimizer(Wrapper):
                 "inside.",
             )
         other = DistributedOptimizer(inner, self._communicator, **self._options)
-        # The same object, since more may still be registered with the first.
+        # The same object, since the first wrapper may still register more.
         other._local = self._local
         return other
 
@@ -346,14 +338,14 @@ class DistributedOptimizer(Wrapper):
 
 @lru_cache
 def _named_after(inner: type) -> type[DistributedOptimizer]:
-    """A class of ours that Keras records under the inner class's name when it saves a model."""
+    """A subclass that Keras records under the inner class's name when it saves a model."""
     members = {
         "__module__": inner.__module__,
         "__doc__": DistributedOptimizer.__doc__,
         "_inner_class": inner,
     }
     named = type(inner.__name__, (DistributedOptimizer,), members)
-    # Keras knows a class that the user has registered by that name. Registering ours under it too
+    # Keras finds a class that the user has registered by that name. Registering ours under it too
     # would make Keras load ours.
     if inner in object_registration.GLOBAL_CUSTOM_NAMES:
         name = object_registration.GLOBAL_CUSTOM_NAMES[inner]
@@ -364,7 +356,7 @@ def _named_after(inner: type) -> type[DistributedOptimizer]:
 def _copy(
     description: Description, communicator: Communicator | None, options: dict[str, Any]
 ) -> DistributedOptimizer:
-    """A wrapped optimizer from its description; what a pickled one names."""
+    """A wrapped optimizer from its description; pickles refer to this function."""
     inner, state = description.remake()
     optimizer = DistributedOptimizer(inner, communicator, **options)
     optimizer._copied = state

@@ -1,9 +1,9 @@
-"""Loading a model so that it trains on over the ring.
+"""Loads a model and wraps its optimizer, so that training continues over the ring.
 
-A model that was trained under `DistributedOptimizer` is saved by Keras's own means:
-``model.save``, ``model.save_weights``, `tf.train.Checkpoint`, `keras.callbacks.ModelCheckpoint`.
-The files hold the optimizer that was wrapped, with its state, and nothing of ours, so they load
-where ringreduce is not installed, and those of plain Keras load here.
+A model trained under `DistributedOptimizer` is saved by Keras's own means: ``model.save``,
+``model.save_weights``, `tf.train.Checkpoint`, `keras.callbacks.ModelCheckpoint`. The files hold the
+wrapped optimizer with its state, and nothing of ours, so they load where ringreduce is not
+installed, and those of plain Keras load here.
 """
 
 from __future__ import annotations
@@ -30,29 +30,25 @@ def load_model(
 ) -> Any:
     """Load a model with `keras.models.load_model` and wrap its optimizer.
 
-    Training goes on as if it had not been interrupted: the optimizer comes with its state. At
-    the next step all ranks receive rank 0's weights and state, so a file that only some of them
-    have must be loaded by all, or by rank 0 into a model that the others built alike.
+    Training continues as if it had not been interrupted: the optimizer keeps its state. At the next
+    step all ranks receive rank 0's weights and state. So a file that only some ranks have must be
+    loaded by all, or by rank 0 into a model that the others built alike.
 
-    What `keras.models.load_model`, `keras.models.clone_model` or a copy of a model have is the
-    plain optimizer: trained like that, ranks would drift apart. Wrap it, as this function does.
+    `keras.models.load_model`, `keras.models.clone_model` and copies of a model give the plain
+    optimizer; trained like that, ranks would drift apart.
 
     Args:
-        path: as Keras takes it: a ``.keras`` file, however the model was trained.
-        custom_objects: names and classes or functions that the file mentions and Keras does not
-            know, a custom optimizer's too.
-        compile: False: without loss and optimizer; nothing is wrapped.
-        safe_mode: False: code that the file contains (lambdas) may run.
-        communicator: whose ranks; the process's default by default.
-        sync_batch_normalization: make `SyncBatchNormalization` of the file's BatchNormalization
-            layers, as which they are saved.
+        path, custom_objects, compile, safe_mode: as for `keras.models.load_model`; with
+            ``compile=False`` nothing is wrapped.
+        sync_batch_normalization: load the file's BatchNormalization layers as
+            `SyncBatchNormalization`, which is saved under that name.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:
         The model. Its optimizer is a `DistributedOptimizer`, or None where the file has none.
 
     Raises:
-        ValueError: the file is none, as Keras says it.
+        ValueError: Keras's, for a file that holds no model.
         ConfigError: as `DistributedOptimizer`.
     """
     if sync_batch_normalization:

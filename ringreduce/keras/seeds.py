@@ -1,10 +1,10 @@
-"""Random generators whose states must differ between ranks: of Dropout, noise, augmentation.
+"""Makes the states of random generators (Dropout, noise, augmentation) differ between ranks.
 
-A program seeds all its ranks alike, so that they begin with equal weights and shuffle alike. Then
-their generators are alike too: with the same masks on every rank a global batch holds less chance
-than it should. So a generator that is in the same state on several ranks gets another seed on all
-but the first of them. States, and not their origin, are compared, so doing it again changes
-nothing, and what a checkpoint has made equal again is mended by doing it again.
+A program seeds all ranks alike, so that they begin with equal weights and shuffle alike. Then their
+generators are equal too: with the same masks on every rank a global batch has less randomness than
+it should. So a generator that is in the same state on several ranks gets another seed on all but
+the first. States are compared, not their origin: repeating it changes nothing, or repairs what a
+checkpoint has made equal again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     """Make the random numbers of `source` differ between ranks, where they do not.
 
     Collective. `DistributedOptimizer` and `DistributedGradientTape` do it for all generators of a
-    training step that is traced into a graph, `rr.join` and `rr.callbacks.Together` for those of
-    the model. Use it for the rest: augmentation layers inside of a `tf.data` pipeline, and models
-    trained eagerly.
+    traced training step, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
+    the rest: augmentation layers in a `tf.data` pipeline, and models trained eagerly.
 
     Args:
-        source: a layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and
-            in the same order on all ranks.
-        communicator: whose ranks; the process's default by default.
+        source: a layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in
+            the same order on all ranks.
     """
     sources = source if isinstance(source, (list, tuple)) else [source]
     states = []
@@ -52,7 +50,7 @@ def is_seed_state(variable: Any) -> bool:
 
 
 def make_different(states: Sequence[Any], communicator: Communicator) -> None:
-    """Change those of `states` that a lower rank has too. Collective; in any order."""
+    """Change those of `states` that a lower rank has too. Collective; order does not matter."""
     if communicator.size == 1:
         return
     own = [[int(number) for number in np.asarray(state.numpy())] for state in states]
@@ -76,8 +74,8 @@ def seed_states_in_use() -> list[Any]:
     graph: Any = tf.compat.v1.get_default_graph()
     found: dict[int, Any] = {}
     while graph is not None:
-        # What a tf.function's graph has read so far; a plain graph has no such attribute, and a
-        # TensorFlow that has none would only leave the generators to `fold_seeds`.
+        # A plain graph has no such attribute. A TensorFlow without it would only leave the
+        # generators to `fold_seeds`.
         for variable in getattr(graph, "_watched_variables", ()):
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)

@@ -1,4 +1,4 @@
-"""What is put around a model's training step, in the one order that is right."""
+"""Wraps a model's training step, in a fixed order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Step = Callable[[Any], Any]
 
 
 class Place(enum.IntEnum):
-    """From the inside out, in whatever order they come."""
+    """The order of the wrappers from the inside out, whenever they are added."""
 
     COMPILED = 0
-    # Around the former, which applies gradients when what it compiled has ended: they have to be
-    # weighted then.
+    # Around COMPILED, which applies gradients after its function has ended: they must be weighted
+    # then.
     WEIGHTED = 1
 
 
 def put_around(model: Any, place: Place, wrap: Callable[[Step], Step]) -> None:
-    """Put ``wrap(step)`` in the place of `model`'s training step, its own or a user's, once.
+    """Wrap `model`'s training step, its own or a user's, with `wrap` at `place`, once.
 
-    It keeps the step alive, which is most often a method of the model's: `wrap` should know the
-    model by a weak reference.
+    The model keeps the step, which is usually its own method, so `wrap` should refer to the model
+    weakly.
     """
     step = model.train_step
     inner, wraps = (step.inner, step.wraps) if isinstance(step, _Wrapped) else (step, {})
     if place in wraps:
         return
     model.train_step = _Wrapped(inner, {**wraps, place: wrap})
-    # What was traced before did not know of it.
+    # Functions traced before do not have it.
     model.train_function = None
 
 

@@ -27,32 +27,29 @@ __all__ = ["DistributedGradientTape"]
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` averages over all ranks.
 
-    Use it with a plain optimizer. A `DistributedOptimizer` would average the same gradients
-    again, which changes nothing and takes as long.
+    Use it with a plain optimizer. A `DistributedOptimizer` would average the same gradients again,
+    which changes nothing and takes as long.
 
-    The first time that a variable is among the sources, every rank receives rank 0's value of it.
-    In an eager loop its gradients are computed before that; where a rank's values turn out to have
-    differed, its gradients of that call are left out of the mean. Call `broadcast_variables` before
-    such a loop to avoid that, and for what is no source: the optimizer's variables where they
-    differ, moving averages.
+    When a variable is first among the sources, every rank receives rank 0's value of it. In an
+    eager loop its gradients are computed before that; a rank whose values differed is left out of
+    that mean. Call `broadcast_variables` before such a loop to avoid it, and for what is no source:
+    the optimizer's variables where they differ, moving averages.
 
         with rr.DistributedGradientTape() as tape:
             loss = loss_of(model(inputs, training=True), labels)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
 
-    Only `gradient` averages; `jacobian`, `batch_jacobian` and the rest are the tape's own.
-    A new one in each step costs nothing: what ranks have agreed on is kept.
+    Only `gradient` averages; `jacobian`, `batch_jacobian` and the rest are the tape's own. A new
+    tape in each step costs nothing: what ranks have agreed on is kept.
 
     Args:
-        tape: the tape to wrap; by default a new one, made with `persistent` and
-            `watch_accessed_variables`.
-        communicator: whose ranks; by default the process's, when `gradient` is called.
+        tape: the tape to wrap; by default a new one.
+        communicator: by default the process's, when `gradient` is called.
         persistent, watch_accessed_variables: as for `tf.GradientTape`; refused with a `tape`.
+        local_variables: sources whose values and gradients are not shared.
         bucket_bytes, check_numerics, compression, sparse_as_dense, op: as for
             `DistributedOptimizer`.
-        local_variables: sources that every rank keeps to itself: neither their values nor their
-            gradients are shared.
 
     Raises:
         ConfigError: `tape` is no tape, or an option is impossible.
@@ -95,7 +92,7 @@ class DistributedGradientTape:
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
         }
-        # Made once only for its errors, so that they come where the mistake is.
+        # Made only to raise errors of the options here.
         GradientBridge(**self._options)
 
     def __enter__(self) -> DistributedGradientTape:
@@ -107,7 +104,7 @@ class DistributedGradientTape:
         """Stop recording."""
         self._tape.__exit__(*exception)
 
-    # Python that runs while tracing, and nothing that AutoGraph could make ops of.
+    # AutoGraph must not convert this: it is Python that runs while tracing.
     @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
@@ -116,25 +113,20 @@ class DistributedGradientTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """The gradients of `target` by `sources`, averaged over all ranks.
+        """`tf.GradientTape.gradient`, with the gradients averaged over all ranks.
 
-        Collective: all ranks must call it at the same place.
-
-        Args:
-            target: as for `tf.GradientTape.gradient`; each rank's own loss.
-            sources: a tensor or variable, or a nested structure of them, equal on all ranks
-                in number, order, shape and dtype.
-            output_gradients, unconnected_gradients: as for `tf.GradientTape.gradient`.
+        Collective: all ranks must call it at the same point. `target` is each rank's own loss; the
+        structure of `sources` is equal on all ranks, with equal shapes and dtypes.
 
         Returns:
-            The structure of `sources`, with a gradient in each place; None where `target` does
-            not depend on it, which must be so on all ranks. Equal on all ranks to the last bit.
+            Gradients in the structure of `sources`, equal on all ranks to the last bit; None where
+                `target` does not depend on a source, which must be so on all ranks.
 
         Raises:
             ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
                 the ring; a gradient has no fixed shape.
-            RingReduceError: eagerly, when the reduction fails. Out of a `tf.function` it is
-                of a class that is also `tf.errors.UnknownError`.
+            RingReduceError: eagerly, when the reduction fails. From a `tf.function` the same error,
+                which is a `tf.errors.UnknownError` too.
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         gradients, flat = tf.nest.flatten(own), tf.nest.flatten(sources)
@@ -168,7 +160,8 @@ class DistributedGradientTape:
         self._local.add(_identity(source))
 
     def __getattr__(self, name: str) -> Any:
-        # What is not found otherwise: watch, stop_recording, reset, watched_variables, jacobian.
+        # Python calls this for what the class lacks: watch, stop_recording, reset,
+        # watched_variables, jacobian.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._tape, name)
@@ -179,15 +172,11 @@ def _identity(variable: Any) -> int:
 
 
 class _Kept:
-    """What tapes of one communicator share: one is made in each step, so none can keep it.
-
-    Attributes:
-        initial: which sources had rank 0's values.
-    """
+    """What all tapes of a communicator share, since each step makes a new tape."""
 
     def __init__(self) -> None:
         self.initial = InitialValues()
-        # By their options: bridges have the plans that ranks agreed on.
+        # By their options; a bridge keeps the plans that ranks agreed on.
         self._bridges: dict[tuple[Any, ...], GradientBridge] = {}
 
     def bridge(self, options: dict[str, Any]) -> GradientBridge:
@@ -212,6 +201,6 @@ def _kept_for(communicator: Communicator) -> _Kept:
 
 
 def _name(source: Any, number: int) -> str:
-    """What messages call a source: a variable's path. Names of tensors differ between ranks."""
+    """A source in messages: the path of a variable; names of tensors differ between ranks."""
     is_variable = isinstance(source, (tf.Variable, keras.Variable))
     return path_of(source) if is_variable else f"source {number}"

@@ -1,4 +1,4 @@
-"""Collectives on tensors, as users call them: in layers, losses, metrics and custom loops."""
+"""Collectives on tensors for users: in layers, losses, metrics and custom loops."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ def all_reduce(
 ) -> Any:
     """Reduce a tensor, or each of a structure, over all ranks; all get the same result.
 
-    Works eagerly and inside `tf.function`, `tf.while_loop` included; all ranks must call it at
-    the same place, and all ask for its gradient, or none. That of sums is the sum of all
-    ranks' gradients, that of means their mean. Results are bit-identical on all ranks.
+    Works eagerly and inside `tf.function`, `tf.while_loop` included. All ranks must call it at the
+    same point, and either all ask for its gradient or none. The gradient of a sum is the sum of all
+    ranks' gradients, that of a mean their mean. Results are bit-identical on all ranks.
 
     Args:
         tensor: anything `tf.convert_to_tensor` takes, or a nested structure of such: a list, a
-            tuple or a dict is one, and is reduced leaf by leaf. Shapes and dtypes are equal on
-            all ranks; dtypes are integers and floats up to 64 bits, bfloat16 included, but not
-            uint32 and uint64; bool for min, max and product. `tf.IndexedSlices` stay sparse, for
-            sums and means: the result has the rows of all ranks.
+            tuple or a dict is reduced leaf by leaf. Shapes and dtypes are equal on all ranks;
+            dtypes are integers and floats up to 64 bits, bfloat16 included, but not uint32 and
+            uint64; bool for min, max and product. `tf.IndexedSlices` stay sparse, for sums and
+            means: the result has the rows of all ranks.
         op: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"product"``.
-        communicator: whose ranks; the process's default by default.
 
     Returns:
         New tensors of the same shapes and dtypes, in the same structure.
@@ -51,8 +50,8 @@ def all_reduce(
             ``jit_compile=True`` where XLA cannot call the ring, does not know the shape, or in the
             condition of a loop; in a graph of TensorFlow 1; when the gradient of min, max or
             product is asked for.
-        MismatchError: the ranks make different calls, or pass different shapes or dtypes; or
-            come to the gradients of several targets of a tape in different orders.
+        MismatchError: the ranks make different calls, or pass different shapes or dtypes; or reach
+            the gradients of several targets of a tape in different orders.
         PeerError: another rank failed, or did not make the call in time.
         ClosedError: `init` was not called.
     """
@@ -67,7 +66,7 @@ def all_reduce(
 
 
 def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
-    """All ranks' rows one after the other, for means divided by the number of ranks."""
+    """All ranks' rows in rank order; for means divided by the number of ranks."""
     how = reduce_op(op)
     if how not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ArrayError(
@@ -87,13 +86,12 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
 def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order.
 
-    The gradient of a rank's rows is the sum of what all ranks have for them.
+    The gradient of a rank's rows is the sum of all ranks' gradients of them.
 
     Args:
-        tensor: anything `tf.convert_to_tensor` takes. First dimensions may differ between
-            ranks and be zero, the others and the dtype may not differ. A tensor without
-            dimensions counts as one of shape (1,).
-        communicator: whose ranks; the process's default by default.
+        tensor: anything `tf.convert_to_tensor` takes. First dimensions may be zero, and differ
+            between ranks except under ``jit_compile=True``; the others and the dtype may not. A
+            tensor without dimensions counts as one of shape (1,).
 
     Returns:
         A new tensor of shape (sum of first dimensions, ...), equal on all ranks.
@@ -112,9 +110,8 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
 
     Args:
         tensor: anything `tf.convert_to_tensor` takes, of equal shape and dtype on all ranks.
-        root: the rank whose tensor is sent; equal on all ranks. It only sends, and may learn
-            only in its next call that another rank passed something else.
-        communicator: whose ranks; the process's default by default.
+        root: the rank that sends; equal on all ranks. It only sends, and may learn only in its next
+            call that another rank passed a different root.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -131,15 +128,14 @@ def reduce_scatter(
 ) -> Any:
     """Reduce a tensor over all ranks and leave each rank its own rows of the result.
 
-    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at
-    most one and the longer ones come first; with fewer rows than ranks the last are empty. The
-    gradient is the gathered gradients of all parts.
+    Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
+    one, longer ones first; with fewer rows than ranks the last are empty. The gradient is the
+    gathered gradients of all parts.
 
     Args:
-        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more, of equal shape
-            and dtype on all ranks.
+        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more, of equal shape and
+            dtype on all ranks.
         op: as for `all_reduce`.
-        communicator: whose ranks; the process's default by default.
 
     Returns:
         A new tensor of shape (own rows, ...).

@@ -1,7 +1,6 @@
-"""What this rank's gradients of a step count in the mean over all ranks.
+"""The weight of this rank's gradients in the mean over all ranks of a step.
 
-Usually every rank counts alike, and nothing here is used. Where batches differ in length, or a
-rank has none left, the step is made within `step_weight`, and the optimizer asks `current`.
+Usually all ranks have equal weight, and `current` is None.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ class Kind(enum.Enum):
     """How a variable's gradients of several steps, and of all ranks, become one."""
 
     MEAN = enum.auto()
-    # Of this rank alone.
+    # This rank's own, not shared.
     LOCAL = enum.auto()
-    # For what is no gradient but a new value, such as the largest number seen.
+    # For new values instead of gradients, such as the largest number seen.
     MAXIMUM = enum.auto()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of one rank in one step.
+    """One rank's weight in a step: scalar float32 tensors.
 
     Attributes:
-        own: scalar float32 tensor, this rank's: 0 for none.
-        mean: scalar float32 tensor, the mean over all ranks; more than 0.
+        own: this rank's; 0: it counts nothing.
+        mean: over all ranks; more than 0.
     """
 
     own: Any
@@ -60,12 +59,12 @@ class Weight:
 
     @property
     def factor(self) -> Any:
-        """By which to multiply, so that the plain mean over all ranks becomes the weighted one."""
+        """Times this factor, gradients have as plain mean over all ranks the weighted one."""
         return tf.math.divide_no_nan(self.own, self.mean)
 
 
 def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
-    """`gradient` times `own`; what counts 0 is left out, even if it is NaN."""
+    """`gradient` times `own`; with 0 it is left out, even if it is NaN."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
@@ -77,7 +76,7 @@ def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
 
 
 def gradient_op(op: ReduceOp | str) -> ReduceOp:
-    """How gradients of all ranks combine; ConfigError unless that is a mean or a sum."""
+    """How gradients of all ranks combine; ConfigError unless by a mean or a sum."""
     how = reduce_op(op)
     if how not in (ReduceOp.MEAN, ReduceOp.SUM):
         raise ConfigError(f"op is {how.name.lower()!r}; accepted for gradients: mean, sum")
@@ -85,7 +84,7 @@ def gradient_op(op: ReduceOp | str) -> ReduceOp:
 
 
 def of_mean(mean: Any, op: ReduceOp, communicator: Communicator) -> Any:
-    """The mean of a gradient over all ranks, or their sum."""
+    """A gradient's mean over all ranks, or their sum if that is `op`."""
     if op is ReduceOp.MEAN or communicator.size == 1:
         return mean
     return weighted(mean, Kind.MEAN, float(communicator.size))
@@ -95,13 +94,13 @@ _local = threading.local()
 
 
 def current() -> Weight | None:
-    """The weight of the step that this thread computes or traces; None: all ranks count alike."""
+    """The weight of the step that this thread computes or traces; None: all ranks are equal."""
     return getattr(_local, "weight", None)
 
 
 @contextmanager
 def using(weight: Weight | None) -> Iterator[None]:
-    """Within the block `current` gives `weight`."""
+    """Within the block `current` returns `weight`."""
     before = current()
     values = None
     if weight is not None and tf.executing_eagerly():
@@ -121,9 +120,9 @@ def using(weight: Weight | None) -> Iterator[None]:
 
 
 def _kept() -> Weight:
-    """This thread's weight in variables: a function that is traced reads them when it runs.
+    """This thread's weight in variables, which a traced function reads when it runs.
 
-    Values would become constants of it. Outside of all blocks they are 1.
+    Plain values would become its constants. Outside of all blocks the variables are 1.
     """
     if not hasattr(_local, "kept"):
         own, mean = (tf.Variable(1.0, trainable=False) for _ in range(2))
@@ -134,23 +133,22 @@ def _kept() -> Weight:
 
 @contextmanager
 def step_weight(samples: Any, communicator: Communicator | None = None) -> Iterator[None]:
-    """Gradients applied within the block count as much as this rank has `samples`.
+    """Weight the gradients applied within the block by this rank's `samples`.
 
-    For custom loops whose batches differ in length between ranks: the mean that
-    `DistributedOptimizer` computes is that over all samples, and not over the ranks::
+    For custom loops whose batches differ in length between ranks: `DistributedOptimizer` then
+    computes the mean over all samples, not over the ranks::
 
         with rr.step_weight(len(x)):
             optimizer.apply(gradients, model.trainable_variables)
 
-    Collective: all ranks must enter the block, in each step, with `samples` that are 0 or more
-    and not 0 on all. Each rank's gradients must be means over its own samples, as Keras's are. A
-    rank without samples takes part with whatever gradients: with 0 even NaN does not count. A
-    `tf.function` that applies gradients must be called within such a block from its first call
-    on, or hold the block itself: how it was traced is how it stays.
+    Collective: all ranks must enter the block in each step, with `samples` that are 0 or more and
+    not 0 on all. Each rank's gradients must be means over its own samples, as Keras's are. A rank
+    with 0 samples takes part with any gradients, even NaN, which do not count. A `tf.function` that
+    applies gradients must be called within such a block from its first call on, or contain the
+    block: how it was traced is how it stays.
 
     Args:
         samples: number, or scalar tensor.
-        communicator: whose ranks; the process's default by default.
 
     Raises:
         tf.errors.OutOfRangeError: no rank has any sample.
@@ -164,15 +162,11 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
 
 
 def exchanged(own: Any, communicator: Communicator) -> Weight:
-    """The weight of a step, from those of all ranks.
+    """The weight of a step, from those of all ranks; `own` is this rank's, a scalar float32 tensor.
 
-    Collective, in a graph when it runs. Where no rank has any, the op, or eagerly this call,
-    fails with `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that
-    depends on the weight is computed, and Keras ends the epoch.
-
-    Args:
-        own: scalar float32 tensor.
-        communicator: whose ranks.
+    Collective, in a graph when it runs. Where all weights are 0, the op, or eagerly this call,
+    fails with `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that depends on
+    the weight is computed, and Keras ends the epoch.
     """
     compiling = is_compiling()
 
@@ -181,7 +175,7 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
         communicator.all_reduce(total, ReduceOp.MEAN)
         if not total[0] > 0:
             if compiling:
-                # By now XLA may have done whatever does not depend on it.
+                # XLA may already have run whatever does not depend on it.
                 raise communicator.fail(_nobody_has_data(communicator))
             raise StopIteration("no rank has any data left")
         return (np.float32(total[0]),)

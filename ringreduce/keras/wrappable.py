@@ -1,4 +1,4 @@
-"""Which optimizers can be wrapped, and which models train with one that should be."""
+"""Checks which optimizers can be wrapped, and which models need a wrapped one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_unusable(inner: Any) -> None:
-    """Return if gradients can be reduced for the optimizer `inner`, here.
+    """Return if gradients can be reduced for the optimizer `inner` in this process.
 
     Raises:
-        ConfigError: it is none of Keras's, is wrapped already, or adds up gradients by itself; or a
-            `tf.distribute` strategy of several replicas is active.
+        ConfigError: it is no Keras optimizer, is wrapped already, or accumulates gradients by
+            itself; or a `tf.distribute` strategy of several replicas is active.
     """
     if isinstance(inner, Wrapper):
         raise ConfigError(
@@ -65,13 +65,13 @@ def build_optimizer_here(model: Any) -> None:
     optimizer = model.optimizer
     if optimizer is None or optimizer.built:
         return
-    # Not ours by `build`, which copies rank 0's values to all ranks, and so needs all of them.
+    # Not `build` of our wrapper, which is collective: it copies rank 0's values.
     build = getattr(optimizer, "build_inner", optimizer.build)
     build(model.trainable_variables)
 
 
 def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
-    """Say so if nothing seems to average what `model` trains on."""
+    """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
     if communicator.size == 1 or optimizer is None or isinstance(optimizer, Wrapper):
         return

@@ -1,7 +1,7 @@
-"""An optimizer that is another one in all that Keras and TensorFlow ask of it.
+"""An optimizer that forwards to another in all that Keras and TensorFlow use of it.
 
-It has no variables of its own. What is read, set, saved, restored and checkpointed is the inner
-optimizer's, so that files are those of the plain one. A subclass says what is done differently.
+It has no variables. What is read, set, saved, restored and checkpointed is the inner optimizer's,
+so files are those of the plain one. A subclass defines what differs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Wrapper"]
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer it stands for; see `_stand_for` and `_forwarding`."""
 
-    # What a copy that is not built waits with.
+    # The state of a copy until it is built.
     _copied: CopiedState | None
-    # And what of that its variables are to be given, since it was built.
+    # Variables of a built copy that still need their values, each with the one that holds it.
     _to_give: list[tuple[Any, Any]]
 
     def _stand_for(self, inner: Any) -> None:
-        """Leave to `inner` everything that the base's `__init__` has set on this one.
+        """Remove everything that the base's `__init__` set, and leave it to `inner`.
 
-        With that, what Keras and TensorFlow read is the inner one's: clipnorm, use_ema, the name,
-        and what a checkpoint depends on, so that it holds the same as the plain optimizer's.
+        So Keras and TensorFlow read the inner one's clipnorm, use_ema and name, and a checkpoint
+        holds the same as the plain optimizer's.
         """
         self.__dict__.clear()
         self._inner = inner
@@ -39,16 +39,15 @@ class Wrapper(keras.optimizers.Optimizer):
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer that updates weights: the wrapped one, or what a LossScaleOptimizer holds.
+        """The optimizer that updates weights: the wrapped one, or that in a LossScaleOptimizer.
 
-        So Keras calls what is in a LossScaleOptimizer, for its callbacks (SwapEMAWeights) and in
-        its files. What else such a wrapped one has, like ``dynamic_scale``, this one has too.
+        Keras uses this name of a LossScaleOptimizer, in callbacks (SwapEMAWeights) and in files.
         """
         return getattr(self._inner, "inner_optimizer", self._inner)
 
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's variables; of a copy that is not built, what it will have."""
+        """The inner optimizer's variables; for a copy that is not built, those it will have."""
         if self._copied is not None:
             return list(self._copied.variables)
         return list(self._inner.variables)
@@ -127,14 +126,14 @@ class Wrapper(keras.optimizers.Optimizer):
         self._give()
 
     def _give(self) -> None:
-        """Give a copy's variables their values, once they can have any (see `_synchronize`)."""
+        """Give a copy's variables their values, as soon as they are initialized."""
         with tf.init_scope():
             if all(bridge.is_initialized(variable) for variable, _ in self._to_give):
                 for variable, holding in self._to_give:
                     variable.assign(holding.numpy())
                 self._to_give = []
 
-    # A checkpoint of TensorFlow's sees the inner optimizer's dependencies as this one's.
+    # TensorFlow's checkpoints see the inner optimizer's dependencies as this one's.
 
     def _maybe_initialize_trackable(self) -> None:
         self._inner._maybe_initialize_trackable()
@@ -147,7 +146,7 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def __dir__(self) -> list[str]:
         # Keras saves what it finds by these names beside the variables. With our own attributes,
-        # above all `inner_optimizer`, everything would be in the file twice.
+        # above all `inner_optimizer`, the file would hold everything twice.
         names = {*dir(type(self))} - {"inner_optimizer"}
         return sorted(names | {*dir(self._inner)})
 
@@ -155,13 +154,13 @@ class Wrapper(keras.optimizers.Optimizer):
         inner = vars(self).get("_inner")
         ours = name in vars(self) or hasattr(type(self), name)
         if inner is None or ours or not hasattr(inner, name):
-            # Past Keras and TensorFlow, which would save it.
+            # Bypasses Keras and TensorFlow, which would save it.
             object.__setattr__(self, name, value)
         else:
             setattr(inner, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not found otherwise: momentum, beta_1, the slots.
+        # Python calls this for what the class lacks: momentum, beta_1, the slots.
         if name.startswith("__") or "_inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_inner"], name)
@@ -178,8 +177,8 @@ def _forwarding(method: str, base: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# All that Keras's optimizers do and this class does not do differently: an inner optimizer may have
-# its own `_apply_weight_decay`, say, which asks what only it knows.
+# Forward every method that this class does not define: an inner optimizer may have its own
+# `_apply_weight_decay`, say, which reads its own attributes.
 for _base in keras.optimizers.Optimizer.__mro__:
     if "optimizer" in _base.__module__:
         for _name, _value in vars(_base).items():

@@ -1,4 +1,4 @@
-"""The same start on every rank: one rank's weights and optimizer state."""
+"""Gives all ranks one rank's weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -19,23 +19,18 @@ __all__ = ["Broadcast", "broadcast_state", "count_built", "shared_state"]
 
 
 class Broadcast(keras.callbacks.Callback):
-    """Gives all ranks one rank's weights and optimizer variables before the first batch.
+    """Gives all ranks rank `root_rank`'s weights and optimizer variables before the first batch.
 
-    `DistributedOptimizer` does this by itself, from rank 0, for trainable weights and the
-    optimizer. Use this for another root, for moving averages and other weights that are not
-    trained, and after one rank has loaded something. States of random generators stay different,
-    so that ranks do not draw the same numbers.
+    `DistributedOptimizer` does this itself, from rank 0, for trainable weights and the optimizer.
+    Use this for another root, for moving averages and other weights that are not trained, and after
+    one rank has loaded something. States of random generators stay different.
 
-    An optimizer that is not built is built. A model that is not has no weights before its
-    first batch; it gets them after that, and then only from rank 0.
-
-    Args:
-        root_rank: the rank to copy from.
-        communicator: whose ranks; the process's default by default.
+    It builds an optimizer that is not built. A model that is not built has no weights before its
+    first batch; it gets them after that, and only from rank 0.
 
     Raises:
-        ConfigError: when training begins: `root_rank` is no rank, or is not 0 and the model is
-            not built on every rank.
+        ConfigError: when training begins: `root_rank` is no rank, or is not 0 and the model is not
+            built on every rank.
         MismatchError: the ranks' models differ.
     """
 
@@ -45,7 +40,7 @@ class Broadcast(keras.callbacks.Callback):
         self._is_due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Copy, or leave it for after the first batch."""
+        """Copy now if the model is built on all ranks, else after the first batch."""
         ring = self._communicator or default_communicator()
         if not 0 <= self._root < ring.size:
             raise ConfigError(
@@ -70,7 +65,7 @@ class Broadcast(keras.callbacks.Callback):
             broadcast_state(self.model, self._root, ring)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Copy what was not there before the first batch."""
+        """Copy if that was not possible before the first batch."""
         if self._is_due:
             self._is_due = False
             ring = self._communicator or default_communicator()
@@ -78,22 +73,19 @@ class Broadcast(keras.callbacks.Callback):
 
 
 def count_built(model: Any, communicator: Communicator) -> int:
-    """On how many ranks `model` has its weights. Collective."""
+    """The number of ranks on which `model` is built. Collective."""
     built = np.array([int(bool(model.built))], np.int64)
     return int(communicator.all_reduce(built, ReduceOp.SUM)[0])
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
-    """Give `model` and its optimizer the values that they have on rank `root`. Collective.
-
-    Variables that the optimizer knows to be local stay as they are.
-    """
+    """Give `model` and its optimizer, without local variables, rank `root`'s values. Collective."""
     # Not `model.variables`, which has the states of random generators.
     bridge.broadcast_variables(shared_state(model, model.weights), communicator, root)
 
 
 def shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
-    """`weights` of `model` and all variables of its optimizer, without what is a rank's own."""
+    """`weights` of `model` and all variables of its optimizer, without local ones."""
     optimizer = model.optimizer
     every = [*weights, *([] if optimizer is None else optimizer.variables)]
     return every if not hasattr(optimizer, "shared") else optimizer.shared(every)

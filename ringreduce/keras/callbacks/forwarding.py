@@ -1,4 +1,4 @@
-"""Callbacks that hold others: every hook that Keras has goes on to them."""
+"""Callbacks that hold others and forward every hook of Keras to them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Forwarding(keras.callbacks.Callback):
         raise NotImplementedError
 
     def set_model(self, model: Any) -> None:
-        """Pass it on to the members too."""
+        """Also sets the members' model."""
         super().set_model(model)
         for member in self.members():
             member.set_model(model)
 
     def set_params(self, params: Any) -> None:
-        """Pass it on to the members too."""
+        """Also sets the members' params."""
         super().set_params(params)
         for member in self.members():
             member.set_params(params)
@@ -53,13 +53,9 @@ for _hook in dir(keras.callbacks.Callback):
 class OnRankZero(Forwarding):
     """Lets a callback act on rank 0 only, such as one that writes files.
 
-    Elsewhere none of its hooks is called, so it must not make collective calls itself. Within
-    `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes
-    to all ranks.
-
-    Args:
-        callback: the callback to hold.
-        communicator: whose ranks; the process's default by default.
+    On other ranks none of its hooks is called, so it must not make collective calls itself. Within
+    `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
+    all ranks.
 
     Raises:
         ConfigError: `callback` is no Keras callback.
@@ -77,7 +73,7 @@ class OnRankZero(Forwarding):
 
 
 def checked(callback: Any) -> Any:
-    """`callback`, if it is one."""
+    """Return `callback` if it is a Keras callback, else raise ConfigError."""
     if not isinstance(callback, keras.callbacks.Callback):
         raise ConfigError(f"got {callback!r}, which is no keras.callbacks.Callback")
     return callback

@@ -1,4 +1,4 @@
-"""Learning rates for many ranks: scaled with their number, warmed up, and the same everywhere.
+"""Learning rates for many ranks: scaled with their number, warmed up, and equal on all.
 
 See: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour",
 https://arxiv.org/abs/1706.02677.
@@ -25,17 +25,13 @@ __all__ = [
 
 
 def linear_scaling(learning_rate: float, communicator: Communicator | None = None) -> float:
-    """`learning_rate` times the number of ranks.
+    """`learning_rate`, which suits one rank, times the number of ranks.
 
     The linear scaling rule (Goyal et al., 2.1): when each rank keeps its batch size, the global
-    batch is `size` times as large, there are `size` times fewer steps, and each is to go `size`
-    times as far. It holds for SGD after the first epochs, so use it with `LearningRateWarmup`;
-    for Adam and its like less is often better (the square root of `size`). When the global
-    batch stays the same, leave the learning rate alone.
-
-    Args:
-        learning_rate: what suits one rank.
-        communicator: whose ranks; the process's default by default.
+    batch is `size` times as large, there are `size` times fewer steps, and each must go `size`
+    times as far. It holds for SGD after the first epochs, so use it with `LearningRateWarmup`; for
+    Adam and the like less is often better (the square root of `size`). When the global batch stays
+    the same, do not scale.
     """
     return learning_rate * (communicator or default_communicator()).size
 
@@ -46,15 +42,14 @@ class LearningRateSchedule(keras.callbacks.Callback):
     Several of them, with epochs that do not overlap, make a piecewise schedule.
 
     Args:
-        initial_lr: the learning rate that is multiplied.
-        multiplier: a number, or a function of the epoch: of its number with `staircase`, else of
+        multiplier: a number, or a function of the epoch: with `staircase` of its number, else of
             epochs done with their fractions, such as 2.25.
         start_epoch: the first epoch in which the rate is set.
         end_epoch: the epoch after the last; None: to the end.
         staircase: set it when an epoch begins, else before every batch.
         momentum_correction: as for `LearningRateWarmup`.
-        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not
-            know it.
+        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not know
+            it.
 
     Raises:
         ConfigError: when training begins without `staircase`, the number of batches is unknown.
@@ -81,7 +76,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._steps, self._epoch = 0, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how long an epoch is, where that matters."""
+        """Without `staircase`, get the number of batches of an epoch."""
         if self._staircase:
             return
         steps = self._steps_per_epoch or (self.params or {}).get("steps")
@@ -93,13 +88,13 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._steps = int(steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the rate of a staircase."""
+        """Set the rate, with `staircase`."""
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate of a curve."""
+        """Set the rate, without `staircase`."""
         if not self._staircase:
             self._set(self._epoch + batch / self._steps)
 
@@ -120,25 +115,23 @@ class LearningRateSchedule(keras.callbacks.Callback):
 class LearningRateWarmup(LearningRateSchedule):
     """Raises the learning rate with every batch from ``initial_lr / size`` to `initial_lr`.
 
-    The gradual warm-up of Goyal et al., 2.2: the rate that `linear_scaling` gives is too much
-    for weights that have just been drawn. At the end of batch b of s in epoch e, e + (b + 1) / s
-    epochs are done, a part p of `warmup_epochs`; the rate is ``initial_lr * (1 + p * (size - 1)) /
-    size``. After that, the rate is left alone. With one rank it is `initial_lr` all along.
+    The gradual warm-up of Goyal et al., 2.2: the rate of `linear_scaling` is too large for weights
+    that have just been initialized. At the end of batch b of s in epoch e, e + (b + 1) / s epochs
+    are done, a part p of `warmup_epochs`; the rate is ``initial_lr * (1 + p * (size - 1)) / size``.
+    After that, it does not change the rate. With one rank it is always `initial_lr`.
 
     Args:
-        initial_lr: the learning rate to end with, scaled already.
-        warmup_epochs: how many epochs it takes.
-        momentum_correction: scale the accumulated momentum with each change of the rate, since
-            SGD and RMSprop keep it multiplied by the rate of its time (Goyal et al., remark 2).
-            Ignored for optimizers that do not, such as Adam. Reads and writes the momentum once
-            per batch.
+        initial_lr: the learning rate to end with, already scaled.
+        momentum_correction: scale the accumulated momentum with each change of the rate, since SGD
+            and RMSprop keep it multiplied by the rate at that time (Goyal et al., remark 2).
+            Ignored for other optimizers, such as Adam. Reads and writes the momentum once per
+            batch.
         steps_per_epoch: batches of an epoch; by default what `fit` knows of the data.
-        verbose: 1 says on rank 0 when it is done.
-        communicator: whose ranks; the process's default by default.
+        verbose: 1 prints on rank 0 when it is done.
 
     Raises:
-        ConfigError: `warmup_epochs` is negative; when training begins, the number of batches
-            is unknown.
+        ConfigError: `warmup_epochs` is negative; when training begins, the number of batches is
+            unknown.
         TypeError: Keras's, when the optimizer was made with a learning rate schedule.
     """
 
@@ -170,11 +163,11 @@ class LearningRateWarmup(LearningRateSchedule):
         return (done * (size - 1) / self._warmup_epochs + 1) / size
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate that the end of this batch is to have."""
+        """Set the rate for the end of this batch."""
         self._set(self._epoch + (batch + 1) / self._steps)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and say when it is warmed up."""
+        """Log the rate, and print when the warm-up is done."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 >= self._warmup_epochs > epoch:
             ring = self._communicator or default_communicator()
@@ -184,10 +177,9 @@ class LearningRateWarmup(LearningRateSchedule):
 
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
-    """Give the optimizer rank 0's learning rate, where that is a variable. Collective.
+    """Give the optimizer rank 0's learning rates, where they are variables. Collective.
 
-    Of an optimizer that holds several, all of them. A schedule follows the step counter, which
-    is equal on all ranks anyway.
+    A schedule follows the step counter, which is equal on all ranks anyway.
     """
     if communicator.size == 1:
         return
@@ -205,8 +197,8 @@ def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:
     optimizer.learning_rate = rate
     after = float(optimizer.learning_rate)
     if momentum_correction and after != before and before:
-        # Not the coefficient, a plain number that is part of the compiled step, but what it
-        # multiplies: m * (after / before) * v either way.
+        # Change what the momentum coefficient multiplies, since the coefficient is a constant of
+        # the compiled step: m * (after / before) * v either way.
         for variable in _momenta_of(optimizer):
             variable.assign(variable * (after / before))
 

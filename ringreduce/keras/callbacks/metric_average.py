@@ -1,4 +1,4 @@
-"""Logs of all ranks together, before any other callback reads them."""
+"""Replaces logs by those of all ranks together, before other callbacks read them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,20 @@ _VALIDATION = "val_"
 class MetricAverage(keras.callbacks.Callback):
     """Makes the logs of an epoch those of all ranks' data, equal on every rank.
 
-    Place it before callbacks that read logs: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint;
-    History always comes later. `Together` does that by itself.
+    Put it before callbacks that read logs: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint;
+    History always comes later. `Together` does that itself.
 
     The model's metrics, for training and validation, are exact: computed from the sum of the ranks'
     states (total and count, say), as if one process had seen all batches. A rank whose validation
     data are empty gets the others' values. A number that a custom `train_step` logs beside metrics
-    is averaged, each rank with equal weight. Whatever else is no scalar number stays. Logs of
-    single batches stay each rank's own.
+    is averaged, each rank with equal weight. Other values, and logs of single batches, stay each
+    rank's own.
 
-    Collective, at the end of each epoch: a few short exchanges, whatever the number of metrics.
-
-    Args:
-        communicator: whose ranks; the process's default by default.
+    Collective, at the end of each epoch: a few short exchanges, for any number of metrics.
 
     Raises:
-        MismatchError: the ranks log under different names, because some validate or were
-            compiled with a metric that others were not; on all ranks.
+        MismatchError: the ranks log under different names, because only some validate or have a
+            metric; on all ranks.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
@@ -73,7 +70,7 @@ class MetricAverage(keras.callbacks.Callback):
         self._in_epoch = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+        """Count the batch."""
         self._batches += 1
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -83,7 +80,7 @@ class MetricAverage(keras.callbacks.Callback):
             self._validation_batches = 0
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count."""
+        """Count the batch."""
         if self._validation_batches is not None:
             self._validation_batches += 1
 
@@ -93,7 +90,7 @@ class MetricAverage(keras.callbacks.Callback):
             self._validation = states_of(self.model, self._validation_batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace what is in `logs`."""
+        """Replace the values in `logs`."""
         training = self._training or states_of(self.model, self._batches)
         validation, validation_batches = self._validation, self._validation_batches
         self._forget()
@@ -104,7 +101,7 @@ class MetricAverage(keras.callbacks.Callback):
             self._latest = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Replace it here too: Keras hands on what it had before the last epoch's end."""
+        """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""
         if logs is not None:
             logs.update(self._latest)
 
@@ -132,14 +129,14 @@ def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(gathered: list[Any]) -> Difference | None:
-    """Which ranks log under other names, ranks with nothing to validate excepted."""
+    """Which ranks log under different names; ranks with no validation data are left out."""
 
     def names(rank: int, *, validation: bool) -> list[str]:
         entries = gathered[rank]["entries"]
         return sorted(name for name in entries if name.startswith(_VALIDATION) is validation)
 
     for validation in (False, True):
-        # 0 batches, not None: it validated, and found no data.
+        # 0 batches, not None: the rank validated, and had no data.
         first, *rest = [
             rank
             for rank, theirs in enumerate(gathered)

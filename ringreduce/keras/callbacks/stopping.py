@@ -1,4 +1,4 @@
-"""Training that ends after the same batch on every rank."""
+"""Ends training after the same batch on every rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ __all__ = ["StopTogether"]
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Stops training on all ranks when any rank wants to stop, after the same batch.
+    """Stops training on all ranks after the same batch, when any rank wants to stop.
 
-    Without it a rank that sets ``model.stop_training`` alone leaves, and the others' next step
-    fails for want of it. Place it after the callbacks that may stop training (EarlyStopping,
-    TerminateOnNaN). `Together` does that by itself.
+    Without it a rank that sets ``model.stop_training`` leaves alone, and the others' next step
+    fails. Put it after the callbacks that may stop training (EarlyStopping, TerminateOnNaN).
+    `Together` does that itself.
 
-    Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one)
-    and epoch: 8 bytes each, tens of microseconds within a host.
-
-    Args:
-        communicator: whose ranks; the process's default by default.
+    Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
+    epoch: 8 bytes each, tens of microseconds within a host.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:

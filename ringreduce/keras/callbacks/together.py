@@ -1,4 +1,4 @@
-"""The user's callbacks, kept in step on all ranks."""
+"""Runs callbacks so that all ranks act alike."""
 
 from __future__ import annotations
 
@@ -30,40 +30,39 @@ _WRITERS = tuple(
 
 
 class Together(Forwarding):
-    """Runs callbacks so that all ranks act alike; the recommended way to use any of them.
+    """The recommended way to use any callbacks: it runs them so that all ranks act alike.
 
-    model.fit(data, callbacks=[rr.callbacks.Together([
-        keras.callbacks.EarlyStopping(patience=3),
-        keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True),
-    ])])
+        model.fit(data, callbacks=[rr.callbacks.Together([
+            keras.callbacks.EarlyStopping(patience=3),
+            keras.callbacks.ModelCheckpoint("best.keras", save_best_only=True),
+        ])])
 
-    Around the callbacks, which are called in the order given:
+    It calls them in the order given, and adds:
 
     - Before them the logs of an epoch become those of all ranks (`MetricAverage`), so that
       EarlyStopping, ReduceLROnPlateau and History see the same numbers everywhere.
-    - After every batch and epoch, training stops on all ranks when any wants to
-      (`StopTogether`): TerminateOnNaN, which sees only its own rank's loss, ends them all.
-    - Random generators of the model that are in the same state on several ranks get other
-      seeds before each epoch (`fold_seeds`), so that dropout differs between ranks.
+    - After every batch and epoch, training stops on all ranks when any wants to (`StopTogether`),
+      as with TerminateOnNaN, which sees only its own rank's loss.
+    - Random generators of the model that are in the same state on several ranks get other seeds
+      before each epoch (`fold_seeds`), so that dropout differs between ranks.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
       only; wrap others that write in `OnRankZero`.
-    - What BackupAndRestore (or a callback in `OnRankZero`) finds when training begins goes to
-      all ranks: weights, optimizer variables and the epoch to begin with. The file need be on
-      rank 0 only. The model must be built before.
+    - What BackupAndRestore (or a callback in `OnRankZero`) restores when training begins goes to
+      all ranks: weights, optimizer variables and the initial epoch. Only rank 0 needs the file. The
+      model must be built before.
 
-    An error that a callback raises on one rank ends training there as usual; the others' next
-    step then fails and says that this rank has left. Callbacks that are given to `fit` beside
-    this one see averaged logs if they come after it.
+    An error that a callback raises on one rank ends training there as usual; the others' next step
+    then fails and says that this rank has left. Callbacks that are given to `fit` after this one
+    see averaged logs.
 
     Args:
-        callbacks: one, or a list; the same on all ranks, except for those that act on rank 0
-            only, which other ranks may leave out.
-        communicator: whose ranks; the process's default by default.
+        callbacks: one, or a list; the same on all ranks, but other ranks may leave out those that
+            act on rank 0 only.
 
     Raises:
-        ConfigError: something in `callbacks` is no Keras callback; when training begins, there
-            is a BackupAndRestore and the model is not built on every rank.
+        ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
+            BackupAndRestore and the model is not built on every rank.
         MismatchError: as `MetricAverage`.
     """
 
@@ -85,12 +84,12 @@ class Together(Forwarding):
         return self._members
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Let the callbacks begin, then give all ranks what they have found on rank 0."""
+        """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         restores = self._all_are_ready_to_restore(ring)
         if restores:
-            # Else BackupAndRestore does it, on rank 0 alone, where all would be needed.
+            # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
         super().on_train_begin(logs)
         if restores:
@@ -101,9 +100,9 @@ class Together(Forwarding):
             broadcast_state(self.model, 0, ring)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """See to it that ranks draw other random numbers, then call the callbacks."""
-        # Here, since a restored checkpoint has made them alike again, and some layers make their
-        # generators in the first epoch only.
+        """Make ranks draw different random numbers, then call the callbacks."""
+        # Here, since a restored checkpoint makes generators equal again, and some layers create
+        # theirs only in the first epoch.
         fold_seeds(self.model, self._communicator)
         super().on_epoch_begin(epoch, logs)
 
@@ -113,12 +112,12 @@ class Together(Forwarding):
         agree_on_learning_rate(self.model, self._communicator or default_communicator())
 
     def _all_are_ready_to_restore(self, ring: Communicator) -> bool:
-        """Whether rank 0 has something that may restore, and all have where to put it."""
+        """Whether rank 0 may restore something, and the model is built on all ranks."""
         if ring.size == 1:
             return False
         backs_up = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in self.callbacks)
         may_restore = backs_up or any(isinstance(c, OnRankZero) for c in self.callbacks)
-        # Rank 0 says what is done: others may have left out what acts on rank 0 only.
+        # Rank 0 decides: others may have left out what acts on rank 0 only.
         own = [bool(self.model.built)] + [ring.rank == 0 and x for x in (backs_up, may_restore)]
         built, backs_up, may_restore = ring.all_reduce(np.array(own, np.int64), ReduceOp.SUM)
         if backs_up and built < ring.size:

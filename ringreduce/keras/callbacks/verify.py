@@ -1,4 +1,4 @@
-"""Weights that must be alike everywhere, compared while training."""
+"""Compares the ranks' weights while training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ __all__ = ["VerifyReplicas"]
 class VerifyReplicas(keras.callbacks.Callback):
     """Stops training with a `MismatchError` when the ranks' weights are no longer equal.
 
-    Compares trainable variables and the optimizer's, local ones excepted, every `every` batches
-    and at the end of training. Batches are counted over all epochs, and with
-    ``steps_per_execution`` as often as Keras reports one, so that all ranks compare at the same
-    step.
+    Compares trainable variables and the optimizer's, local ones excepted, every `every` batches and
+    at the end of training. Batches are counted over all epochs, and with ``steps_per_execution`` as
+    often as Keras reports one, so that all ranks compare at the same step.
 
     Args:
         every: batches between two comparisons. Each hashes all weights, at about 1 GB/s.
-        communicator: whose ranks; the process's default by default.
 
     Raises:
         ConfigError: `every` is less than 1.
@@ -38,13 +36,13 @@ class VerifyReplicas(keras.callbacks.Callback):
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count, and compare when it is time."""
+        """Count, and compare after every `every` batches."""
         self._batches += 1
         if self._batches % self._every == 0:
             self._verify()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare what training has left."""
+        """Compare the final weights."""
         self._verify()
 
     def _verify(self) -> None:

@@ -1,4 +1,4 @@
-"""When gradients are communicated, and when the wrapped optimizer applies what comes of it."""
+"""When gradients are communicated, and when the wrapped optimizer applies the result."""
 
 from ringreduce.keras.strategies.accumulate import Accumulate
 from ringreduce.keras.strategies.every_step import EveryStep

@@ -1,11 +1,11 @@
-"""Gradients of several steps are added up on each rank, then reduced and applied together.
+"""Adds up gradients of several steps on each rank, then reduces and applies them together.
 
     step       1        2        3        4        5 ...
                add      add      add      add
                -        -        -        reduce, apply, clear        (steps = 4)
 
-The sums lie in variables that nobody saves: they are the wrapper's, not the optimizer's. All ranks
-count the same steps, so that all reach the condition's same side.
+The sums are variables of the wrapper, not of the optimizer, and are not saved. All ranks count the
+same steps, so all take the same branch of the condition.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ __all__ = ["Accumulate"]
 
 
 class Accumulate:
-    """Reduces the mean of so many steps' gradients, by their weights.
+    """Reduces the weighted mean of `steps` steps' gradients.
 
     In a graph the reduction is traced once, inside a branch of `tf.cond` whose condition is the
     same on all ranks.
-
-    Args:
-        steps: how many steps are added up.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        # An optimizer may be applied to several sets of variables in turn, each with its own steps.
+        # One optimizer may be applied to several sets of variables, each with its own steps.
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
 
     def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
@@ -49,13 +46,13 @@ class Accumulate:
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
-        # A variable that had a gradient in an earlier step only is part of the mean too.
+        # A variable that had a gradient only in an earlier step is part of the mean too.
         sums = [cycle.sums.get(id(variable)) for variable in step.variables]
 
         def apply() -> None:
             vouch_for_branch()
-            # Divided so that the plain mean over the ranks is the mean by weight over all steps
-            # and ranks; for local variables over this rank's steps.
+            # Divided so that the plain mean over the ranks is the weighted mean over all steps and
+            # ranks; for local variables over this rank's steps.
             divisors = {Kind.MEAN: cycle.mean, Kind.LOCAL: cycle.own}
             means = [
                 None if total is None else _divided(total, variable, divisors.get(kind))
@@ -71,7 +68,7 @@ class Accumulate:
         tf.cond(is_due, apply, lambda: None)
 
     def _cycle_of(self, step: Step) -> _Cycle:
-        # Out of the function that is being traced: they outlive it.
+        # Outside of the function that is being traced, since they outlive it.
         with tf.init_scope():
             key = tuple(map(id, step.variables))
             if key not in self._cycles:
@@ -89,12 +86,10 @@ class Accumulate:
 
 
 class _Cycle:
-    """What was added up since the last reduction, for one set of variables.
+    """The sums since the last reduction, for one set of variables.
 
-    Attributes:
-        count: how many steps there were, in all.
-        own, mean: the sums of this rank's weights, and of the ranks' average weights.
-        sums: of gradients, by variable.
+    `own` and `mean` add up this rank's weights and the ranks' average weights, `sums` gradients by
+    variable; `count` is the number of all steps so far.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ __all__ = ["EveryStep"]
 
 
 class EveryStep:
-    """The strategy that is used if nothing else is asked for."""
+    """The default strategy."""
 
     def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
         """Reduce the gradients and apply them."""

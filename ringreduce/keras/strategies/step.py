@@ -1,4 +1,4 @@
-"""What a strategy is given in each step, and what it may use."""
+"""What a strategy gets in each step, and what it may use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ class Step:
     """One call of `DistributedOptimizer.apply`.
 
     Attributes:
-        gradients: tensors, `tf.IndexedSlices` or None; this rank's.
-        variables: theirs, equal on all ranks.
-        kinds: how the ranks' gradients of each become one.
-        weight: what this rank's count in the mean; None: all ranks count alike.
+        gradients: this rank's: tensors, `tf.IndexedSlices` or None.
+        variables, kinds: theirs, equal on all ranks.
+        weight: this rank's weight in the mean; None: all ranks are equal.
     """
 
     gradients: Sequence[Any]
@@ -36,23 +35,14 @@ class Strategy(Protocol):
     """Decides what is communicated when, and calls the wrapped optimizer's `apply`."""
 
     def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
-        """Make a step: all ranks make the same calls of `reducer`, in the same order.
+        """Make a step; `inner`, the wrapped optimizer, is built.
 
-        Args:
-            step: its gradients.
-            inner: the wrapped optimizer, built.
-            reducer: how gradients get from all ranks to all ranks.
+        All ranks make the same calls of `reducer`, in the same order.
         """
 
 
 class Reducer:
-    """Makes one gradient of all ranks', by kind.
-
-    Args:
-        bridge: averages.
-        communicator: whose ranks.
-        op: MEAN or SUM, for what is averaged.
-    """
+    """Combines all ranks' gradients, by kind; `op`, MEAN or SUM, is for those of kind MEAN."""
 
     def __init__(self, bridge: GradientBridge, communicator: Communicator, op: ReduceOp) -> None:
         self._bridge, self._communicator, self._op = bridge, communicator, op
@@ -60,14 +50,9 @@ class Reducer:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
     ) -> list[Any]:
-        """Those of kind MEAN averaged or added, of kind MAXIMUM the largest, of kind LOCAL own.
+        """Average or add gradients of kind MEAN, take the maximum for MAXIMUM, keep LOCAL ones.
 
-        Args:
-            gradients: tensors, `tf.IndexedSlices` or None.
-            variables, kinds: theirs, equal on all ranks.
-
-        Raises:
-            As `GradientBridge.mean`.
+        Variables and kinds are equal on all ranks. Raises what `GradientBridge.mean` raises.
         """
         means = [
             gradient if kind is Kind.MEAN else None
