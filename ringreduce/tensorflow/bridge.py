@@ -1,10 +1,8 @@
 """Averages the gradients of a step over all ranks, by one of three routes with bit-equal results.
 
-- In a graph, native ops hand each bucket to the engine as soon as its gradients are computed
-  (`ringreduce.tensorflow.native_route`).
-- In what XLA compiles, custom calls do that (`ringreduce.tensorflow.xla_route`).
-- Eagerly, and without the native library, one Python function takes all gradients
-  (`ringreduce.tensorflow.python_route`).
+In a graph, native ops hand each bucket to the engine as soon as its gradients are computed
+(`ringreduce.tensorflow.native_route`); in what XLA compiles, custom calls do that (`xla_route`).
+Eagerly, and without the native library, one Python function takes all gradients (`python_route`).
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ class GradientBridge:
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
         self._sparse = SparseMean(self._numerics)
-        # For the communicator that was used last.
+        # The plans are for the communicator that was used last.
         self._agreed: tuple[Communicator, AgreedPlans] | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
         self._routes: dict[tuple[tuple[GradientSpec, ...], str], tuple[BucketPlan, _Route]] = {}

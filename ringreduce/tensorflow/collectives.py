@@ -1,24 +1,21 @@
 """Collectives on tensors: eagerly and inside `tf.function`, with gradients.
 
-Each calls a Python function (`ringreduce.tensorflow.calls`). They run in program order
-(`ringreduce.tensorflow.order`), including those of the backward pass and of the bridge; the
-communicator first waits for what its engine was given. So ranks that run the same program make the
-same calls in the same order. Nothing travels while tracing.
+They run in program order (`ringreduce.tensorflow.order`), including those of the backward pass and
+of the bridge; the communicator first waits for what its engine was given. So ranks that run the
+same program make the same calls in the same order. Nothing travels while tracing.
 
-TensorFlow chooses the order of a backward pass, by more than the program: for gradients of several
-targets, by how much else the tape has recorded. So a collective of a backward pass carries the
-number of the one whose gradient it is. Ranks that reach different ones have different signatures,
-which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
+But TensorFlow chooses the order of a backward pass by more than the program: for gradients of
+several targets, by how much else the tape has recorded. So a collective of a backward pass carries
+the number of the one whose gradient it is. Ranks that reach different ones have different
+signatures, which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
 
-The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses:
+The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses; the
+mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of the mean loss:
 
     all_reduce        the same all_reduce, for sums and means
     all_gather        the sum over all ranks of this rank's rows
     reduce_scatter    all_gather, for sums and means
     broadcast         the sum over all ranks on the root, zeros elsewhere
-
-So averaging gradients over the ranks afterwards, as `DistributedOptimizer` does, gives those of the
-mean of all losses. Each gradient has a gradient too.
 """
 
 from __future__ import annotations

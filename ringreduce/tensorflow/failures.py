@@ -5,10 +5,8 @@ in Python. Here that class gets a ``__new__`` which reads the text. If it is tha
 has broken a communicator of this process, the instance is of both classes: ``except
 ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``.
 
-This is the only change to TensorFlow. Nothing else can convert the error of `model.fit`: a failing
-function returns a status to TensorFlow's own code, with none of ours on the stack (the optimizer
-ran while tracing; callbacks are not called on errors). That code chooses the exception by a fixed
-table of codes, and what a Python function in a graph raised is reduced to code and text as well.
+This is the only change to TensorFlow. Nothing else can convert the error of `model.fit`: TensorFlow
+makes the exception from a status, by a fixed table of codes, with none of our code on the stack.
 """
 
 from __future__ import annotations

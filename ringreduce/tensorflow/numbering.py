@@ -20,8 +20,7 @@ __all__ = ["NONE", "UNKNOWN", "Numbers", "of"]
 
 # In place of a forward call's number: there is no such call, or its number is not known.
 NONE, UNKNOWN = 0, -1
-# The n-th forward call has the number n, its gradient n + _DEGREE, that one's gradient n + 2 *
-# _DEGREE.
+# Numbers of the n-th forward call, its gradient, that one's: n, n + _DEGREE, n + 2 * _DEGREE.
 _DEGREE = 1 << 48
 
 

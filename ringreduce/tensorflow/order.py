@@ -5,11 +5,10 @@ such as a condition, a loop or another function with a reduction in it, waits on
 touch the same variables. XLA runs independent ops in any order. So each collective depends on the
 ordering token of the one before it: an int32 scalar that is computed when that one is done.
 
-A token cannot be used in another function's graph, nor outside of its loop. So each communicator
-has a variable that holds the latest token: the first collective of a graph reads it, and each
-collective writes its own. Every function with collectives in it then touches that variable, so
-TensorFlow orders these functions; for XLA a variable is a value that goes in and comes out, which
-shows what depends on what.
+A token cannot be used in another function's graph, nor outside of its loop. So a variable of the
+communicator holds the latest token: the first collective of a graph reads it, and each writes its
+own. TensorFlow then orders functions with collectives, since all touch that variable; for XLA it is
+a value that goes in and comes out.
 
 TensorFlow does not order ops on a variable in the backward pass of a function whose gradient a tape
 outside of it asks for. There ranks may run collectives in different orders, which their signatures

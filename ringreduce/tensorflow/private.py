@@ -1,6 +1,6 @@
 """All private names of TensorFlow that this package uses, checked on import.
 
-Nothing is changed in TensorFlow. A name that a later version has moved is reported when
+This file changes nothing in TensorFlow. A name that a later version has moved is reported when
 `ringreduce.tensorflow` is imported, and not during training.
 """
 

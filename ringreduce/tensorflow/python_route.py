@@ -31,7 +31,7 @@ class PythonRoute:
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The means of the plan's dense gradients and of its sparse ones, in their order."""
         parts = self._sparse.parts(slices)
-        # One more result than means: so ranks without gradients take part in the comparison too.
+        # One more result than means, so that ranks without gradients are compared too.
         results = [((), tf.int32)]
         results += [(gradient.shape, gradient.dtype) for gradient in dense]
         results += self._sparse.results(parts)

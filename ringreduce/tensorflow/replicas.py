@@ -1,9 +1,4 @@
-"""Checks that all ranks hold the same weights by comparing a hash of each variable.
-
-Ranks that apply the same means to the same weights stay bit-identical. If they do not, something
-has changed one rank alone: a callback that assigns on one rank, a layer whose updates are random,
-faulty memory.
-"""
+"""Checks that all ranks hold the same weights by comparing a hash of each variable."""
 
 from __future__ import annotations
 
@@ -26,14 +21,15 @@ __all__ = ["verify_replicas"]
 def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
     """Return if every rank holds the same values of `variables`, to the last bit.
 
-    Collective: all ranks must call it at the same point of the program. Hashes every variable
-    (about 1 GB/s) and sends 8 bytes; more only where something differs.
+    Ranks that apply the same means to the same weights stay bit-identical. If they do not,
+    something has changed one rank alone: a callback that assigns on one rank, a layer whose updates
+    are random, faulty memory. Collective: all ranks must call it at the same point of the program.
+    Hashes every variable (about 1 GB/s) and sends 8 bytes; more only where something differs.
 
     Args:
         variables: `keras.Variable` or `tf.Variable`, in the same order on all ranks, such as
             ``model.trainable_variables``. Leave out what may differ: states of random generators,
             and moving averages of normalization layers, which follow each rank's own data.
-        communicator: whose ranks; the process's default by default.
 
     Raises:
         MismatchError: they differ; on all ranks. The text names the first variable that differs,

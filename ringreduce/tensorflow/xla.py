@@ -1,10 +1,9 @@
 """The native ops as custom calls of XLA, for what `jit_compile=True` compiles.
 
-XLA cannot use TensorFlow's kernels. It can call functions that are registered with it
-(native/src/xla_calls.c), and TensorFlow's op `XlaCallModule` adds a call to a graph as a module of
-StableHLO, XLA's input language. XLA runs independent ops in any order; ordering tokens, int32
-scalars that go in and come out, fix it. Where this cannot be used, `why_not` says why, and
-gradients can be reduced outside of what is compiled.
+XLA can call functions that are registered with it (native/src/xla_calls.c); TensorFlow's op
+`XlaCallModule` adds a call to a graph as a module of StableHLO, XLA's input language. XLA runs
+independent ops in any order; ordering tokens, int32 scalars that go in and come out, fix it. Where
+this cannot be used, gradients can be reduced outside of what is compiled.
 """
 
 from __future__ import annotations
