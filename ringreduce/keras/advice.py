@@ -19,7 +19,6 @@ ABSENT = frozenset(
     for what in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
     for state in ("built", "enabled")
 ) | {"mpi_threads_supported"}
-# Names that `ringreduce.keras.horovod` has.
 _PROVIDED = ABSENT | {
     "Average",
     "Max",

@@ -1,9 +1,8 @@
 """Copies a Keras optimizer with its state, without the model.
 
-An optimizer's state belongs to the variables it was built for: one momentum for each weight, say. A
-copy is for other variables, of a copied model or another process, which are known only when it is
-built. Until then it keeps the values; Keras's own copies (`KerasSaveable.__reduce__`) lose them,
-with a warning.
+An optimizer's state belongs to the variables it was built for. A copy is for other variables, of a
+copied model or another process, known only when it is built. Until then it keeps the values;
+Keras's own copies (`KerasSaveable.__reduce__`) lose them, with a warning.
 """
 
 from __future__ import annotations

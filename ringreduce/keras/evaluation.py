@@ -33,7 +33,6 @@ from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["evaluate", "predict"]
 
-# Keras's default.
 _BATCH_SIZE = 32
 
 
@@ -93,7 +92,7 @@ def evaluate(
     logs: dict[str, Any] = {}
     states = MetricStates()
     if share.is_empty:
-        # Keras cannot evaluate no data; the metrics may not even be built.
+        # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
     own_x, own_y, own_weight = share.parts
     with _averages_of_rank_0(model, ring):
@@ -107,7 +106,7 @@ def evaluate(
                 callbacks=callbacks,
                 return_dict=True,
             )
-            # Of the number of batches only matters that it is not 0.
+            # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
     names = [] if share.is_empty else _in_order(model, logs)
     own = {"entries": entries_of(logs, states.results), "names": names}
@@ -131,12 +130,11 @@ def predict(
 ) -> Any:
     """The result of ``model.predict`` on the whole data, of which each rank computes a share.
 
-    Collective; moving averages are rank 0's, as in `evaluate`.
+    Collective; data, weights and moving averages are as in `evaluate`.
 
     Args:
         model: need not be compiled.
-        x: as for `evaluate`, and divided in the same way.
-        batch_size, steps: as for `evaluate`.
+        x, batch_size, steps: as for `evaluate`.
         verbose: shows the progress of rank 0's share of arrays; nothing is shown for datasets.
 
     Returns:

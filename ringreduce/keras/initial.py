@@ -2,9 +2,7 @@
 
 In a graph this happens while tracing, so gradients are computed with the new values. Eagerly they
 were computed with the old ones: a rank whose values differed is left out of the mean of that step.
-
-All ranks take part, while they trace or in an eager step. They agree on when, since each decides by
-the variables alone: those that it has not seen before.
+Ranks agree on when, since each decides by the variables alone: those that it has not seen before.
 """
 
 from __future__ import annotations
@@ -37,12 +35,9 @@ def broadcast_variables(
     """Give `variables` on every rank the values they have on rank `root_rank`.
 
     `DistributedOptimizer` does this itself for what it trains. Use it for the rest, such as moving
-    averages of normalization layers after loading them on one rank.
-
-    Args:
-        variables: `keras.Variable` or `tf.Variable`, the same on all ranks, such as
-            ``model.variables``. States of Keras's random generators stay as they are, or ranks
-            would draw the same numbers.
+    averages of normalization layers after loading them on one rank. `variables` are
+    `keras.Variable` or `tf.Variable`, the same on all ranks, such as ``model.variables``. States of
+    Keras's random generators stay as they are, or ranks would draw the same numbers.
 
     Raises:
         MismatchError: the ranks' variables differ in number, shape or dtype.

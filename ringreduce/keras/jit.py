@@ -28,9 +28,9 @@ def compile_gradients(model: Any) -> None:
         rr.compile_gradients(model)
         model.fit(...)
 
-    The model's `train_step`, its own or a user's, is compiled as it is, but gradients are applied
-    after it has ended. So code after applying them sees the old weights, and it may apply gradients
-    once. Where XLA cannot call the ring, the forward pass must not either, as
+    The model's `train_step`, its own or a user's, is compiled as it is, but its gradients are
+    applied after it has ended. So its code after that call sees the old weights, and it must apply
+    gradients exactly once. Where XLA cannot call the ring, the forward pass must not either, as
     `SyncBatchNormalization` does.
 
     Raises:
@@ -68,8 +68,7 @@ def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[A
         _require_wrapped(model)  # It may have been compiled again.
         applied: list[tuple[Any, Any]] = []
 
-        # A new function in each trace of the one around it, which is traced again when anything
-        # changes.
+        # A new one in each trace of the function around it, which is traced again for any change.
         @tf.function(jit_compile=True, autograph=False)
         def compiled(data: Any) -> Any:
             with model.optimizer.deferred() as calls:

@@ -55,18 +55,16 @@ def join(
     of steps. Where one is not, the last step of an epoch has no data on any rank; it changes
     nothing, and Keras warns that the data has run out, as for every dataset of unknown length. With
     ``steps_per_execution`` or ``jit_compile=True`` such a dataset is first read once, to count it.
-
-    From then on each training step of this model begins with a small exchange. What your own losses
-    and layers reduce over the ranks (`rr.all_reduce` and the like) still counts every rank equally,
-    even one that has no batch left and computes on zeros.
+    From then on each training step of `model`, which must be compiled, begins with a small
+    exchange. What your own losses and layers reduce over the ranks (`rr.all_reduce` and the like)
+    still counts every rank equally, even one that has no batch left and computes on zeros.
 
     Args:
         dataset: this rank's, batched; elements of dense tensors whose first dimension is the
             samples. May be empty.
-        model: compiled; what will be trained with it.
-        weighting: ``"samples"``: a rank's gradients count as many times as its batch has samples,
-            so that the mean is that of one process with all batches in one. ``"ranks"``: every rank
-            that has a batch counts equally.
+        weighting: ``"samples"``: a rank's weight is the number of samples in its batch, so that the
+            mean is that of one process with all batches in one. ``"ranks"``: every rank that has a
+            batch counts equally.
 
     Returns:
         A `tf.data.Dataset`; in a world of one `dataset` itself.
@@ -91,8 +89,8 @@ def join(
     if count == tf.data.UNKNOWN_CARDINALITY and (
         model.steps_per_execution > 1 or model.jit_compile
     ):
-        # The step that finds no data would discard earlier steps of its execution, and XLA would
-        # have done half of it.
+        # Else the step without data discards earlier steps of its execution; XLA has done half of
+        # it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)

@@ -1,10 +1,9 @@
 """Puts a LossScaleOptimizer inside the DistributedOptimizer that it was put around.
 
 ``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer`, which skips a
-step whose gradients are not finite, by a condition. Reduced inside it, where one rank alone has an
-infinity, gradients would be reduced on the other ranks only, which would wait forever
-(tensorflow#46863). Inside, it sees means: one rank's infinity is in all of them, so all ranks skip
-the same steps and keep equal scales.
+step whose gradients are not finite. If it were outside, a rank with an infinity would skip the
+reduction and the others would wait forever (tensorflow#46863). Inside, it sees means: one rank's
+infinity is in all of them, so all ranks skip the same steps and keep equal scales.
 """
 
 from __future__ import annotations

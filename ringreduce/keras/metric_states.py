@@ -1,10 +1,10 @@
 """Computes metrics of all ranks together: from the sum of their states, not the mean of results.
 
-A Keras metric is a few variables (total and count, numbers of true positives) and a function of
-them. Ranks see different amounts of different data, so the mean of their results is not the result
-on all data; for an area under a curve it is far off. But states add up: one all-reduce sums them,
-each rank puts the sums into its metrics, reads the results, and restores its own values. Each
-variable's `aggregation` says how values combine; for those of `Metric.add_variable` it is "sum".
+Ranks see different amounts of different data, so the mean of their results is not the result on all
+data; for an area under a curve it is far off. But states (total and count, say) add up: one
+all-reduce sums them, each rank puts the sums into its metrics, reads the results, and restores its
+own values. Each variable's `aggregation` says how values combine; for those of
+`Metric.add_variable` it is "sum".
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Batch normalization over the batches of all ranks.
 
-Each rank computes count, mean and sum of squared deviations of its own batch, one all-gather shares
-them, and every rank combines them in the same order with the formula of Chan et al. That is exact
-for batches of different sizes, and accurate where the mean is large against the deviations; the
-rejected alternative, sums of values and of squares, loses all digits there. The backward pass sends
-one sum.
+Each rank computes count, mean and sum of squared deviations of its own batch; after one all-gather
+every rank combines them in the same order. That is exact for batches of different sizes, and
+accurate where the mean is large against the deviations; the rejected alternative, sums of values
+and of squares, loses all digits there.
 
 See: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances", 1979.

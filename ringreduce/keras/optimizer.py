@@ -1,8 +1,8 @@
 """`DistributedOptimizer`: any Keras optimizer, with gradients averaged over the ring.
 
 It holds the optimizer it wraps and forwards to it, like Keras's own LossScaleOptimizer. The
-rejected alternative, a subclass of the user's class with methods replaced, loses the state of an
-optimizer that is already built. Three facts of Keras 3 shape it:
+rejected alternative, a subclass of the user's class, loses the state of an optimizer that is
+already built. Three facts of Keras 3 shape it:
 
 - A training step calls only `apply_gradients`, which calls `apply`. Gradients are reduced there,
   before the inner optimizer clips or decays them, so that N ranks of batch B do what one process
@@ -10,8 +10,8 @@ optimizer that is already built. Three facts of Keras 3 shape it:
 - Saving records the class of `model.optimizer`. The wrapper's class has the name and module of the
   inner one; its configuration, its variables and what `dir` lists, where Keras looks for more to
   save, are the inner one's. So a saved model loads without ringreduce, as the plain optimizer.
-- Variables of model and optimizer exist at the latest when the first step is traced, before it
-  runs: that is when all ranks receive rank 0's values.
+- Variables exist at the latest when the first step is traced, before it runs: then all ranks
+  receive rank 0's values.
 """
 
 from __future__ import annotations
@@ -60,15 +60,14 @@ class DistributedOptimizer(Wrapper):
     that; a rank whose weights differed is left out of that mean. Call
     ``optimizer.build(model.trainable_variables)`` before such a loop to avoid it.
 
-    It must be the outermost wrapper. It has no variables; other attributes of Keras's optimizers
-    are read and set on the wrapped one.
-
-    It is saved as what it wraps, state included: by `model.save`, `model.save_weights`,
-    `tf.train.Checkpoint`. Such files load where ringreduce is not installed, and plain ones load
-    here. Keras's `load_model` and copies of a compiled model give a plain optimizer; use
-    `ringreduce.keras.load_model`, or wrap it. `copy.deepcopy` and `pickle` of the optimizer itself
-    keep the wrapper with its options. Such a copy is not built, so that it can be used with another
-    model like its original's, and gets the state when it is; its `variables` show it until then.
+    It must be the outermost wrapper. Its `variables` are the wrapped one's; other attributes of
+    Keras's optimizers are read and set there too. It is saved as what it wraps, state included: by
+    `model.save`, `model.save_weights`, `tf.train.Checkpoint`. Such files load where ringreduce is
+    not installed, and plain ones load here. Keras's `load_model` and copies of a compiled model
+    give a plain optimizer; use `ringreduce.keras.load_model`, or wrap it. `copy.deepcopy` and
+    `pickle` of the optimizer itself keep the wrapper with its options. Such a copy is not built, so
+    that it can be used with another model like its original's, and gets the state when it is; its
+    `variables` show it until then.
 
     Args:
         inner: the optimizer to wrap. Scale its learning rate with the number of ranks if the global
@@ -228,8 +227,7 @@ class DistributedOptimizer(Wrapper):
     def _kind_of(self, variable: Any) -> Kind:
         if variable in self._local:
             return Kind.LOCAL
-        # For the scales of 8-bit floats, the "gradient" is the new value, computed from the largest
-        # number seen.
+        # The "gradient" of a scale of 8-bit floats is its new value, from the largest number seen.
         is_new_value = getattr(variable, "overwrite_with_gradient", False)
         return Kind.MAXIMUM if is_new_value else Kind.MEAN
 

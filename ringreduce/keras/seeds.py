@@ -1,10 +1,9 @@
 """Makes the states of random generators (Dropout, noise, augmentation) differ between ranks.
 
-A program seeds all ranks alike, so that they begin with equal weights and shuffle alike. Then their
-generators are equal too: with the same masks on every rank a global batch has less randomness than
-it should. So a generator that is in the same state on several ranks gets another seed on all but
-the first. States are compared, not their origin: repeating it changes nothing, or repairs what a
-checkpoint has made equal again.
+A program seeds all ranks alike, for equal weights and shuffling. Then all draw the same masks, too,
+and a global batch has less randomness than it should. So a generator in the same state on several
+ranks gets another seed on all but the first. States are compared, not their origin: repeating it
+changes nothing, or repairs what a checkpoint has made equal again.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def seed_states_in_use() -> list[Any]:
     graph: Any = tf.compat.v1.get_default_graph()
     found: dict[int, Any] = {}
     while graph is not None:
-        # A plain graph has no such attribute. A TensorFlow without it would only leave the
-        # generators to `fold_seeds`.
+        # Plain graphs have no such attribute; without it generators are left to `fold_seeds`.
         for variable in getattr(graph, "_watched_variables", ()):
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)

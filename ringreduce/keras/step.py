@@ -12,19 +12,17 @@ Step = Callable[[Any], Any]
 
 
 class Place(enum.IntEnum):
-    """The order of the wrappers from the inside out, whenever they are added."""
+    """The order of the wrappers from the inside out; they may be added in any order."""
 
     COMPILED = 0
-    # Around COMPILED, which applies gradients after its function has ended: they must be weighted
-    # then.
+    # Around COMPILED, which applies gradients at its end: they must be weighted then.
     WEIGHTED = 1
 
 
 def put_around(model: Any, place: Place, wrap: Callable[[Step], Step]) -> None:
     """Wrap `model`'s training step, its own or a user's, with `wrap` at `place`, once.
 
-    The model keeps the step, which is usually its own method, so `wrap` should refer to the model
-    weakly.
+    The model keeps the step, usually its own method, so `wrap` should refer to the model weakly.
     """
     step = model.train_step
     inner, wraps = (step.inner, step.wraps) if isinstance(step, _Wrapped) else (step, {})

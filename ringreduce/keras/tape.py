@@ -160,8 +160,7 @@ class DistributedGradientTape:
         self._local.add(_identity(source))
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this for what the class lacks: watch, stop_recording, reset,
-        # watched_variables, jacobian.
+        # Python calls this for what the class lacks: watch, stop_recording, reset, jacobian.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._tape, name)

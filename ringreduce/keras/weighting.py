@@ -59,7 +59,7 @@ class Weight:
 
     @property
     def factor(self) -> Any:
-        """Times this factor, gradients have as plain mean over all ranks the weighted one."""
+        """Gradients times this factor have the weighted mean as their plain mean over all ranks."""
         return tf.math.divide_no_nan(self.own, self.mean)
 
 
@@ -162,11 +162,11 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
 
 
 def exchanged(own: Any, communicator: Communicator) -> Weight:
-    """The weight of a step, from those of all ranks; `own` is this rank's, a scalar float32 tensor.
+    """The weight of a step from `own`, a scalar float32 tensor, of each rank.
 
-    Collective, in a graph when it runs. Where all weights are 0, the op, or eagerly this call,
-    fails with `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that depends on
-    the weight is computed, and Keras ends the epoch.
+    Collective, in a graph when it runs. Where all are 0, the op, or eagerly this call, fails with
+    `tf.errors.OutOfRangeError`, as an iterator at its end does: nothing that depends on the weight
+    is computed, and Keras ends the epoch.
     """
     compiling = is_compiling()
 

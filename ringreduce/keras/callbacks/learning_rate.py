@@ -27,11 +27,10 @@ __all__ = [
 def linear_scaling(learning_rate: float, communicator: Communicator | None = None) -> float:
     """`learning_rate`, which suits one rank, times the number of ranks.
 
-    The linear scaling rule (Goyal et al., 2.1): when each rank keeps its batch size, the global
-    batch is `size` times as large, there are `size` times fewer steps, and each must go `size`
-    times as far. It holds for SGD after the first epochs, so use it with `LearningRateWarmup`; for
-    Adam and the like less is often better (the square root of `size`). When the global batch stays
-    the same, do not scale.
+    The linear scaling rule (Goyal et al., 2.1): when each rank keeps its batch size, there are
+    `size` times fewer steps, and each must go `size` times as far. It holds for SGD after the first
+    epochs, so use it with `LearningRateWarmup`; for Adam and the like less is often better (the
+    square root of `size`). When the global batch stays the same, do not scale.
     """
     return learning_rate * (communicator or default_communicator()).size
 
@@ -44,12 +43,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
     Args:
         multiplier: a number, or a function of the epoch: with `staircase` of its number, else of
             epochs done with their fractions, such as 2.25.
-        start_epoch: the first epoch in which the rate is set.
-        end_epoch: the epoch after the last; None: to the end.
+        start_epoch, end_epoch: the first epoch in which the rate is set, and the one after the
+            last; None: to the end.
         staircase: set it when an epoch begins, else before every batch.
         momentum_correction: as for `LearningRateWarmup`.
-        steps_per_epoch: batches of an epoch; needed without `staircase` where `fit` does not know
-            it.
+        steps_per_epoch: needed without `staircase` where `fit` does not know it.
 
     Raises:
         ConfigError: when training begins without `staircase`, the number of batches is unknown.

@@ -29,13 +29,12 @@ class MetricAverage(keras.callbacks.Callback):
     Put it before callbacks that read logs: EarlyStopping, ReduceLROnPlateau, ModelCheckpoint;
     History always comes later. `Together` does that itself.
 
-    The model's metrics, for training and validation, are exact: computed from the sum of the ranks'
-    states (total and count, say), as if one process had seen all batches. A rank whose validation
-    data are empty gets the others' values. A number that a custom `train_step` logs beside metrics
-    is averaged, each rank with equal weight. Other values, and logs of single batches, stay each
-    rank's own.
-
-    Collective, at the end of each epoch: a few short exchanges, for any number of metrics.
+    The model's metrics, for training and validation, are computed from the sum of the ranks' states
+    (total and count, say), as if one process had seen all batches. A rank whose validation data are
+    empty gets the others' values. A number that a custom `train_step` logs beside metrics is
+    averaged, each rank with equal weight. Other values, and logs of single batches, stay each
+    rank's own. Collective, at the end of each epoch: a few short exchanges, for any number of
+    metrics.
 
     Raises:
         MismatchError: the ranks log under different names, because only some validate or have a

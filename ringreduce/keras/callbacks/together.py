@@ -43,11 +43,11 @@ class Together(Forwarding):
       EarlyStopping, ReduceLROnPlateau and History see the same numbers everywhere.
     - After every batch and epoch, training stops on all ranks when any wants to (`StopTogether`),
       as with TerminateOnNaN, which sees only its own rank's loss.
-    - Random generators of the model that are in the same state on several ranks get other seeds
-      before each epoch (`fold_seeds`), so that dropout differs between ranks.
+    - Before each epoch random generators of the model that are in the same state on several ranks
+      get other seeds (`fold_seeds`), so that dropout differs between ranks.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
-      only; wrap others that write in `OnRankZero`.
+      only, and other ranks may leave them out; wrap others that write in `OnRankZero`.
     - What BackupAndRestore (or a callback in `OnRankZero`) restores when training begins goes to
       all ranks: weights, optimizer variables and the initial epoch. Only rank 0 needs the file. The
       model must be built before.
@@ -55,10 +55,6 @@ class Together(Forwarding):
     An error that a callback raises on one rank ends training there as usual; the others' next step
     then fails and says that this rank has left. Callbacks that are given to `fit` after this one
     see averaged logs.
-
-    Args:
-        callbacks: one, or a list; the same on all ranks, but other ranks may leave out those that
-            act on rank 0 only.
 
     Raises:
         ConfigError: something in `callbacks` is no Keras callback; when training begins, there is a
