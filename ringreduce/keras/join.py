@@ -89,8 +89,8 @@ def join(
     if count == tf.data.UNKNOWN_CARDINALITY and (
         model.steps_per_execution > 1 or model.jit_compile
     ):
-        # Else the step without data discards earlier steps of its execution; XLA has done half of
-        # it.
+        # Else the step without data would discard earlier steps of its execution, and XLA would
+        # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)
