@@ -45,14 +45,11 @@ class _Route(Protocol):
 class GradientBridge:
     """Averages lists of gradients over all ranks.
 
-    Args:
-        bucket_bytes, first_bytes: about how much is reduced at a time, and at first.
-        check_numerics: one of `ringreduce.tensorflow.numerics.MODES`.
-        compression: one of `ringreduce.tensorflow.codecs.CODECS`.
-        sparse_as_dense: reduce and return sparse gradients as tensors.
+    The arguments are those of `DistributedOptimizer`; `first_bytes` is the size of the first
+    bucket.
 
     Raises:
-        ConfigError: there is no such mode or compression.
+        ConfigError: there is no such `check_numerics` or `compression`.
     """
 
     def __init__(

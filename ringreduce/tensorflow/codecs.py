@@ -16,11 +16,7 @@ CODECS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class Codec:
-    """Rounds 32- and 64-bit gradients to the dtype in which they travel, one of `CODECS`.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """Rounds 32- and 64-bit gradients as `CODECS` says; ConfigError if it has no such name."""
 
     def __init__(self, name: str) -> None:
         if name not in CODECS:

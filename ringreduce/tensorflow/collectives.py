@@ -45,11 +45,7 @@ _Sign = Callable[..., int]
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM) -> Any:
-    """`ringreduce.keras.all_reduce` of one tensor.
-
-    Errors come eagerly, or from a graph when it is run (`ringreduce.tensorflow.failures`); a
-    ConfigError comes while tracing.
-    """
+    """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run."""
     return carried(tensor, lambda value: _all_reduce(value, communicator, op), op)
 
 
@@ -87,10 +83,7 @@ def _all_reduce(
 def all_gather(
     tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None
 ) -> Any:
-    """`ringreduce.keras.all_gather`, of equal first dimensions under ``jit_compile=True``.
-
-    With `counts`, the first dimension on each rank, the gradient need not exchange these.
-    """
+    """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
     return carried(tensor, lambda value: _all_gather(value, communicator, counts=counts))
 
 
@@ -214,7 +207,7 @@ def _reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str)
 def _own_rows_of_sum(
     tensor: Any, counts: Any, communicator: Communicator, own: Any, of: Any
 ) -> Any:
-    """Sum `tensor` over all ranks and return this rank's rows: rank r has the next ``counts[r]``.
+    """This rank's rows of the sum over all ranks; rank r has the next ``counts[r]``.
 
     `counts` is a list if known; `own` is the static shape of the result, as far as it is known.
     """

@@ -65,8 +65,8 @@ class NumericsCheck:
     def check_mean(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
         """Check this rank's share of the means in `values`, in mode "raise" only.
 
-        In other modes the rank with the bad gradient has reported it, and this check costs nearly
-        as much as that of the rank's own gradients.
+        In other modes the rank with the bad gradient has reported it; this costs nearly as much as
+        its check.
 
         Raises:
             NumericsError: one is not finite; on all ranks.
@@ -140,10 +140,7 @@ class BucketValues:
 
 @dataclass(frozen=True)
 class RowValues:
-    """Rows of a sparse gradient.
-
-    `indices`, shape (n,), say where the rows belong; `rows` has the shape (n, ...), contiguous.
-    """
+    """Rows of a sparse gradient, shape (n, ...), contiguous, and their indices, shape (n,)."""
 
     spec: GradientSpec
     indices: np.ndarray

@@ -33,10 +33,10 @@ def are_available() -> bool:
 
 
 def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
-    """Add the op that packs `gradients` into a bucket and hands it to the engine; return its token.
+    """Add the op that packs `gradients`, of one dtype, into a bucket for the engine.
 
-    `gradients` have one dtype and the order of the bucket's slots. The token is a scalar tensor
-    that is computed when the bucket has been handed over.
+    `gradients` have the order of the bucket's slots. Returns a token, computed when the bucket has
+    been handed over.
     """
     with tf.device("CPU:0"):
         return private.apply_op(
@@ -47,8 +47,7 @@ def start(plan: int, bucket: int, gradients: Sequence[Any]) -> Any:
 def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
     """Add the op that waits for a bucket; return the means of its gradients.
 
-    `tokens` are those of all buckets of the step: a wait that began before a start could hold the
-    thread that the start needs.
+    `tokens` are those of all starts of the step: a wait could hold the thread that a start needs.
     """
     with tf.device("CPU:0"):
         means = private.apply_op(

@@ -20,11 +20,7 @@ _REMEDY = (
 
 
 class AgreedPlans:
-    """The plans that the ranks of a communicator have compared and found equal.
-
-    The communicator calls `explain` when ranks are in different calls; it keeps a weak reference.
-    `bucket_bytes` is for messages.
-    """
+    """The plans that the ranks of a communicator, which calls `explain`, have found equal."""
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -34,7 +30,7 @@ class AgreedPlans:
         communicator.explain_with(self)
 
     def require(self, communicator: Communicator, plan: BucketPlan) -> None:
-        """Compare a plan with that of every rank, before its first use.
+        """Compare a plan with every rank's before its first use.
 
         Raises:
             MismatchError: they differ; on all ranks.

@@ -79,11 +79,7 @@ _check_attributes()
 
 
 def orders_its_ops(graph: Any) -> bool:
-    """Whether TensorFlow runs the stateful ops of a function's graph in program order.
-
-    It does in functions and in their branches and loops, but not in the backward passes that it
-    makes of functions and loops.
-    """
+    """Whether TensorFlow orders the graph's stateful ops: not in backward passes that it makes."""
     return bool(graph._add_control_dependencies)
 
 

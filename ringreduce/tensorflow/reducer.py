@@ -27,7 +27,7 @@ class BucketReducer:
         self._agreed = agreed
 
     def begin_step(self) -> None:
-        """Call once in each step; compares the plan with every rank's before its first use.
+        """Begin a step; compares the plan with every rank's before its first use.
 
         Raises:
             MismatchError: they differ; on all ranks.

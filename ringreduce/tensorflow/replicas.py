@@ -23,13 +23,10 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
 
     Ranks that apply the same means to the same weights stay bit-identical. If they do not,
     something has changed one rank alone: a callback that assigns on one rank, a layer whose updates
-    are random, faulty memory. Collective: all ranks must call it at the same point of the program.
-    Hashes every variable (about 1 GB/s) and sends 8 bytes; more only where something differs.
-
-    Args:
-        variables: `keras.Variable` or `tf.Variable`, in the same order on all ranks, such as
-            ``model.trainable_variables``. Leave out what may differ: states of random generators,
-            and moving averages of normalization layers, which follow each rank's own data.
+    are random, faulty memory. Collective: all ranks must call it at the same point of the program,
+    with `keras.Variable` or `tf.Variable` in the same order. Leave out what may differ: states of
+    random generators, and moving averages of normalization layers, which follow each rank's own
+    data. Hashes every variable (about 1 GB/s) and sends 8 bytes; more only where something differs.
 
     Raises:
         MismatchError: they differ; on all ranks. The text names the first variable that differs,

@@ -39,10 +39,9 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Started:
-    """A bucket that has been handed over.
+    """A bucket that has been handed over when `token`, an int32 scalar, is computed.
 
-    `token`, an int32 scalar, is computed when it has been. `kept` is the gradient, if it is reduced
-    in XLA's memory; it is for `wait` alone.
+    `kept` is the gradient, if it is reduced in XLA's memory; it is for `wait` alone.
     """
 
     token: Any
