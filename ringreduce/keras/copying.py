@@ -54,10 +54,7 @@ class _VariableSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """An optimizer as plain values, which can be pickled if its class can be imported.
-
-    `built_for` is empty if it is not built; `values` are those of all its variables.
-    """
+    """An optimizer as plain values; `built_for` is empty if it is not built."""
 
     optimizer_class: type
     config: dict[str, Any]
@@ -76,10 +73,7 @@ class Description:
         return cls(type(optimizer), optimizer.get_config(), built_for, values)
 
     def remake(self) -> tuple[Any, CopiedState | None]:
-        """An optimizer that is not built, and the state to give it when it is, or None.
-
-        Variables that exist before it is built, counters and rates, have their values already.
-        """
+        """An optimizer that is not built, and the state to give it when it is, or None."""
         optimizer = _from_config(self.optimizer_class, self.config)
         variables, state = list(optimizer.variables), None
         if self.built_for:
@@ -108,9 +102,7 @@ class CopiedState:
         self.variables, self.built_for, self.holder = list(variables), built_for, holder
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Build `optimizer`, the copy, for `variables`.
-
-        Returns each new variable with the one that holds its value.
+        """Build `optimizer`, the copy; return each new variable with the one that holds its value.
 
         Raises:
             ConfigError: `variables` are not like those the original was built for.

@@ -20,13 +20,10 @@ def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool 
     elements at the end are left out. With ``even=False`` none is, and some ranks get one more: pass
     the result, batched, through `rr.join`.
 
-    Shard before batching, and batch by the global batch size divided by `size`: then the ranks'
-    batches of a step together are exactly the global batch. Of a dataset that is already batched
-    each rank gets whole batches. Shuffle before sharding, with the same seed on every rank, or
-    ranks see some elements twice.
-
-    Args:
-        dataset: a `tf.data.Dataset`, the same on every rank.
+    `dataset` must be the same on every rank. Shard before batching, and batch by the global batch
+    size divided by `size`: then the ranks' batches of a step together are exactly the global batch.
+    Of a dataset that is already batched each rank gets whole batches. Shuffle before sharding, with
+    the same seed on every rank, or ranks see some elements twice.
 
     Raises:
         ClosedError: `init` was not called.

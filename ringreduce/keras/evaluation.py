@@ -174,10 +174,7 @@ def _predicted(
 
 @contextmanager
 def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
-    """Within the block the model's moving averages are rank 0's on all ranks. Collective.
-
-    All shares must be evaluated by one model: the one that rank 0 would save.
-    """
+    """Within the block all ranks evaluate the model that rank 0 would save. Collective."""
     averages = [
         variable
         for layer in model._flatten_layers(include_self=False)
@@ -198,10 +195,7 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Share:
-    """One rank's `x`, `y` and `sample_weight`.
-
-    `is_whole`: leave everything to Keras, since there is one rank, or no data at all.
-    """
+    """One rank's data. `is_whole`: leave all to Keras, with one rank or no data on any."""
 
     parts: tuple[Any, Any, Any]
     is_empty: bool = False

@@ -73,11 +73,8 @@ class InitialValues:
 
         Collective where there are any. While tracing, random generators that the function has used
         get different states on all ranks, where they have the same. `state` are further variables,
-        on which gradients do not depend.
-
-        Returns:
-            The gradients to reduce: `gradients`, unless this is an eager step and some rank had
-                other values.
+        on which gradients do not depend. Returns the gradients to reduce: `gradients`, unless this
+        is an eager step and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:

@@ -32,11 +32,7 @@ class LocalVariables:
         return len(self._variables)
 
     def add(self, variable: Any) -> None:
-        """Make `variable` one of them.
-
-        Raises:
-            ConfigError: it is no variable of Keras or TensorFlow.
-        """
+        """Make `variable` one of them; ConfigError if it is no variable of Keras or TensorFlow."""
         if not isinstance(variable, (keras.Variable, tf.Variable)):
             raise ConfigError(
                 f"got {type(variable).__name__} as a local variable",

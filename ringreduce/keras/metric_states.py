@@ -112,9 +112,8 @@ def combined_results(
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
     """What `merged` needs of this rank's logs; `results` are those of its own metrics.
 
-    A value is a metric's if it is logged under the metric's name and equals its result. A
-    `train_step` may log something else under that name: a loss, beside a loss tracker that it does
-    not update.
+    A value is a metric's if its name and value are: a `train_step` may log something else under
+    that name, such as a loss beside a loss tracker that it does not update.
     """
     numbers = _numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))

@@ -32,11 +32,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     N ranks with batches of B train as one process with a batch of N B does, and moving statistics
     are equal on all ranks. Batches may differ in size. Use it where a rank's own batch is small. It
     exchanges 3 numbers for each channel in the forward pass, and again in the backward pass;
-    inference sends nothing.
-
-    In training all ranks must call it equally often and in the same order, and either all
-    differentiate it or none. A step of `model.fit` does, also with ``run_eagerly`` and with
-    ``steps_per_execution``.
+    inference sends nothing. In training all ranks must call it equally often and in the same order,
+    and either all differentiate it or none. A step of `model.fit` does, also with ``run_eagerly``
+    and with ``steps_per_execution``.
 
     It is saved as plain `keras.layers.BatchNormalization`, with the same weights, and loads as that
     where ringreduce is not installed. To continue training with synchronized moments use
@@ -144,10 +142,7 @@ def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:
 
 
 def _combined(moments: Any) -> tuple[Any, Any]:
-    """Mean and variance of each channel.
-
-    `moments`: (count, mean, sum of squared deviations) of each, shape (ranks, 3, channels).
-    """
+    """Mean and variance of each channel; `moments` has the shape (ranks, 3, channels)."""
     counts, means, squares = tf.unstack(moments, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)

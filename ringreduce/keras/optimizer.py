@@ -171,8 +171,7 @@ class DistributedOptimizer(Wrapper):
 
         Args:
             grads: tensors or what converts to them, `tf.IndexedSlices` or None; one for each
-                variable, in the same order on all ranks. Rows of slices with the same index are
-                added.
+                variable, in the same order on all ranks. Rows with the same index are added.
             trainable_variables: by default those the optimizer was built with.
 
         Raises:

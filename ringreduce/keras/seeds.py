@@ -28,11 +28,9 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
 
     Collective. `DistributedOptimizer` and `DistributedGradientTape` do it for all generators of a
     traced training step, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
-    the rest: augmentation layers in a `tf.data` pipeline, and models trained eagerly.
-
-    Args:
-        source: a layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in
-            the same order on all ranks.
+    the rest: augmentation layers in a `tf.data` pipeline, and models trained eagerly. `source` is a
+    layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in the same order
+    on all ranks.
     """
     sources = source if isinstance(source, (list, tuple)) else [source]
     states = []

@@ -20,10 +20,7 @@ class Place(enum.IntEnum):
 
 
 def put_around(model: Any, place: Place, wrap: Callable[[Step], Step]) -> None:
-    """Wrap `model`'s training step, its own or a user's, with `wrap` at `place`, once.
-
-    The model keeps the step, usually its own method, so `wrap` should refer to the model weakly.
-    """
+    """Wrap `model`'s training step, once; `wrap` should refer to the model weakly."""
     step = model.train_step
     inner, wraps = (step.inner, step.wraps) if isinstance(step, _Wrapped) else (step, {})
     if place in wraps:

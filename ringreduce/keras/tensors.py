@@ -86,12 +86,10 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
 def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     """Join the tensors of all ranks along the first dimension, in rank order.
 
-    The gradient of a rank's rows is the sum of all ranks' gradients of them.
-
-    Args:
-        tensor: anything `tf.convert_to_tensor` takes. First dimensions may be zero, and differ
-            between ranks except under ``jit_compile=True``; the others and the dtype may not. A
-            tensor without dimensions counts as one of shape (1,).
+    The tensors are anything `tf.convert_to_tensor` takes. First dimensions may be zero, and differ
+    between ranks except under ``jit_compile=True``; the others and the dtype may not. A tensor
+    without dimensions counts as one of shape (1,). The gradient of a rank's rows is the sum of all
+    ranks' gradients of them.
 
     Returns:
         A new tensor of shape (sum of first dimensions, ...), equal on all ranks.
@@ -106,12 +104,10 @@ def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
 def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = None) -> Any:
     """The tensor that rank `root` passed, on every rank.
 
-    The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere.
-
-    Args:
-        tensor: anything `tf.convert_to_tensor` takes, of equal shape and dtype on all ranks.
-        root: the rank that sends; equal on all ranks. It only sends, and may learn only in its next
-            call that another rank passed a different root.
+    The tensor is anything `tf.convert_to_tensor` takes, of equal shape and dtype on all ranks;
+    `root` is equal too. The root only sends, and may learn only in its next call that another rank
+    passed a different one. The gradient is the sum of all ranks' gradients on `root`, and zeros
+    elsewhere.
 
     Returns:
         A new tensor of the same shape and dtype.
@@ -129,13 +125,9 @@ def reduce_scatter(
     """Reduce a tensor over all ranks and leave each rank its own rows of the result.
 
     Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
-    one, longer ones first; with fewer rows than ranks the last are empty. The gradient is the
-    gathered gradients of all parts.
-
-    Args:
-        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more, of equal shape and
-            dtype on all ranks.
-        op: as for `all_reduce`.
+    one, longer ones first; with fewer rows than ranks the last are empty. The tensor is anything
+    `tf.convert_to_tensor` takes, with a dimension or more, of equal shape and dtype on all ranks.
+    The gradient is the gathered gradients of all parts.
 
     Returns:
         A new tensor of shape (own rows, ...).

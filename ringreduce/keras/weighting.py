@@ -1,7 +1,4 @@
-"""The weight of this rank's gradients in the mean over all ranks of a step.
-
-Usually all ranks have equal weight, and `current` is None.
-"""
+"""The weight of this rank's gradients in the mean over all ranks; usually all are equal."""
 
 from __future__ import annotations
 
@@ -47,11 +44,9 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Weight:
-    """One rank's weight in a step: scalar float32 tensors.
+    """One rank's weight in a step, and the mean over all ranks, which is more than 0.
 
-    Attributes:
-        own: this rank's; 0: it counts nothing.
-        mean: over all ranks; more than 0.
+    Both are scalar float32 tensors; with 0, this rank's gradients count nothing.
     """
 
     own: Any
@@ -120,10 +115,7 @@ def using(weight: Weight | None) -> Iterator[None]:
 
 
 def _kept() -> Weight:
-    """This thread's weight in variables, which a traced function reads when it runs.
-
-    Plain values would become its constants. Outside of all blocks the variables are 1.
-    """
+    """This thread's weight as variables: a traced function would keep values as constants."""
     if not hasattr(_local, "kept"):
         own, mean = (tf.Variable(1.0, trainable=False) for _ in range(2))
         _local.kept = Weight(own, mean)
@@ -141,14 +133,11 @@ def step_weight(samples: Any, communicator: Communicator | None = None) -> Itera
         with rr.step_weight(len(x)):
             optimizer.apply(gradients, model.trainable_variables)
 
-    Collective: all ranks must enter the block in each step, with `samples` that are 0 or more and
-    not 0 on all. Each rank's gradients must be means over its own samples, as Keras's are. A rank
-    with 0 samples takes part with any gradients, even NaN, which do not count. A `tf.function` that
-    applies gradients must be called within such a block from its first call on, or contain the
-    block: how it was traced is how it stays.
-
-    Args:
-        samples: number, or scalar tensor.
+    Collective: all ranks must enter the block in each step, with `samples`, numbers or scalar
+    tensors, that are 0 or more and not 0 on all. Each rank's gradients must be means over its own
+    samples, as Keras's are. A rank with 0 samples takes part with any gradients, even NaN, which do
+    not count. A `tf.function` that applies gradients must be called within such a block from its
+    first call on, or contain the block: how it was traced is how it stays.
 
     Raises:
         tf.errors.OutOfRangeError: no rank has any sample.

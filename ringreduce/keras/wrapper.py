@@ -28,21 +28,14 @@ class Wrapper(keras.optimizers.Optimizer):
     _to_give: list[tuple[Any, Any]]
 
     def _stand_for(self, inner: Any) -> None:
-        """Remove everything that the base's `__init__` set, and leave it to `inner`.
-
-        So Keras and TensorFlow read the inner one's clipnorm, use_ema and name, and a checkpoint
-        holds the same as the plain optimizer's.
-        """
+        """Drop what the base's `__init__` has set; Keras and checkpoints then see `inner`'s."""
         self.__dict__.clear()
         self._inner = inner
         self._copied, self._to_give = None, []
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer that updates weights: the wrapped one, or that in a LossScaleOptimizer.
-
-        Keras uses this name of a LossScaleOptimizer, in callbacks (SwapEMAWeights) and in files.
-        """
+        """The optimizer that updates weights; Keras's name for it, in callbacks and in files."""
         return getattr(self._inner, "inner_optimizer", self._inner)
 
     @property

@@ -175,10 +175,7 @@ class LearningRateWarmup(LearningRateSchedule):
 
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
-    """Give the optimizer rank 0's learning rates, where they are variables. Collective.
-
-    A schedule follows the step counter, which is equal on all ranks anyway.
-    """
+    """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
     if communicator.size == 1:
         return
     variables = [v for v in getattr(model.optimizer, "variables", ()) if v.name == "learning_rate"]

@@ -18,11 +18,9 @@ class VerifyReplicas(keras.callbacks.Callback):
     """Stops training with a `MismatchError` when the ranks' weights are no longer equal.
 
     Compares trainable variables and the optimizer's, local ones excepted, every `every` batches and
-    at the end of training. Batches are counted over all epochs, and with ``steps_per_execution`` as
-    often as Keras reports one, so that all ranks compare at the same step.
-
-    Args:
-        every: batches between two comparisons. Each hashes all weights, at about 1 GB/s.
+    at the end of training. Each comparison hashes all weights, at about 1 GB/s. Batches are counted
+    over all epochs, and with ``steps_per_execution`` as often as Keras reports one, so that all
+    ranks compare at the same step.
 
     Raises:
         ConfigError: `every` is less than 1.

@@ -22,11 +22,7 @@ __all__ = ["Accumulate"]
 
 
 class Accumulate:
-    """Reduces the weighted mean of `steps` steps' gradients.
-
-    In a graph the reduction is traced once, inside a branch of `tf.cond` whose condition is the
-    same on all ranks.
-    """
+    """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -86,11 +82,7 @@ class Accumulate:
 
 
 class _Cycle:
-    """The sums since the last reduction, for one set of variables.
-
-    `own` and `mean` add up this rank's weights and the ranks' average weights, `sums` gradients by
-    variable; `count` is the number of all steps so far.
-    """
+    """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
 
     def __init__(self) -> None:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)

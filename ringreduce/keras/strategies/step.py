@@ -35,10 +35,7 @@ class Strategy(Protocol):
     """Decides what is communicated when, and calls the wrapped optimizer's `apply`."""
 
     def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
-        """Make a step; `inner`, the wrapped optimizer, is built.
-
-        All ranks make the same calls of `reducer`, in the same order.
-        """
+        """Make a step with `inner`, which is built; all ranks make the same calls of `reducer`."""
 
 
 class Reducer:
@@ -50,9 +47,10 @@ class Reducer:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
     ) -> list[Any]:
-        """Average or add gradients of kind MEAN, take the maximum for MAXIMUM, keep LOCAL ones.
+        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL gradients.
 
-        Variables and kinds are equal on all ranks. Raises what `GradientBridge.mean` raises.
+        Raises:
+            As `GradientBridge.mean`.
         """
         means = [
             gradient if kind is Kind.MEAN else None
