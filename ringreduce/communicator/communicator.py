@@ -1,16 +1,14 @@
 """The public object: checks arguments, guards the life cycle, counts, and breaks cleanly.
 
-Every collective must be called by all ranks in the same order with agreeing arguments. A
-call either completes on this rank or raises; once one has failed for any reason but a bad
-argument, the communicator is broken and each later call raises that error again at once.
+All ranks must make the same calls in the same order with agreeing arguments. A call completes on
+this rank or raises; after any error but a refused argument the communicator is broken, and each
+later call raises that error at once.
 
-Threads: calls from several threads exclude each other; which goes first must not differ between
-ranks, so one thread per communicator is the rule. A call runs in the caller's thread, after
-all that was handed to the engine before it; with ``async_op`` it is handed to the engine
-itself (`ringreduce.engine.engine`). The engine's thread and the link's I/O threads end in `close`.
+Threads: calls from several threads exclude each other; their order must be equal on all ranks, so
+use one thread per communicator. A call runs in the caller's thread, after all that the engine was
+given before it; with ``async_op`` in the engine's thread (`ringreduce.engine.engine`).
 
-Longer than other files: the methods are the public interface, and the life cycle that they share
-(who breaks, leaves and closes, under which lock) has to be read in one place.
+Over 400 lines, because the life cycle that the methods share has to be read in one place.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _Result = TypeVar("_Result")
 
 
 class Explainer(Protocol):
-    """What knows more of a mismatch than two signatures; see `Communicator.explain_with`."""
+    """Explains a mismatch better than two signatures do; see `Communicator.explain_with`."""
 
     def explain(self, error: MismatchError) -> RingReduceError | None:
         """A better error, or None."""
@@ -69,11 +67,8 @@ class Explainer(Protocol):
 class Communicator:
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 
-    Making one forms the ring: it returns when all ranks of the job have done the same and
-    a first barrier has gone round. Usable as a context manager, which closes it.
-
-    Args:
-        config: this rank's settings.
+    Making one forms the ring: it returns when all ranks of the job have done so and passed a
+    first barrier. A context manager that closes it.
 
     Raises:
         RendezvousError: not all ranks came in time, or this one was turned away.
@@ -94,22 +89,21 @@ class Communicator:
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._collectives: Collectives = Ring(None, rank=0, size=1)
         self._transport, self._shares_memory = "none", False
-        # Made while this is held, never `_lock`: that is the engine's while it runs a collective,
-        # and handing more over must not wait for it.
+        # Not `_lock`: the engine holds that during a collective, and handing over must not wait.
         self._engine_lock = threading.Lock()
         self._engine: Engine | None = None
         self._is_closing = False
         self._blocked_s = 0.0
         self._watcher: Watcher | None = None
         self._has_aborted = False
-        # The thread that is in a call, and why it is to leave the ring after it, if it is.
+        # The thread that is in a call; why it leaves the ring after that call, None: it stays.
         self._caller: int | None = None
         self._leaves_with: str | None = None
         if config.size > 1:
             try:
                 self._form(config)
             except BaseException as error:
-                if self._failure is None:  # Else it was dumped when it broke.
+                if self._failure is None:  # Else `_break` has dumped it.
                     self._recorder.fail(error)
                     self._dump(_described(error))
                 self._flight.close()
@@ -135,7 +129,7 @@ class Communicator:
                     self,
                     link_timeout_s=config.link_timeout_s,
                 )
-            except BaseException:  # No thread is to be had, say.
+            except BaseException:  # No thread could be started, for example.
                 formed.control.close()
                 raise
             self._recorder.peers = self._watcher.peers
@@ -178,7 +172,7 @@ class Communicator:
 
     @property
     def engine(self) -> Engine:
-        """The background thread, which the first use of it starts; for integrations.
+        """The background thread, started by its first use; for integrations.
 
         Raises:
             ClosedError: `close` was called.
@@ -196,22 +190,18 @@ class Communicator:
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialized array in registered memory, where there is some.
 
-        Where ranks share memory, such an array is reduced where it lies: without the copies
-        into and out of shared memory that any other costs. For that the array must be registered
-        on every rank, at whatever place. Elsewhere it is an ordinary array, aligned to 64 bytes;
-        so also when shared memory is exhausted, which is logged.
-
-        Args:
-            shape, dtype: as for `numpy.empty`.
+        Ranks that share memory reduce such an array in place, without copies into and out of
+        shared memory, if all of them pass one. Without shared memory, or when it is exhausted
+        (which is logged), it is an ordinary array, aligned to 64 bytes.
 
         Returns:
-            A new array, C-contiguous, the caller's own. Its memory goes back to the system with
-            the last view of it, which may be after `close`.
+            A new array, C-contiguous, owned by the caller. Its memory is freed with the last view
+            of it, also after `close`.
         """
         kind = np.dtype(dtype)
         dimensions = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(dimensions) * kind.itemsize
-        # Without the lock, which the engine holds while it runs a collective.
+        # Without the lock, which the engine holds during a collective.
         found = None if self._closed or nbytes == 0 else self._collectives.empty(nbytes)
         if found is None:
             if self._shares_memory and nbytes and not self._closed and not self._failure:
@@ -235,18 +225,16 @@ class Communicator:
     ) -> Any:
         """Reduce `array` over all ranks; afterwards it holds the same result on each.
 
-        Takes 2 (size - 1) steps and moves 2 nbytes (size - 1) / size each way on every link.
-        The order of additions is fixed, so results are bit-identical on all ranks and from
-        run to run.
+        Takes 2 (size - 1) steps and moves 2 nbytes (size - 1) / size each way on every link. The
+        order of additions is fixed: results are bit-identical on all ranks and in every run.
 
         Args:
-            array: any shape, C-contiguous, writable; equal shape and dtype on all ranks.
-                Changed in place; nobody else may touch it until this returns.
+            array: any shape, C-contiguous, writable; equal shape and dtype on all ranks. Changed
+                in place; must not be touched by others until this returns.
             op: how elements combine. 16-bit floats accumulate in float32.
-            signature: 64 bits that must be equal on all ranks, such as a hash of what the
-                array stands for.
-            async_op: return at once; the engine's thread does it, after what it was given
-                before. All ranks must hand over in the same order.
+            signature: 64 bits that must be equal on all ranks, such as a hash of a name.
+            async_op: return at once; the engine's thread runs it, after what it was given before.
+                All ranks must hand over in the same order.
 
         Returns:
             `array` itself; with `async_op` a `Work`, whose ``wait()`` returns it.
@@ -285,14 +273,12 @@ class Communicator:
     ) -> Any:
         """Reduce `array` over all ranks and leave each rank its own chunk of the result.
 
-        The buffer is split into `size` chunks whose lengths differ by at most one element;
-        rank r gets chunk r. Outside it, `array` holds partial results afterwards. Takes
-        size - 1 steps and moves nbytes (size - 1) / size each way on every link.
+        The array, flattened in C order, is split into `size` chunks whose lengths differ by at
+        most one element; rank r gets chunk r. Elsewhere `array` holds partial results afterwards.
+        Takes size - 1 steps and moves nbytes (size - 1) / size each way on every link.
 
         Args:
-            array: as for `all_reduce`; flattened in C order.
-            op: how elements combine.
-            signature, async_op: as for `all_reduce`.
+            array, op, signature, async_op: as for `all_reduce`.
 
         Returns:
             View on `array`, shape (chunk length,): this rank's part of the result. Empty when
@@ -315,17 +301,16 @@ class Communicator:
     def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
         """Join the arrays of all ranks along the first dimension, in rank order.
 
-        A short exchange of the first dimensions, then size - 1 steps that move the bytes of
-        all but one rank on every link.
+        A short exchange of the first dimensions, then size - 1 steps that move the bytes of all
+        but one rank on every link.
 
         Args:
-            array: C-contiguous. First dimensions may differ between ranks, the others and the
-                dtype may not. An array without dimensions counts as one of shape (1,). Read
-                only while this runs.
+            array: C-contiguous. Only first dimensions may differ between ranks. An array without
+                dimensions counts as one of shape (1,). Only read, and only while this runs.
             signature, async_op: as for `all_reduce`.
 
         Returns:
-            A new array of shape (sum of first dimensions, ...), the caller's own.
+            A new array of shape (sum of first dimensions, ...), owned by the caller.
 
         Raises:
             As `all_reduce`, and ArrayError when the result does not fit in memory.
@@ -380,16 +365,16 @@ class Communicator:
         """The object that rank `root` passed, on every rank.
 
         Args:
-            value: on `root`, anything that msgspec encodes as MessagePack: numbers, text,
-                bytes, lists, dicts, dataclasses (which arrive as dicts). Ignored elsewhere.
+            value: on `root`, anything that msgspec encodes as MessagePack: numbers, text, bytes,
+                lists, dicts, dataclasses (which arrive as dicts). Ignored elsewhere.
             root: the rank whose object is sent; equal on all ranks.
 
         Returns:
             `value` itself on `root`, a decoded copy elsewhere.
 
         Raises:
-            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is
-            over 64 MiB. The others wait for it all the same: let that error end the process.
+            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is over
+            64 MiB. The other ranks still wait for it, so let that error end the process.
         """
         root = checked_root(root, self.rank, self.size)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
@@ -401,15 +386,11 @@ class Communicator:
         return value if self.rank == root else decode(received)
 
     def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
-        """The objects that all ranks passed, in rank order.
+        """The objects that all ranks passed, in rank order: `size` decoded copies.
 
         Args:
             value: as for `broadcast_object`.
-            signature: 64 bits that must be equal on all ranks, such as a hash of what the object
-                is.
-
-        Returns:
-            A list of `size` decoded copies.
+            signature: as for `all_reduce`.
 
         Raises:
             As `broadcast_object`.
@@ -425,7 +406,7 @@ class Communicator:
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring because of `error`, which a layer above has found.
 
-        Every other rank gets the same error from the call it is in, or from its next.
+        Every other rank gets the same error from its present or next call.
 
         Returns:
             What to raise: `error`, or what has broken the ring before.
@@ -437,39 +418,39 @@ class Communicator:
         self._failure = error
         if self._watcher is not None:
             self._watcher.abort(error)
-        # A call of another thread ends, and with it its hold of the lock.
+        # A call in another thread ends and releases the lock.
         self._collectives.interrupt(error)
         if self._caller != threading.get_ident():
             with self._lock:
                 self._break(error)
-        # Else this is a signal handler's, and the call that it has interrupted breaks the ring.
+        # Else this is a signal handler, and the call that it has interrupted breaks the ring.
         return error
 
     def ring_ended(self, error: RingReduceError) -> None:
-        """Take note of what the watcher has found, in its thread, so without the lock."""
+        """Record the watcher's error. Called in the watcher's thread, so takes no lock."""
         if self._failure is None:
             self._failure = error
         self._collectives.interrupt(error)
         engine = self._engine
         if engine is not None:
-            # The first failure, which a call may have found before: every waiter sees the same.
+            # A call may have failed first: every waiter must see the same error.
             engine.fail(self._failure)
         if self._recorder.standing().operation is None:
-            # A call that fails is recorded when it does; in user code there is none.
+            # In user code no call fails, so it is recorded here.
             self._recorder.fail(self._failure)
             self._dump(_described(self._failure))
 
     def explain_with(self, explainer: Explainer) -> None:
-        """Have an object asked what it means when ranks are seen to be in different calls.
+        """Ask `explainer` what it means when ranks are in different calls.
 
-        For integrations, which know what signatures stand for. Asked in the thread of the call
-        that failed, before the other ranks are notified: what it returns, if anything, is
-        raised there and here instead. Only a weak reference is kept.
+        For integrations, which know what signatures stand for. Called in the thread of the failed
+        call, before the other ranks are notified: every rank then raises the error that it
+        returns, unless that is None. Only a weak reference is kept.
         """
         self._explainers.add(explainer)
 
     def _explained(self, error: RingReduceError) -> RingReduceError:
-        """What an integration, or the watcher, has to say about what this rank has run into."""
+        """A better error for `error` from an integration or the watcher, or `error` itself."""
         if isinstance(error, MismatchError) and error.origin is None:
             for explainer in list(self._explainers):
                 if (better := explainer.explain(error)) is not None:
@@ -477,7 +458,7 @@ class Communicator:
         return error if self._watcher is None else self._watcher.explain(error)
 
     def statistics(self) -> Statistics:
-        """What this communicator has done so far; a snapshot."""
+        """A snapshot of what this communicator has done so far."""
         traffic = self._collectives.traffic()
         engine = self._engine
         return Statistics(
@@ -491,26 +472,25 @@ class Communicator:
         )
 
     def blocked_for(self, seconds: float) -> None:
-        """Count time in which a training step itself reduced gradients; for integrations."""
+        """Add time that a training step spent reducing gradients itself; for integrations."""
         self._blocked_s += seconds
 
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.
 
-        A rank that makes a call after that, or is in one that this rank has not made, gets a
-        MismatchError. A call of this rank's that runs in another thread, or in the background,
-        gets a PeerLostError; what had not begun, a ClosedError. Never raises, takes at most
-        about two seconds.
+        Another rank gets a MismatchError from a call that this rank has not made. On this rank a
+        call that runs in another thread or in the engine gets a PeerLostError, and one that has
+        not begun a ClosedError. Never raises; takes at most about two seconds.
         """
         self._end_with(_ending_error())
 
     def _leave(self, why: str) -> None:
-        """Close; `why` is the exception that makes this rank leave, where one does."""
+        """Close; `why` describes the exception that makes this rank leave, empty for none."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         self._collectives.interrupt()
         if self._caller == threading.get_ident():
-            # A signal handler, in the midst of a call, which still uses what would be freed here.
+            # A signal handler: the interrupted call still uses what would be freed here.
             self._leaves_with = why
             return
         with self._engine_lock:
@@ -524,10 +504,10 @@ class Communicator:
             self._closed = True
             calls = self._recorder.calls
             if self._failure is not None and not self._has_aborted:
-                # It came in user code. A goodbye would look as if this rank had left by itself.
+                # It came in user code. A goodbye would look like an ordinary end.
                 self._has_aborted = True
                 self._collectives.abort(self._failure)
-            # Read first: what the others make of the leaving is no failure of this rank's.
+            # Read first: errors that others raise because of the goodbye are not this rank's.
             goodbye = b"" if self._failure is not None else encode_goodbye(calls, why)
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
@@ -540,7 +520,7 @@ class Communicator:
                 _log.info("[%d/%d] ring closed after %s", self.rank, self.size, self.statistics())
 
     def __enter__(self) -> Communicator:
-        """The communicator itself; leaving the block closes it."""
+        """Return the communicator; leaving the block closes it."""
         return self
 
     def __exit__(
@@ -553,7 +533,7 @@ class Communicator:
         self._end_with(value)
 
     def __repr__(self) -> str:
-        """Place and state."""
+        """Rank, size and state."""
         state = "closed" if self._closed else "broken" if self._failure else "open"
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
 
@@ -562,7 +542,7 @@ class Communicator:
     ) -> _Result:
         """Run one collective under the lock; break the communicator if it fails.
 
-        Written to be quick, since through shared memory a small collective takes microseconds.
+        Kept fast: in shared memory a small collective takes microseconds.
         """
         if self._process != os.getpid():
             raise self._forked()
@@ -581,18 +561,18 @@ class Communicator:
                     self._break(self._explained(error))
                     if self._failure is error:
                         raise
-                    # The watcher knew more, or knew it first: one error, now and ever after.
+                    # The watcher's error was better or earlier; later calls raise the same one.
                     raise _again(self._failure or error) from error
                 except BaseException as error:
                     self._break(self._cut(error))
                     raise
                 finally:
-                    # In this order: a handler that comes between the two leaves by itself.
+                    # In this order: a signal handler between the two lines leaves the ring itself.
                     self._caller = None
                     leaves = self._leaves_with
                 self._recorder.end()
         finally:
-            # Without the lock: the engine, whose end this waits for, may be waiting for that.
+            # Without the lock: this waits for the engine, which may be waiting for the lock.
             if leaves is not None:
                 self._leave(leaves)
         if _log.isEnabledFor(logging.DEBUG):
@@ -620,7 +600,7 @@ class Communicator:
         return ClosedError("called a collective after close()", rank=self.rank, size=self.size)
 
     def _cut(self, error: BaseException) -> PeerLostError:
-        """Ctrl-C in the middle of a collective, say: the ring is out of step for good."""
+        """The error when something such as Ctrl-C ends a collective: ranks are out of step."""
         return PeerLostError(
             f"was interrupted in a collective by {type(error).__name__}",
             rank=self.rank,
@@ -644,11 +624,11 @@ class Communicator:
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
-            # Last: neither the other ranks nor the threads that wait here wait for a disk.
+            # Last: neither the other ranks nor this one's threads should wait for a disk.
             self._dump(_described(error))
 
     def _end_with(self, error: BaseException | None) -> None:
-        """Leave, because of `error` if there is one: it is recorded, and sent to the others."""
+        """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._leave("")  # The usual end of a program.
             return
@@ -658,11 +638,11 @@ class Communicator:
         self._leave(_described(error))
 
     def _dump(self, why: str) -> None:
-        """Write the flight record, where there is a `log_dir`; never raises, from any thread."""
+        """Write the flight record if there is a `log_dir`; from any thread, never raises."""
         self._flight.dump(why)
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
-        """Refuse a mean whose divisor the dtype cannot hold, before anything travels."""
+        """Refuse a mean whose divisor the dtype cannot hold, before anything is sent."""
         if op is ReduceOp.MEAN and dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
             raise ArrayError(
                 f"cannot divide {dtype.name} by {self.size} ranks",
@@ -678,17 +658,17 @@ def _check_signature(signature: int) -> None:
 
 
 def _again(error: RingReduceError) -> RingReduceError:
-    """A copy of `error` to raise anew, so that tracebacks do not pile up on one object."""
+    """A copy of `error` to raise, so that tracebacks do not pile up on one object."""
     anew = copy.copy(error)
     anew.__cause__ = error
     return anew
 
 
 def _ending_error() -> BaseException | None:
-    """The exception that makes the caller leave: the one being handled, or the program's last."""
+    """The exception that makes the caller leave: the handled one, or the one that ends Python."""
     error = sys.exc_info()[1]
     if error is None and not threading.main_thread().is_alive():
-        # Python is ending. Before that this would be an old one, of an interactive session, say.
+        # Only when Python ends: before, an interactive session may have left an old one.
         error = getattr(sys, "last_value", None)
     return error
 
@@ -698,13 +678,13 @@ def _described(error: BaseException) -> str:
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-# Those with sockets live until they are closed: collected as garbage, a context of libzmq waits
-# for its sockets for ever, in whatever thread the collector runs.
+# Those with sockets live until they are closed: a context of libzmq that is collected as garbage
+# waits forever for its sockets.
 _formed: set[Communicator] = set()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Ranks that wait for this one learn that it has left, and no thread of a framework's waits."""
+    """At exit, notify the ranks that wait for this one and release waiting framework threads."""
     for communicator in list(_open):
         communicator.close()

@@ -1,8 +1,7 @@
-"""How a rank gets its collectives: what it offers, whom it meets, what is chosen.
+"""Makes a rank's collectives.
 
-A rank first makes what it can be reached by (a port, and memory to share where that can be
-had), so that the meeting's table holds all of it. Then all ranks make the same choice from
-the same table, without another message.
+A rank first opens its port and, where possible, shared memory, so that the rendezvous's table
+holds both. Then all ranks choose alike from that table, without another message.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Formed:
         control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         shares_memory: whether this rank shares memory with another.
-        local_rank, local_size: this rank's place on its host, as the table has it.
-        meeting, link: what `finish` ends.
+        local_rank, local_size: this rank's number on its host, and how many are there.
+        meeting, link: what `finish` closes to newcomers.
     """
 
     collectives: Collectives
@@ -60,16 +59,13 @@ class Formed:
     link: ZmqLink
 
     def finish(self) -> None:
-        """Refuse further connections; call it after the first barrier.
-
-        Until then rank 0 may still be answering, and ranks may still be connecting.
-        """
+        """Refuse further connections; call it after the first barrier, when all are connected."""
         self.meeting.close()
         self.link.lock()
 
 
 def form(config: Config) -> Formed:
-    """Meet all ranks and connect with those that this one will speak to.
+    """Meet all ranks and connect to those that this one exchanges data with.
 
     Raises:
         As `ringreduce.communicator.communicator.Communicator`.
@@ -138,10 +134,10 @@ def form(config: Config) -> Formed:
 
 
 def _shared_memory(config: Config) -> HostLink | None:
-    """Memory to share, where that can be had and is wanted.
+    """Memory to share; None where it is not wanted or not possible.
 
     Raises:
-        NativeError, RendezvousError: it is insisted on, and cannot be had.
+        NativeError, RendezvousError: `transport` is ``shm``, and it is not possible.
     """
     if config.transport == "zmq":
         return None
@@ -187,7 +183,7 @@ def _connect(
     link: ZmqLink,
     shared: HostLink | None,
 ) -> Collectives:
-    """The collectives of the chosen kind, connected; what is not needed is closed."""
+    """The chosen collectives, connected; closes what they do not need."""
     rank, size = config.rank, config.size
     members = placement.hosts[placement.host_of(rank)]
     host = SharedMemoryCollectives(None, rank=0, size=1)
@@ -216,7 +212,7 @@ def _connect(
 
 
 def _ring(config: Config, table: Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
-    """The ring of `members`, in which this rank is one."""
+    """The ring of `members`, which include this rank."""
     checked = checksum.is_wanted(
         config.integrity,
         encrypted=link.is_encrypted,

@@ -45,9 +45,8 @@ def init(
 ) -> Communicator:
     """Form the ring and make it this process's default; return its communicator.
 
-    What is not given comes from the variables that ``ringreduce run`` sets
-    (``RINGREDUCE_RANK`` and so on). With none of them the process is a world of one, and
-    every collective returns at once, so that a script runs alone unchanged.
+    Other settings come from the variables that ``ringreduce run`` sets (``RINGREDUCE_RANK`` and so
+    on). Without them the process is a world of one, so that a script runs alone unchanged.
 
     Called again while the default is open, it returns the same communicator.
 
@@ -77,7 +76,7 @@ init.__doc__ = (init.__doc__ or "").replace(
 
 
 def shutdown() -> None:
-    """Close the default communicator, if there is one; happens by itself when Python exits."""
+    """Close the default communicator, if there is one; also done when Python exits."""
     global _default
     with _lock:
         if _default is not None:

@@ -16,8 +16,8 @@ class Statistics:
         seconds: wall time spent in them.
         frames_received: segments that arrived.
         bytes_sent, bytes_received: payload on this rank's links, headers not counted.
-        reducing_s: wall time in which gradients were reduced, in whatever thread.
-        waited_s: wall time in which training steps were blocked for that. What is less than
+        reducing_s: wall time in which gradients were reduced, in any thread.
+        waited_s: wall time in which training steps were blocked for that; the rest of
             `reducing_s` was hidden behind computation.
     """
 

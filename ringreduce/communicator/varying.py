@@ -1,4 +1,4 @@
-"""Collectives in which ranks may give different amounts: these go first, then the data."""
+"""Collectives to which ranks may give different amounts: first the lengths go round, then data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ def all_gather(
     """The arrays of all ranks, joined along the first dimension; a new array.
 
     Args:
-        collectives: of this rank.
         array: C-contiguous; only the first dimension may differ between ranks.
-        flat: the same, flat.
-        rank, size: this rank's.
+        flat: a flat view of it.
         given: the caller's signature.
 
     Raises:
@@ -32,7 +30,7 @@ def all_gather(
     """
     rest = array.shape[1:]
     width = math.prod(rest)
-    # The dtype and the other dimensions go round with the first dimensions, as signature.
+    # The signature makes ranks compare the dtype and the other dimensions.
     signature = signature_of("all_gather", dtype_code(array.dtype), rest, given)
     count = array.shape[0] if array.shape else 1
     rows = _gather_counts(collectives, Kind.ALL_GATHER, count, rank, size, signature)
@@ -51,7 +49,7 @@ def all_gather(
 def broadcast_object(
     collectives: Collectives, payload: np.ndarray, rank: int, root: int
 ) -> np.ndarray:
-    """The payload that rank `root` passed, dtype uint8; ignored elsewhere."""
+    """The payload that rank `root` passed, dtype uint8; other ranks' payloads are ignored."""
     length = np.array([payload.size], np.int64)
     collectives.broadcast(Kind.BROADCAST_OBJECT, length, root)
     received = payload if rank == root else np.empty(checked_lengths(length)[0], np.uint8)
@@ -75,7 +73,7 @@ def all_gather_object(
 def _gather_counts(
     collectives: Collectives, kind: Kind, count: int, rank: int, size: int, signature: int
 ) -> list[int]:
-    """One number from each rank, in rank order; checked not to be negative."""
+    """One number from each rank, in rank order, none negative."""
     counts = np.zeros(size, np.int64)
     counts[rank] = count
     collectives.all_gather(kind, counts, tuple(range(size + 1)), signature)
