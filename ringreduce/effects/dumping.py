@@ -1,4 +1,4 @@
-"""The flight record on disk: written when a communicator breaks, and when SIGUSR1 asks for it."""
+"""Writes the flight record to disk, when a communicator breaks and on SIGUSR1."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ _VERSIONS_OF = ("numpy", "numba", "zmq", "tensorflow", "keras")
 
 
 class FlightFile:
-    """The file that one communicator's flight record goes to; nothing without a `log_dir`.
+    """The flight record's file of one communicator; does nothing without a `log_dir`.
 
-    Args:
-        config: of the communicator. Where `log_dir` is set and this is called in the main
-            thread, SIGUSR1 dumps from now on, unless the program handles it itself.
-        recorder: of the communicator.
+    Made in the main thread with a `log_dir`, it is also written on SIGUSR1, unless the program
+    handles that signal itself.
 
     Attributes:
         transport: how the ranks reach each other, once that is known.
@@ -46,23 +44,21 @@ class FlightFile:
         self.transport = "none"
         self._config, self._recorder = config, recorder
         self._process = os.getpid()
-        # The thread and the one whose ring breaks may dump at once, and the handler may come
-        # in between: what was taken last shall be what stays.
+        # Several threads and a signal handler may dump at once: the latest record has to stay.
         self._lock = threading.RLock()
         self._taken_count, self._written = 0, 0
-        # The program may change its folder.
+        # Absolute: the program may change its working folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
             signals.add(self)
 
     def dump(self, why: str) -> Path | None:
-        """Write the file anew, whole or not at all; never raises.
+        """Replace the file, whole or not at all; from any thread, never raises.
 
-        Callable from any thread. Takes some milliseconds.
+        Takes some milliseconds.
 
         Returns:
-            Where it is; None when there is no `log_dir`, or it could not be written, which is
-            logged as a warning.
+            Its path; None without a `log_dir`, or if it could not be written (logged as a warning).
         """
         if self._folder is None or self._process != os.getpid():
             return None
@@ -83,12 +79,12 @@ class FlightFile:
         return path
 
     def close(self) -> None:
-        """No longer dump by SIGUSR1; calling it again does nothing."""
+        """Stop dumping on SIGUSR1; calling it again does nothing."""
         if self._process == os.getpid():
             signals.remove(self)
 
     def _write(self, path: Path, data: bytes, number: int) -> None:
-        """Have the file seen whole or not at all, and never older than it was."""
+        """Replace the file in one step, and never by an older record."""
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with open(descriptor, "wb") as file:
@@ -160,7 +156,7 @@ class FlightFile:
 
 
 def _versions() -> dict[str, str]:
-    # Only what is loaded: an import could wait for the very thread that hangs.
+    # Only loaded modules: an import could wait for the thread that hangs.
     found = {"python": platform.python_version(), "ringreduce": __version__}
     for name in _VERSIONS_OF:
         version = getattr(sys.modules.get(name), "__version__", None)

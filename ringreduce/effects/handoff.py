@@ -1,8 +1,7 @@
-"""The engine's queue: what other threads want done, one thing after another.
+"""The engine's queue of work that other threads hand over.
 
-`NativeQueue` is that of the native library (native/src/handoff.c), into which TensorFlow's
-threads put buckets of gradients without running Python. `PlainQueue` is for where that
-library is missing; it knows jobs alone.
+`NativeQueue` is the native library's (native/src/handoff.c): TensorFlow's threads put buckets of
+gradients there without running Python. `PlainQueue`, where that is missing, holds only jobs.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ _WHY_BYTES = 2048
 
 @dataclass(frozen=True)
 class BucketItem:
-    """A bucket that is packed: number of its plan, its place in that, and where it lies."""
+    """A packed bucket: its plan's number, its index in the plan, and its address."""
 
     plan: int
     bucket: int
     address: int = field(default=0, compare=False)
 
     def view(self, nbytes: int) -> np.ndarray:
-        """The bucket, uint8, which is `nbytes` long; the engine's until it is finished."""
+        """The bucket's `nbytes` bytes, uint8; the engine's until `finish`."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket's memory and what lies in it, in bytes.
+    """A bucket's memory and the (start, nbytes) of each tensor in it.
 
     Attributes:
-        memory: uint8; the slots lie in it one after the other. None: the bucket is the memory of
-            whatever is started, and has one slot.
-        nbytes: how long it is.
-        slots: where what comes in goes.
-        results: where what goes out lies; None: where the slots are.
+        memory: uint8, with the slots one after the other. None: the bucket is the memory of the
+            tensor that is started, and has one slot.
+        nbytes: its length.
+        slots: where tensors are packed.
+        results: where results are read; None: from the slots.
     """
 
     memory: np.ndarray | None
@@ -69,45 +68,45 @@ class Layout:
 
 
 class RoundFailed(Exception):
-    """A bucket could not be reduced this time, and nothing else has come of that."""
+    """A bucket could not be reduced this time; the ring still works."""
 
 
-# What `take` gives when a bucket was started in the wrong order: this rank is out of step for good.
+# `take` returns this when a bucket was started in the wrong order: this rank is out of step.
 COMPLAINT = "complaint"
 
 
 class Queue(Protocol):
-    """What the engine needs of its queue. All but `take` and `finish` are for any thread."""
+    """The engine's queue. All but `take` and `finish` may be called by any thread."""
 
     def post(self, job: int) -> bool:
-        """Put a job at the end; False when the queue is closed."""
+        """Append a job; False when the queue is closed."""
 
     def take(self) -> int | BucketItem | str | None:
-        """Wait for the next item: a job's number, a bucket or COMPLAINT; None: it is closed."""
+        """Wait for the next item: a job's number, a bucket or COMPLAINT; None when closed."""
 
     def finish(self, failed: RoundFailed | None = None) -> None:
-        """What was taken is done, or failed."""
+        """Mark the item that was taken as done, or failed."""
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        """Wait up to `timeout_s` until nothing is queued or taken; return whether that is so."""
 
     def fail(self, why: str) -> None:
-        """Answer everybody who waits for a bucket, now or later, with `why`."""
+        """End all waits for buckets, present and future, with the error `why`."""
 
     def close(self, why: str) -> None:
-        """End `take`, and answer everybody who waits with `why`."""
+        """End `take`, and all waits for buckets with the error `why`."""
 
     def waited_s(self) -> float:
-        """How long threads have been blocked until their buckets were done."""
+        """Seconds that threads were blocked waiting for their buckets."""
 
 
 def open_queue() -> Queue:
-    """A new queue, native where that can be had."""
+    """A new queue, native if there is a native library."""
     return PlainQueue() if library() is None else NativeQueue()
 
 
 class PlainQueue:
-    """A queue of jobs."""
+    """A `Queue` of jobs only."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -115,7 +114,7 @@ class PlainQueue:
         self._busy = self._closed = False
 
     def post(self, job: int) -> bool:
-        """Put a job at the end; False when the queue is closed."""
+        """As `Queue.post`."""
         with self._changed:
             if self._closed:
                 return False
@@ -124,7 +123,7 @@ class PlainQueue:
             return True
 
     def take(self) -> int | BucketItem | str | None:
-        """Wait for the next job; None: the queue is closed."""
+        """As `Queue.take`."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if self._closed:
@@ -133,20 +132,20 @@ class PlainQueue:
             return self._jobs.popleft()
 
     def finish(self, failed: RoundFailed | None = None) -> None:
-        """What was taken is done; a job says by itself how it ended."""
+        """As `Queue.finish`; `failed` is ignored, since a job records its own error."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        """As `Queue.wait_idle`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or not (self._jobs or self._busy), timeout_s
             )
 
     def fail(self, why: str) -> None:
-        """Nothing: there are no buckets here."""
+        """Do nothing: there are no buckets here."""
 
     def close(self, why: str) -> None:
         """End `take`."""
@@ -210,7 +209,7 @@ def _functions() -> dict[str, Any]:
 
 
 class NativeQueue:
-    """A queue of jobs and of buckets that a framework's threads have packed."""
+    """A `Queue` of jobs and of buckets that a framework's threads have packed."""
 
     def __init__(self) -> None:
         self._functions = _functions()
@@ -221,10 +220,13 @@ class NativeQueue:
         self._item = _Item()
 
     def register(self, buckets: Sequence[Layout]) -> int:
-        """Make a plan's buckets known; return the number by which ops name the plan.
+        """Register a plan's buckets; return the number by which ops name the plan.
 
-        Args:
-            buckets: of the plan, in order; their memory must live until `unregister` or `close`.
+        The buckets' memory must live until `unregister` or `close`. After `close` the number is
+        -1, for which ops fail with the error that the communicator was closed.
+
+        Raises:
+            MemoryError: the native library has no memory for it.
         """
         rows = (_Bucket * len(buckets))()
         for row, bucket in zip(rows, buckets, strict=True):
@@ -237,21 +239,20 @@ class NativeQueue:
         status = self._functions["register"](
             self._handle, ctypes.addressof(rows), len(buckets), ctypes.addressof(number)
         )
-        # After close too there is a number: ops of it say that the communicator was closed.
         if status not in (0, _CLOSED):
             raise MemoryError(f"cannot register a plan of buckets (code {status})")
         return number.value if status == 0 else -1
 
     def unregister(self, plan: int) -> bool:
-        """Forget a plan; False when it is being reduced right now, and stays."""
+        """Remove a plan; False if it is being reduced now, and so stays."""
         return bool(self._functions["unregister"](plan) == 0)
 
     def post(self, job: int) -> bool:
-        """Put a job at the end; False when the queue is closed."""
+        """As `Queue.post`."""
         return bool(self._functions["post"](self._handle, job) == 0)
 
     def take(self) -> int | BucketItem | str | None:
-        """Wait for the next item, without the GIL; None: the queue is closed."""
+        """As `Queue.take`; waits without the GIL."""
         item = self._item
         if self._functions["take"](self._handle, ctypes.addressof(item)) != 0:
             return None
@@ -262,24 +263,24 @@ class NativeQueue:
         return COMPLAINT
 
     def finish(self, failed: RoundFailed | None = None) -> None:
-        """What was taken is done; a bucket that failed is given out so."""
+        """As `Queue.finish`."""
         why = None if failed is None else _text(str(failed))
         self._functions["finish"](self._handle, why)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether nothing is queued or taken; waits for that, at most `timeout_s`."""
+        """As `Queue.wait_idle`."""
         return bool(self._functions["wait_idle"](self._handle, int(timeout_s * 1e3)))
 
     def fail(self, why: str) -> None:
-        """Answer everybody who waits for a bucket, now or later, with `why`."""
+        """As `Queue.fail`."""
         self._functions["fail"](self._handle, _text(why))
 
     def close(self, why: str) -> None:
-        """End `take`, and answer everybody who waits with `why`."""
+        """As `Queue.close`."""
         self._functions["close"](self._handle, _text(why))
 
     def waited_s(self) -> float:
-        """How long threads have been blocked until their buckets were done."""
+        """As `Queue.waited_s`."""
         return float(self._functions["waited_ns"](self._handle)) * 1e-9
 
 
@@ -288,5 +289,5 @@ def _slots(slots: Sequence[tuple[int, int]]) -> Any:
 
 
 def _text(why: str) -> bytes:
-    """`why` for C, as long as fits there; cut between characters, since people decode it."""
+    """`why` in UTF-8, cut between two characters to what the C code can hold."""
     return why.encode(errors="replace")[: _WHY_BYTES - 1].decode(errors="ignore").encode()

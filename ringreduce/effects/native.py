@@ -1,11 +1,7 @@
-"""The C library that comes with the package: found, loaded, checked; or the reason it is not.
+"""Finds, loads and checks the package's C library.
 
-It is built when the package is installed. Where no compiler was at hand it is missing and
-everything works without it, slower: `library()` then gives None and `why_missing()` says
-why. ``RINGREDUCE_NATIVE=0`` hides it, which is how the tests run the other way.
-
-Nothing else opens it; the modules that use a group of its functions declare them with
-`declare`.
+It is built when the package is installed, if there is a compiler. Everything works without it,
+slower. Modules declare the functions that they use with `declare`.
 """
 
 from __future__ import annotations
@@ -33,15 +29,15 @@ _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built or is hidden.
+    """The library, or None where it was not built or ``RINGREDUCE_NATIVE=0`` hides it.
 
     Raises:
-        NativeError: there is one, but it cannot be loaded or is of another ABI. That is a
-            broken installation, and working around it silently would only hide it.
+        NativeError: it cannot be loaded or has another ABI: a broken installation, which
+            continuing without it would hide.
     """
     if not native_wanted():
         return None
-    # An editable installation has the sources in one folder and what was built in another.
+    # An editable installation has sources and built files in different folders.
     for folder in sys.modules["ringreduce"].__path__:
         for name in _NAMES:
             if (path := Path(folder, name)).exists():
@@ -51,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def why_missing() -> str:
-    """One sentence for people, when `library()` is None."""
+    """Why `library()` is None, in a sentence for users."""
     if not native_wanted():
         return "The native library is hidden by RINGREDUCE_NATIVE=0."
     folders = [Path(folder).parent for folder in sys.modules["ringreduce"].__path__]
@@ -91,7 +87,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def declare(opened: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-    """The function `name`, with its types set."""
+    """The function `name`, with its result and argument types set."""
     function = getattr(opened, name)
     function.restype = result
     function.argtypes = list(arguments)

@@ -1,10 +1,8 @@
-"""The flight recorder: the last calls of one communicator, and where it stands now.
+"""The flight recorder: the last calls of one communicator, and its present state.
 
-Kept in memory at all times, so it must cost next to nothing beside a collective of a few
-microseconds: no lock, no formatting, no clock but the monotonic one. The calls of one
-communicator exclude each other, so there is one writer at a time. Readers in other threads need no
-lock either: every record and the present state is a tuple that is replaced as a whole, never
-changed. What reads it: heartbeats, error reports, `ringreduce.effects.dumping`.
+It must cost little beside a collective of a few microseconds: no lock, no formatting, only the
+monotonic clock. Calls of one communicator exclude each other, so there is one writer at a time;
+readers in other threads need no lock, since each record and the state are tuples, replaced whole.
 """
 
 from __future__ import annotations
@@ -19,18 +17,17 @@ from ringreduce.pure.flight import NAME_MAX, Call, cut
 
 __all__ = ["CALLS_KEPT", "FirstError", "Recorder", "Standing"]
 
-# A training step makes a handful of calls, so this is the last twenty steps or more; a power
-# of two, since slots are found by masking.
+# A training step makes a few calls, so these are twenty steps or more; a power of two, for masking.
 CALLS_KEPT = 256
 
 _MASK = CALLS_KEPT - 1
-# Threads whose names are known.
+# Names of threads.
 _NAMES_KEPT = 32
 
 # number, operation, nbytes, identity of the thread, began, ended (both monotonic), error text
 _Ended = tuple[int, str, int, int, float, float, "str | None"]
-# The number of the call that runs or comes next, calls completed, operation (None in user
-# code), nbytes, identity of the thread, since when (monotonic).
+# number of the present or next call, calls completed, operation (None in user code), nbytes,
+# identity of the thread, since when (monotonic)
 _State = tuple[int, int, "str | None", int, int, float]
 
 _monotonic = time.monotonic
@@ -39,14 +36,14 @@ _get_ident = threading.get_ident
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands.
+    """The call that a rank is in.
 
     Attributes:
         calls: collectives completed so far.
         operation: the collective that runs now; None in user code.
-        nbytes: payload of that collective; 0 in user code.
-        since_s: on `time.monotonic`, when that began; in user code, when the last collective
-            ended or the communicator was made.
+        nbytes: its payload; 0 in user code.
+        since_s: on `time.monotonic`, when it began; in user code, when the last collective ended
+            or the communicator was made.
     """
 
     calls: int
@@ -60,8 +57,8 @@ class FirstError:
     """What broke a communicator first.
 
     Attributes:
-        error: what was raised, here or on another rank.
-        standing: where this rank stood at that moment.
+        error: raised here or on another rank.
+        standing: this rank's at that moment.
         when_s: on `time.monotonic`.
     """
 
@@ -71,18 +68,15 @@ class FirstError:
 
 
 class Recorder:
-    """What one communicator did last.
-
-    Args:
-        rank, size: the communicator's, for readers.
+    """Records the last calls of one communicator.
 
     Attributes:
         seconds: wall time spent in completed collectives.
-        elapsed_s: wall time of the last one of them.
-        first_error: what broke the communicator; None while it works.
-        peers: set once there is a watcher: returns what was last known of each rank, as a
-            dictionary with ``rank`` and, where known, ``calls``, ``operation`` (None: in user
-            code), ``since_s`` (seconds it had stood there) and ``heard_s`` (seconds ago).
+        elapsed_s: wall time of the last completed one.
+        first_error: None while the communicator works.
+        peers: set once there is a watcher: returns what was last known of each rank, a dictionary
+            with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
+            ``since_s`` (seconds it had been there) and ``heard_s`` (age of that in seconds).
     """
 
     __slots__ = (
@@ -103,7 +97,7 @@ class Recorder:
         self.first_error: FirstError | None = None
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
         self._slots: list[_Ended | None] = [None] * CALLS_KEPT
-        # A plain tuple: making a `Standing` would cost more than all the rest.
+        # A plain tuple: a `Standing` would cost more than all the rest.
         self._state: _State = (0, 0, None, 0, 0, _monotonic())
         self._names: dict[int, str] = {}
 
@@ -113,7 +107,7 @@ class Recorder:
         return self._state[1]
 
     def begin(self, operation: str, nbytes: int) -> None:
-        """Note that a collective starts now; its number is how many began before."""
+        """Record that a collective starts now; its number is how many began before."""
         number, calls, _, _, _, _ = self._state
         thread = _get_ident()
         if thread not in self._names:
@@ -121,10 +115,10 @@ class Recorder:
         self._state = (number, calls, operation, nbytes, thread, _monotonic())
 
     def end(self) -> None:
-        """Note that the collective that began last has completed."""
+        """Record that the running collective has completed."""
         now = _monotonic()
         number, calls, operation, nbytes, thread, began = self._state
-        if operation is None:  # `fail` has ended it, called by another thread.
+        if operation is None:  # Another thread has called `fail`.
             return
         self._slots[number & _MASK] = (number, operation, nbytes, thread, began, now, None)
         self.elapsed_s = elapsed = now - began
@@ -132,9 +126,9 @@ class Recorder:
         self._state = (number + 1, calls + 1, None, 0, 0, now)
 
     def fail(self, error: BaseException) -> None:
-        """Note that the running collective failed, or that the ring broke between two.
+        """Record that the running collective failed, or that the ring broke between two calls.
 
-        The first error is kept as `first_error`: what comes later is its consequence.
+        The first error is kept as `first_error`; later ones are consequences.
         """
         now = _monotonic()
         if self.first_error is None:
@@ -146,22 +140,22 @@ class Recorder:
             self._state = (number + 1, calls, None, 0, 0, now)
 
     def standing(self) -> Standing:
-        """Where this rank stands; callable from any thread, takes no lock, never raises."""
+        """This rank's present call; from any thread, takes no lock, never raises."""
         _, calls, operation, nbytes, _, since_s = self._state
         return Standing(calls, operation, nbytes, since_s)
 
     def entries(self) -> list[Call]:
-        """The last calls, oldest first, one that runs included; callable from any thread."""
-        # The call that runs is looked at first: ending meanwhile, it comes twice, not never.
+        """The last calls, oldest first, the running one included; callable from any thread."""
+        # The running call is read first: if it ends now, it is seen twice rather than never.
         number, _, operation, nbytes, thread, began = self._state
         calls: dict[int, tuple[Any, ...]] = {}
         if operation is not None:
             calls[number] = (number, operation, nbytes, thread, began, None, None)
-        # One call of C's under the GIL: a snapshot.
+        # A snapshot: one C call under the GIL.
         for record in self._slots.copy():
             if record is not None:
                 calls[record[0]] = record
-        # The wall clock may have been set meanwhile; times agree with what it shows now.
+        # All times agree with the present wall clock, even if that was set meanwhile.
         wall = time.time() - _monotonic()
         return [
             Call(
@@ -179,7 +173,7 @@ class Recorder:
         ]
 
     def _learn_name(self, thread: int) -> None:
-        # Calls come from one thread or two; a program that makes one for each would fill memory.
+        # A program that makes a thread for each call must not fill memory.
         if len(self._names) >= _NAMES_KEPT:
             self._names = {}
         self._names[thread] = threading.current_thread().name

@@ -1,20 +1,17 @@
-"""SIGUSR1: the flight records of this process are written, whatever its threads are doing.
+"""Writes the flight records of this process on SIGUSR1, whatever its threads are doing.
 
-A process that hangs is asked from outside, and its main thread may be stuck in TensorFlow or
-in C for good. Python runs signal handlers in the main thread alone, between two bytecodes, so
-a handler would not be reached. What the C level does at once, in any state, is write the
-signal's number to the wakeup descriptor (`signal.set_wakeup_fd`). A small thread reads the
-other end and dumps.
+Python runs signal handlers in the main thread, between two bytecodes, so a main thread that is
+stuck in C would never run one. But Python's C code always writes the signal's number to the
+wakeup descriptor (`signal.set_wakeup_fd`); a thread reads its other end and dumps.
 
-That descriptor is one for the whole process, and others want it too (asyncio does): it is
-taken only when it is free. Where it is taken, or has been taken since, Python's handler
-dumps: in such a process that is the main thread at its event loop, which reaches handlers.
+A process has one such descriptor, which others use too (asyncio does), so it is taken only while
+it is free. Otherwise Python's handler dumps: then the main thread is in an event loop, which runs
+handlers.
 
-The thread begins with the first file that is added in the main thread, and ends when the last
-one is removed, which writes a 0, no signal's number, to the descriptor; it is a daemon, so that
-a process that never closes can end too. The handler stays, and then does nothing, and when
-Python ends the signal is ignored: one that comes a moment too late shall not kill a job that
-saves its model, nor change the exit code of one that ends.
+The thread starts with the first file added in the main thread, and ends when the last one is
+removed (a 0, no signal's number, is written to it). It is a daemon: a process that never closes
+can end. The handler stays, and when Python ends the signal is ignored: a late one must neither
+kill a job that saves its model nor change an exit code.
 """
 
 from __future__ import annotations
@@ -36,24 +33,24 @@ _SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none.
 
 
 class Dumps(Protocol):
-    """What is added here."""
+    """What `add` takes."""
 
     def dump(self, why: str) -> object:
         """Write the file; never raises."""
 
 
 def add(file: Dumps) -> None:
-    """Have SIGUSR1 dump `file` from now on, unless the program handles the signal itself.
+    """Dump `file` on SIGUSR1 from now on, unless the program handles the signal itself.
 
-    Only a weak reference is kept. Outside of the main thread no handler can be set: then one
-    that was set before serves.
+    Only a weak reference is kept. Only the main thread can set the handler; from another thread
+    this works if one was set before.
     """
     _files.add(file)
     _listener.start()
 
 
 def remove(file: Dumps) -> None:
-    """No longer dump `file`; nothing if it was not added."""
+    """Stop dumping `file`; does nothing if it was not added."""
     if file in _files:
         _files.discard(file)
         _listener.stop()
@@ -76,15 +73,15 @@ class _Listener:
         self._watches_forks = False
 
     def start(self) -> None:
-        """Receive SIGUSR1 from now on, where that is possible and the program does not."""
+        """Handle SIGUSR1 from now on, if this is the main thread and the program does not."""
         if _SIGNAL is None or threading.current_thread() is not threading.main_thread():
             return
         with self._lock:
             handler = signal.getsignal(_SIGNAL)
-            # The launcher has it ignored until there is a handler.
+            # SIG_IGN is from the launcher, for the time without a handler.
             if handler in (signal.SIG_DFL, signal.SIG_IGN):
                 signal.signal(_SIGNAL, self._handle)
-                # Calls of the system's in the middle of anything go on, as if nothing were.
+                # Interrupted system calls restart.
                 signal.siginterrupt(_SIGNAL, False)
             elif handler != self._handle:
                 return
@@ -108,14 +105,14 @@ class _Listener:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the thread. In another than the main thread, its descriptors stay for the next."""
+        """End the thread. Only in the main thread are its descriptors closed too."""
         with self._lock:
             if len(_files) or self.thread is None or self._ends is None:
-                return  # Another communicator was made in between, or there is no thread.
+                return  # Another communicator was made meanwhile, or there is no thread.
             thread, self.thread = self.thread, None
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ends[1], b"\0")
-            # It may be dumping to a slow disk, which is not waited for.
+            # Limited: it may be writing to a slow disk.
             thread.join(TIMES.join_thread_s)
             if thread.is_alive() or threading.current_thread() is not threading.main_thread():
                 return
@@ -128,7 +125,7 @@ class _Listener:
             os.close(end)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler: dump, unless the C level has notified the thread."""
+        """Python's handler: dump, unless the thread is notified by the wakeup descriptor."""
         if self.thread is not None and self._ends is not None:
             target = self._ends[1]
             if _set_wakeup(target, ours=target) == target:
@@ -136,12 +133,12 @@ class _Listener:
         _dump_all()
 
     def end(self) -> None:
-        """Ignore SIGUSR1 from now on: Python is about to put its default action back, to kill."""
+        """Ignore SIGUSR1: Python is about to restore its default action, which kills."""
         if _SIGNAL is not None and signal.getsignal(_SIGNAL) == self._handle:
             signal.signal(_SIGNAL, signal.SIG_IGN)
 
     def _forget(self) -> None:
-        """In a forked child: the thread is its parent's, and so is what it would dump."""
+        """In a forked child, drop the thread and the descriptors, which are the parent's."""
         self._lock = threading.Lock()
         self.thread = None
         if self._ends is not None:
@@ -152,7 +149,7 @@ class _Listener:
 
 
 def _set_wakeup(descriptor: int, ours: int) -> int:
-    """Set the wakeup descriptor where it is ours or nobody's; return what it was."""
+    """Set the wakeup descriptor if it is ours or unset; return what it was."""
     before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     if before not in (-1, ours):
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
@@ -160,7 +157,7 @@ def _set_wakeup(descriptor: int, ours: int) -> int:
 
 
 def _read(source: int) -> None:
-    """The thread: dump at each SIGUSR1 until a 0 comes."""
+    """The thread: dump on each SIGUSR1 until a 0 arrives."""
     while True:
         numbers = os.read(source, 4096)
         if _SIGNAL is not None and _SIGNAL in numbers:
@@ -178,5 +175,5 @@ _files: weakref.WeakSet[Dumps] = weakref.WeakSet()
 _listener = _Listener()
 
 
-# Runs after the communicators were closed, which is registered later.
+# Registered before the closing of the communicators, so it runs after that.
 atexit.register(_listener.end)

@@ -1,4 +1,4 @@
-"""Where the threads of this process are, as frames that a flight record can hold."""
+"""The stacks of this process's threads, as frames for a flight record."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, THREADS_MAX, Frame, Sta
 __all__ = ["stacks", "trace"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# Of Python and of installed packages, on whatever system.
+# Of Python and of installed packages, on any system.
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
 
 
 def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
-    """Where each thread is, the main one first, the one that asks last.
+    """Each thread's stack, the main thread's first.
 
     Args:
-        asking: files of those that ask: their frames are left out.
+        asking: files of the callers, whose frames are left out.
         unless: a thread that is left out.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -44,7 +44,7 @@ def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
 
 
 def trace(error: BaseException) -> list[Frame]:
-    """The innermost frames that `error` has passed on its way to where it was caught."""
+    """The innermost frames of `error`'s traceback."""
     kept: deque[TracebackType] = deque(maxlen=FRAMES_MAX)
     traceback = error.__traceback__
     while traceback is not None:
@@ -56,7 +56,7 @@ def trace(error: BaseException) -> list[Frame]:
 def _frames(innermost: FrameType | None) -> list[Frame]:
     found: list[Frame] = []
     frame = innermost
-    # A few more than are kept, for those that ask.
+    # A few more than are kept, since the callers' are left out later.
     while frame is not None and len(found) < FRAMES_MAX + 8:
         found.append(_frame(frame, frame.f_lineno or 0))
         frame = frame.f_back
@@ -66,7 +66,7 @@ def _frames(innermost: FrameType | None) -> list[Frame]:
 def _frame(frame: FrameType, line: int) -> Frame:
     file = frame.f_code.co_filename
     library = file.startswith(_PACKAGE) or any(part in file for part in _LIBRARY_PATHS)
-    # Of libraries the source is not needed; reading it would take longer than all the rest.
+    # No source lines of libraries: reading them would take longer than all the rest.
     text = "" if library or file.startswith("<") else linecache.getline(file, line).strip()
     return Frame(
         file=cut(file),
