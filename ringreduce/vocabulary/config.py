@@ -1,11 +1,10 @@
 """Settings of one communicator, and the only reader of the environment.
 
-Explicit arguments come first, then the variables, then the defaults. With none of the launch
-variables set a process is a world of one; with some set and others missing it is a broken
-launch, and `ConfigError` says so rather than letting it train alone.
+Arguments come before variables, and variables before defaults. Without launch variables a process
+is a world of one; with only some of them it raises `ConfigError` rather than train alone.
 
-Each setting is listed once, as a field of `Config`: its variable, the launcher's option, what
-is checked and what ranks compare when they meet follow from there.
+Each setting is listed once, as a field of `Config`, from which its variable, the launcher's
+option, its check and the comparison between ranks follow.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ __all__ = [
     "worker_environment",
 ]
 
-# Without these four a rank does not know its place.
+# A rank needs all four to find the others.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
 
 
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
-    """What `Times` is multiplied by: ``RINGREDUCE_TIME_SCALE``, for tests alone; default 1.
+    """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, only for tests; default 1.
 
     Raises:
         ConfigError: it is not a number from 0.01 to 100.
@@ -58,7 +57,7 @@ def time_scale(environment: Mapping[str, str] | None = None) -> float:
 # The time constants of this process.
 TIMES = Times().scaled(time_scale())
 
-# Read by the numerical libraries when they load; set for each worker by the launcher.
+# Numerical libraries read these when they load; the launcher sets them for each worker.
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -70,15 +69,15 @@ _THREAD_VARIABLES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What there is to know of a field of `Config`, beside its name and its default.
+    """Metadata of a field of `Config`.
 
     Attributes:
-        help: what it means, in a clause.
-        reads: makes its value from the text of a variable.
-        accepts: whether a value is possible, whatever the others are.
+        help: its meaning, in a clause.
+        reads: makes a value from a variable's text.
+        accepts: whether a value is possible, independently of other settings.
         accepted: the possible values, in words.
-        values: all of them, where they are few.
-        is_choice: whether it is a choice of the user's, rather than a rank's place in the job.
+        values: all of them, if they are few.
+        is_choice: whether the user chooses it; else the launcher sets it for each rank.
         is_agreed: whether it must be equal on all ranks.
     """
 
@@ -99,7 +98,7 @@ def _place(default: Any, help: str, reads: Callable[[str], object] = int) -> Any
 def _choice(
     default: Any, help: str, accepted: str = "", accepts: Any = lambda value: True, **more: Any
 ) -> Any:
-    """A field of `Config` that is the user's choice, read as what its default is."""
+    """A field of `Config` that the user chooses, of the type of its default."""
     setting = Setting(help, type(default), accepts, accepted, **more)
     return field(default=default, metadata={"setting": setting})
 
@@ -135,15 +134,15 @@ class Config:
         None, "number of processes on this host; None: counted when the ring forms"
     )
     rendezvous: str = _place("", "`host:port` that rank 0 listens on while the ring forms", str)
-    # The launcher opens it, so that the port is taken before anyone needs it.
+    # The launcher opens it, so that the port is taken before any rank connects.
     rendezvous_fd: int | None = _place(None, "a listening socket that rank 0 inherited for it")
     job_id: str = _place(
         "", "any text, equal on all ranks of a job and different between jobs", str
     )
-    # A job that is merely slow should survive a long validation or checkpoint on one rank; a job
-    # that hangs should not burn money for minutes.
+    # Long enough for a validation or checkpoint on one rank, short enough that a job that hangs
+    # does not cost money for minutes.
     timeout_s: float = _seconds(30.0, "seconds without progress before a collective gives up")
-    # Ranks import TensorFlow before they meet: on a cold, crowded machine that takes a minute.
+    # Ranks import TensorFlow before they meet: a minute on a cold, crowded machine.
     join_timeout_s: float = _seconds(
         120.0, "seconds for all ranks to meet; `timeout_s` where only that is given"
     )
@@ -153,9 +152,9 @@ class Config:
         "alive, before it counts as dead",
         TIMES.link_timeout_min_s,
     )
-    # Fewer, longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster
-    # than 512 KiB, and 2 MiB is slower again (docs/performance.md). Multiples of 64 keep every
-    # element whole and every segment aligned.
+    # Longer segments wake fewer threads: with four ranks on two cores 1 MiB is 12 % faster than
+    # 512 KiB, and 2 MiB is slower (docs/performance.md). Multiples of 64 keep elements whole and
+    # segments aligned.
     segment_bytes: int = _choice(
         1 << 20,
         "payload of a full frame, equal on all ranks",
@@ -163,8 +162,8 @@ class Config:
         lambda value: value % 64 == 0 and 64 <= value <= 1 << 22,
         is_agreed=True,
     )
-    # More make no difference beyond noise on the machine and the links that were measured
-    # (docs/performance.md); they are for a fast, long line that a single connection cannot fill.
+    # More made no difference beyond noise where it was measured (docs/performance.md); they are for
+    # a fast, long line that a single connection cannot fill.
     streams: int = _choice(
         1,
         "connections to the next rank that large messages are spread over, equal on all ranks",
@@ -182,7 +181,7 @@ class Config:
         "whether frames over ZeroMQ carry a checksum: auto (where they leave the host and are "
         "not encrypted), crc32 or off; equal on all ranks",
     )
-    # Different names make processes of one host act as if they were on several.
+    # Different names make processes of one host act as several hosts.
     host_id: str = _choice(
         "",
         "name of this host, where the system's own does not tell hosts apart",
@@ -204,7 +203,7 @@ class Config:
             )
         },
     )
-    # Ranks prove who they are whichever it is (`ringreduce.transport.security`).
+    # Ranks authenticate each other in every case (`ringreduce.transport.security`).
     encryption: str = _one_of(
         ("auto", "on", "off"),
         "whether data between ranks is encrypted: auto (between hosts), on or off (for networks "
@@ -245,8 +244,8 @@ class Config:
             arguments: fields of Config by name.
 
         Raises:
-            ConfigError: an unknown argument, a variable that cannot be read or is out of
-                range, or launch variables of which only some are set.
+            ConfigError: an argument is unknown, a variable cannot be read or is out of range, or
+                only some launch variables are set.
         """
         variables = os.environ if environment is None else environment
         if unknown := sorted(set(arguments) - set(SETTINGS)):
@@ -263,7 +262,7 @@ class Config:
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if "timeout_s" in values:
-            # A user who sets one limit means it for the meeting too.
+            # A user who sets one limit means it for the rendezvous too.
             values.setdefault("join_timeout_s", values["timeout_s"])
         return cls(**values)  # type: ignore[arg-type]
 
@@ -273,7 +272,7 @@ class Config:
         return {_variable(name): str(value) for name, value in values.items() if value is not None}
 
     def agreed(self) -> dict[str, int]:
-        """What must be equal on all ranks, as numbers: a name by its index among the values."""
+        """The settings that must be equal on all ranks, as numbers; of names, the index."""
         return {
             name: setting.values.index(value) if setting.values else value
             for name, setting in SETTINGS.items()
@@ -287,7 +286,7 @@ SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each 
 
 
 def describe(names: Collection[str]) -> str:
-    """These settings for a docstring: a line or more for each."""
+    """The settings `names` as text for a docstring."""
     lines = []
     for name in names:
         default = getattr(Config, name)
@@ -315,10 +314,11 @@ def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, 
 
 
 def configured_secret(environment: Mapping[str, str] | None = None) -> str:
-    """The secret that the user's variables give, themselves or by a file; empty for none.
+    """The secret in the user's variables or the file that they name; empty for none.
 
     Raises:
-        ConfigError: it is too short, or the file is not one that its owner alone may read.
+        ConfigError: it is too short or too long, or the file is not one that only its owner may
+            read.
     """
     variables = os.environ if environment is None else environment
     if secret := variables.get("RINGREDUCE_SECRET"):
@@ -350,22 +350,22 @@ def host_and_port(address: str) -> tuple[str, int]:
 def worker_environment(
     config: Config, threads: int, *, decided: Collection[str] = ()
 ) -> dict[str, str]:
-    """This process's environment, with what one worker needs to find its place added.
+    """This process's environment, plus the variables of one worker.
 
     Args:
         config: the worker's settings.
-        threads: compute threads it may use. Thread variables the user has set are kept.
-        decided: names of the user's choices (`timeout_s`, `transport`) that `config` decides; the
-            others stay as the user's variables have them, if they do.
+        threads: compute threads it may use. Thread variables that the user has set are kept.
+        decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
+            others stay as in the environment.
     """
-    # A launcher that is itself a worker must not hand on its own place.
+    # A launcher that is itself a worker must not pass on its own rank.
     places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
     environment = {name: value for name, value in os.environ.items() if name not in places}
     ours = places | {_variable(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
     for name in _THREAD_VARIABLES:
         environment.setdefault(name, str(threads))
-    # Two at least: one may sit in a collective while the input pipeline runs on the other.
+    # At least two: one may wait in a collective while the input pipeline uses the other.
     environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return environment
@@ -377,7 +377,7 @@ def color_wanted() -> bool:
 
 
 def log_dir_wanted() -> str:
-    """The folder for flight records that the user's environment names; empty for none."""
+    """The folder for flight records in the user's environment; empty for none."""
     return os.environ.get("RINGREDUCE_LOG_DIR", "")
 
 

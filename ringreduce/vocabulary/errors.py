@@ -1,4 +1,4 @@
-"""What can go wrong, by who is at fault, and the one place that words it.
+"""All errors, by cause, and the one place that makes their text.
 
     RingReduceError
     |-- ConfigError(ValueError)        you asked for something impossible
@@ -14,10 +14,9 @@
     |-- NumericsError                  a gradient is NaN or infinite
     `-- NativeError(ImportError)       a native library is missing or of another kind
 
-The second base makes an ordinary ``except TimeoutError`` work too. Everything below
-MismatchError, PeerError, ProtocolError and NumericsError breaks the communicator for good:
-whatever is called on it afterwards raises the same error again at once. Close it and form a
-new one.
+The second base makes ``except TimeoutError`` work too. MismatchError, PeerError, ProtocolError,
+NumericsError and their subclasses break the communicator: each later call raises the same error
+at once. Close it and form a new one.
 """
 
 from __future__ import annotations
@@ -45,18 +44,17 @@ class RingReduceError(Exception):
     """Base of every error that ringreduce raises; never raised itself.
 
     Attributes:
-        rank: the rank that speaks, None before ranks are known.
+        rank: the rank that raises it, None before ranks are known.
         size: number of ranks, None before it is known.
         peer: the rank it is about, where one is known.
         operation: name of the collective, such as ``all_reduce``.
         sequence: number of that collective on this communicator, counted from 0.
         step: where in the collective, such as ``reduce-scatter step 2 of 3``.
         remedy: what to do about it.
-        origin: the rank that met the error first, when it was another one.
+        origin: the rank that raised the error first, if that was another one.
     """
 
-    # TensorFlow's AutoGraph raises another error, of a class of its own, for one that has an
-    # `__init__`, unless it has this.
+    # Else TensorFlow's AutoGraph replaces an error that has an `__init__` by one of its own class.
     ag_pass_through = True
 
     fields: ClassVar[tuple[str, ...]] = (
@@ -107,7 +105,7 @@ class RingReduceError(Exception):
         if self.rank is not None:
             who = f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
             if self.origin is not None and where:
-                # What another rank has sent has a clause of its own.
+                # For an error that another rank has sent, the operation stands before its text.
                 who, where = f"{who}{where},", ""
             text = f"{who} {text}"
         text += where
@@ -118,7 +116,7 @@ class RingReduceError(Exception):
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Copies and crosses process borders with its fields, not only with its text."""
+        """Copy and pickle with all fields, not only the text."""
         return _rebuild, (type(self), self.message, {f: getattr(self, f) for f in self.fields})
 
 
@@ -133,7 +131,7 @@ class ConfigError(RingReduceError, ValueError):
 
 
 class ArrayError(RingReduceError, ValueError):
-    """You passed an array that cannot travel: its dtype, layout or shape. The ring is unhurt."""
+    """You passed an array whose dtype, layout or shape is not supported. The ring still works."""
 
 
 class ClosedError(RingReduceError):
@@ -144,15 +142,14 @@ class MismatchError(RingReduceError):
     """The ranks disagree: operation, dtype, length, order, gradients, version or settings.
 
     Attributes:
-        signatures: this rank's and `peer`'s, where two calls were found to differ; they do
-            not travel with the error.
+        signatures: this rank's and `peer`'s, if two calls differ; not sent with the error.
     """
 
     signatures: tuple[int, int] = (0, 0)
 
 
 class RendezvousError(RingReduceError):
-    """The ring did not form in time, or this rank was refused; the text lists who is missing."""
+    """The ring did not form in time (the text lists the missing ranks) or this rank was refused."""
 
 
 class PeerError(RingReduceError):
@@ -172,11 +169,11 @@ class ProtocolError(RingReduceError):
 
 
 class CorruptionError(ProtocolError):
-    """Bytes changed between two ranks: a frame's checksum is not that of its payload."""
+    """Bytes changed between two ranks: a frame's checksum and payload differ."""
 
 
 class NumericsError(RingReduceError):
-    """A gradient holds NaN or infinity; `peer` names the rank whose it is."""
+    """A gradient holds NaN or infinity; `peer` is the rank that computed it."""
 
 
 class NativeError(RingReduceError, ImportError):
@@ -184,5 +181,5 @@ class NativeError(RingReduceError, ImportError):
 
 
 for _name in __all__:
-    # A traceback shows the name to catch it by.
+    # So that a traceback shows the public name.
     globals()[_name].__module__ = "ringreduce"

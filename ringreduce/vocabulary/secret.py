@@ -1,4 +1,4 @@
-"""A job's secret: what counts as one, and how it is read from a file. It is never shown."""
+"""Checks a job's secret, and reads it from a file. It is never shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["check_secret", "read_secret"]
 
-# 16 characters of base64 are 96 bits. What is longer than 4096 is no secret but a wrong file.
+# 16 characters of base64 are 96 bits. A file with more than 4096 is the wrong one.
 _CHARACTERS_MIN, _CHARACTERS_MAX = 16, 4096
 
 
 def check_secret(secret: str, source: str) -> None:
-    """Refuse what is too short to be kept secret; the error does not show it."""
+    """Raise ConfigError if `secret` is too short or too long; the error does not show it."""
     if not _CHARACTERS_MIN <= len(secret) <= _CHARACTERS_MAX:
         raise ConfigError(
             f"the secret has {len(secret)} characters, from {source}; "
@@ -24,21 +24,21 @@ def check_secret(secret: str, source: str) -> None:
 
 
 def read_secret(path: str) -> str:
-    """What the file at `path` holds, without white space around it.
+    """The secret in the file at `path`, without white space around it.
 
     Raises:
-        ConfigError: it is not a regular file that its owner alone may read, or holds no secret.
+        ConfigError: it is not a regular file that only its owner may read, or holds no secret.
     """
     named = f"the file {path} of RINGREDUCE_SECRET_FILE"
     try:
-        # Neither a pipe nor a device must hold us up.
+        # Without O_NONBLOCK a pipe or device could block here.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
-            # Of what was opened, since the name may stand for another file by now.
+            # Of the open file, since the name may be another file's by now.
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{named} is no regular file")
-            # Root's files are fine: root can read everything, and mounted secrets are root's.
+            # Root may own it: root can read everything, and owns mounted secrets.
             if status.st_uid not in (os.geteuid(), 0):
                 raise ConfigError(f"{named} belongs to another user", remedy="Make a copy.")
             if status.st_mode & 0o077:
@@ -51,7 +51,7 @@ def read_secret(path: str) -> str:
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        # Without the cause, whose text would hold what was read.
+        # Without the cause, whose text would contain the secret.
         raise ConfigError(f"{named} is no text") from None
     check_secret(secret, named)
     return secret

@@ -15,9 +15,9 @@ __all__ = ["DTYPE_NAMES", "ReduceOp", "dtype_code", "is_half", "reduce_op"]
 class ReduceOp(enum.IntEnum):
     """How the elements of all ranks combine; the value is the code on the wire.
 
-    MEAN is the sum divided by the number of ranks. On integers the sum wraps as in numpy
-    and the division rounds towards minus infinity (numpy's ``//``).
-    MIN and MAX give NaN where any rank has NaN, so that a bad gradient stays visible.
+    MEAN is the sum divided by the number of ranks. Integer sums wrap as in numpy, and their
+    division rounds towards minus infinity (numpy's ``//``). MIN and MAX give NaN where any rank
+    has NaN, so that a bad gradient stays visible.
     """
 
     SUM = 1
@@ -47,10 +47,10 @@ _HALF_CODES = frozenset({_CODES["float16"], _CODES["bfloat16"]})
 def dtype_code(dtype: np.dtype) -> int:
     """Code of `dtype` on the wire.
 
-    bfloat16 is recognised by name, so that ml_dtypes is needed only by those who use it.
+    bfloat16 is recognised by name, so that only its users need ml_dtypes.
 
     Raises:
-        ArrayError: the dtype is not one that ringreduce reduces, or not in native byte order.
+        ArrayError: the dtype is not supported, or not in native byte order.
     """
     if dtype.isnative and dtype.name in _CODES:
         return _CODES[dtype.name]
