@@ -1,8 +1,8 @@
 """Data-parallel training over a ring of processes; see README.md.
 
-Importing this starts nothing and prints nothing, and imports neither TensorFlow nor Keras:
-the wrapper for Keras is `ringreduce.keras`. The ring itself, and with it numba, is imported
-when it is first asked for, so that the launcher and the command line start at once.
+Importing this starts and prints nothing, and imports neither TensorFlow nor Keras (see
+`ringreduce.keras`). The ring, and with it numba, is imported on first use, so that the command
+line starts quickly.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A ring inside a test: in threads, which is quick, or in processes, which is the truth.
+"""A ring inside a test: in threads, which is fast, or in processes, which is realistic.
 
 from ringreduce.testing import ring_of_threads
 
@@ -42,14 +42,14 @@ def ring_of_threads(
     Args:
         size: number of ranks.
         work: called with each rank's communicator, which is closed afterwards.
-        hosts: a name for each rank's host, to act as if they were on several.
+        hosts: a name for each rank's host, to simulate several hosts.
         settings: further fields of `Config`, such as ``timeout_s``.
 
     Returns:
         What `work` returned, in rank order.
 
     Raises:
-        BaseException: what the lowest rank that failed raised; notes name the others.
+        BaseException: that of the lowest rank that failed; its notes hold the other ranks'.
     """
     results: dict[int, _Result] = {}
     failures: dict[int, BaseException] = {}
@@ -59,7 +59,7 @@ def ring_of_threads(
             "size": size,
             "rendezvous": f"127.0.0.1:{listener.getsockname()[1]}",
             "job_id": secrets.token_hex(8),
-            # As `ringreduce run` makes one: what tests see is what jobs get.
+            # As `ringreduce run` does, so that tests run what jobs run.
             "secret": secrets.token_hex(32),
             "timeout_s": 20.0,
             **settings,
@@ -80,7 +80,7 @@ def ring_of_threads(
             thread.start()
         for thread in threads:
             thread.join()
-        # libzmq has taken the descriptor over and closed it.
+        # libzmq has closed the descriptor.
         if size > 1:
             listener.detach()
     if failures:
@@ -93,7 +93,7 @@ def ring_of_threads(
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job of processes ended: its exit code, and the lines that were shown."""
+    """A job's exit code, and the lines that it printed."""
 
     exit_code: int
     output: str
@@ -105,11 +105,11 @@ def ring_of_processes(
 ) -> JobResult:
     """Run ``python *arguments`` as `size` workers, as ``ringreduce run`` does.
 
-    Call it from the main thread, which is where pytest runs tests.
+    Call it from the main thread, where pytest runs tests.
 
     Args:
         size: number of workers.
-        arguments: what follows ``python``: a script or ``-m module``, and its arguments.
+        arguments: a script or ``-m module``, and its arguments.
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
     """
     output, errors = io.StringIO(), io.StringIO()
@@ -120,7 +120,7 @@ def ring_of_processes(
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    # BaseException.add_note is new in Python 3.11.
+    # BaseException.add_note needs Python 3.11.
     add = getattr(error, "add_note", None)
     if add is not None:
         add(note)

@@ -1,8 +1,7 @@
-"""Rank 0's list of the ranks that have come, and who gets on it. No sockets.
+"""Rank 0's list of the ranks that have joined, and which may. No sockets.
 
-A hello of another job, or for a rank that is taken, is turned away alone; the job goes on
-waiting for the right one. A rightful member that runs another version or other settings
-ends the formation on every rank, since the ring can never be right.
+A hello of another job, or for a rank that has joined, is refused, and the job goes on waiting. A
+rank of this job with another version or other settings ends the rendezvous on every rank.
 """
 
 from __future__ import annotations
@@ -19,37 +18,37 @@ __all__ = ["Members"]
 
 _log = logging.getLogger(__name__)
 
-# Strangers may connect; remembering and reporting a few is enough.
+# Refusals named in logs and errors; anybody may connect, so few are enough.
 _REFUSALS_KEPT = 8
-# Further ones are not even answered. Ranks of other jobs learn why they are turned away.
+# Refusals answered with the reason, for ranks of other jobs; further hellos get no answer.
 _REFUSALS_ANSWERED = 256
 
 
 class Members:
-    """The ranks that have come, rank 0 first.
+    """The ranks that have joined.
 
     Args:
         config: rank 0's settings.
-        own: what rank 0 would say of itself; the others must agree with it.
+        own: rank 0's own hello, with which the others must agree.
     """
 
     def __init__(self, config: Config, own: Hello) -> None:
         self._config, self._own = config, own
         self._hellos = {0: own}
         self._refused: list[str] = []
-        # By which the socket knows them.
+        # The socket's names of those ranks, to answer them.
         self.identities: list[bytes] = []
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have come."""
+        """Whether all ranks have joined."""
         return len(self._hellos) == self._config.size
 
     def admit(self, identity: bytes, hello: Hello) -> Refusal | None:
-        """Add a rank, or turn it away: what to answer then, if anything.
+        """Add a rank and return None, or refuse it and return the answer, if it gets one.
 
         Raises:
-            MismatchError: the hello shows that the job is wrong.
+            MismatchError: a rank of this job has another version, size or other settings.
         """
         config, own = self._config, self._own
         who = f"rank {hello.rank} ({shown(hello.host)})"
@@ -71,7 +70,7 @@ class Members:
         return Refusal(text=f"was turned away by rank 0: {why}", mismatch=False, peer=0)
 
     def note(self, why: str) -> None:
-        """Remember that somebody was turned away, and log the first few."""
+        """Record a refusal, and log the first few."""
         if len(self._refused) <= _REFUSALS_ANSWERED:
             self._refused.append(why)
         if len(self._refused) <= _REFUSALS_KEPT:
@@ -95,7 +94,7 @@ class Members:
                 )
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
-        """The error when not all have come in time."""
+        """The error when not all ranks have joined in time."""
         config, missing = self._config, set(range(self._config.size)) - set(self._hellos)
         named = ", ".join(map(str, sorted(missing)[:16])) + (", ..." if len(missing) > 16 else "")
         text = (
@@ -117,7 +116,7 @@ class Members:
         )
 
     def table(self) -> Table:
-        """What all ranks are to know, once they are complete."""
+        """The table for all ranks, once all have joined."""
         hellos = [self._hellos[rank] for rank in range(self._config.size)]
         self._warn_of_versions(hellos)
         return Table(
@@ -130,7 +129,7 @@ class Members:
         )
 
     def _warn_of_versions(self, hellos: list[Hello]) -> None:
-        """Name ranks that run another Python or numpy than rank 0, which can change results."""
+        """Log ranks whose Python or numpy differs from rank 0's, which can change results."""
         own = self._own
         others = [
             f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"

@@ -1,4 +1,4 @@
-"""What ranks say to each other while they meet: msgpack of typed records, nothing unpickled."""
+"""The messages of the rendezvous: typed records as msgpack, no pickle."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import msgspec
 
 __all__ = ["Hello", "Refusal", "Table", "read_answer", "read_hello", "shown"]
 
-# What others say of themselves is shown in errors and logs up to this length.
+# Texts from others are cut to this length in errors and logs.
 _SHOWN_CHARACTERS = 200
-# What decoding raises: text that is no UTF-8 is a ValueError of Python's, not one of msgspec's,
-# and depth that has no end a RecursionError.
+# What decoding raises: ValueError for text that is not UTF-8, RecursionError for endless depth.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class Hello(msgspec.Struct, tag=True):
-    """What a rank says of itself: who it is, where it listens, what it was started with."""
+    """A rank's own message: who it is, where it listens, its settings."""
 
     version: str
     wire_version: int
@@ -27,20 +26,20 @@ class Hello(msgspec.Struct, tag=True):
     memory: str
     settings: dict[str, int]
     key: str
-    # What may differ and work all the same; "" from a rank that does not say.
+    # These may differ; "" if unknown.
     python: str = ""
     numpy: str = ""
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows once the ranks have met.
+    """What every rank knows after the rendezvous, in rank order.
 
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
-        addresses: where each rank's sockets listen.
+        addresses: where each rank's data sockets listen.
         controls: where each rank's control channel listens.
         hosts: name of each rank's host; equal for ranks that share one.
-        memory: what each rank announced of memory that it can share; empty for none.
+        memory: name of the memory that each rank can share; empty for none.
         keys: each rank's public key; empty without a secret.
     """
 
@@ -53,7 +52,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, tag=True):
-    """Rank 0 turns a rank away, or gives up: an error's text, class and peer."""
+    """Rank 0 refuses a rank, or gives up: an error's text, class and peer."""
 
     text: str
     mismatch: bool
@@ -61,7 +60,7 @@ class Refusal(msgspec.Struct, tag=True):
 
 
 def read_hello(data: bytes) -> Hello | None:
-    """The hello in `data`; None when it is none."""
+    """The hello in `data`; None if it is something else."""
     try:
         return msgspec.msgpack.decode(data, type=Hello)
     except _UNREADABLE:
@@ -69,7 +68,7 @@ def read_hello(data: bytes) -> Hello | None:
 
 
 def read_answer(data: bytes, size: int) -> Table | Refusal | None:
-    """Rank 0's answer in `data`; None when it is none, or no table of `size` ranks."""
+    """Rank 0's answer in `data`; None if it is something else or a table not of `size` ranks."""
     try:
         answer = msgspec.msgpack.decode(data, type=Table | Refusal)
     except _UNREADABLE:
@@ -82,5 +81,5 @@ def read_answer(data: bytes, size: int) -> Table | Refusal | None:
 
 
 def shown(value: object) -> str:
-    """What a stranger may have written, safe to be read on a terminal."""
+    """Text from an untrusted sender, shortened and safe for a terminal."""
     return str(value)[:_SHOWN_CHARACTERS].encode("unicode_escape").decode()

@@ -1,11 +1,9 @@
-"""How ranks that know only one address come to know each other's.
+"""How ranks that know one address exchange all of theirs.
 
-Every rank but 0 sends a hello to rank 0's rendezvous address. Rank 0 compares them with its own
-(`ringreduce.bootstrap.admission`), and when all have come answers each with the same table of
-addresses. Then the rendezvous closes; no data passes through it.
-
-With a secret all of it is encrypted, and only those that have it can send anything
-(`ringreduce.transport.security`); each rank announces the key by which it is known afterwards.
+Every other rank sends a hello to rank 0's rendezvous address. Rank 0 compares it with its own
+(`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
+With a secret, messages are encrypted and can be sent only by those that have it
+(`ringreduce.transport.security`); each rank announces the public key that it uses afterwards.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Meeting", "bind_address", "host_identity"]
 
-# Of one message. A table of a thousand ranks is about 60 KiB.
+# A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
-# Messages that may wait on a connection; a rank says one.
+# Messages queued on a connection; a rank sends one.
 _QUEUED_MAX = 16
-# A handshake can fail because the other side has just died. Not every time.
+# One or two failed handshakes can mean that the other side has just died.
 _FAILED_HANDSHAKES = 3
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -57,10 +55,10 @@ class Meeting:
 
     Args:
         config: this rank's settings; `config.size` is at least 2.
-        address: where this rank's own sockets listen; the others get it as it is.
-        control: the same of its control channel.
-        memory: how ranks of the same host reach its memory; empty: they cannot.
-        security: this rank's keys; by default what `config` asks for.
+        address: where this rank's data sockets listen, as the others get it.
+        control: where its control channel listens.
+        memory: name of its memory for ranks of the same host; empty: not shared.
+        security: this rank's keys; by default those of `config`.
 
     Raises:
         RendezvousError: rank 0 cannot listen on the rendezvous address.
@@ -86,7 +84,7 @@ class Meeting:
             control=control,
             host=config.host_id or host_identity(),
             memory=memory,
-            # The mechanism follows from the address, which may look different on different hosts.
+            # Compared too: it follows from the address, which hosts may resolve differently.
             settings=config.agreed() | {"mechanism": MECHANISMS.index(security.mechanism)},
             key=security.public,
             python=platform.python_version(),
@@ -98,7 +96,7 @@ class Meeting:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MAX)
         self._socket.setsockopt(zmq.IPV6, 1)
-        # Answers get this long to leave at closing time.
+        # Limit for sending answers when the socket closes.
         self._socket.setsockopt(zmq.LINGER, milliseconds(TIMES.linger_s))
         self._failures = _Failures(self._socket)
         self._authenticator: Authenticator | None = None
@@ -116,22 +114,23 @@ class Meeting:
     def _connect(self, own: Hello) -> None:
         _, (host, port) = resolve(self._config)
         self._security.join_meeting(self._socket)
-        # Rank 0 may be importing still, while its port is open already: that is no failure.
+        # No limit: rank 0's port is open while it is still importing.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        # Rank 0 may come later.
+        # Rank 0 may start later.
         self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
         self._socket.connect(endpoint(host, port))
         self._socket.send(msgspec.msgpack.encode(own))
-        # A little longer than rank 0 waits: its answer names who is missing, ours could not.
+        # A little longer than rank 0 waits, since its answer names the missing ranks.
         self._deadline += TIMES.answer_s
 
     def advance(self) -> Table | None:
-        """Wait a moment; the table once all ranks have met.
+        """Wait up to ``TIMES.poll_s``; return the table once all ranks have joined, else None.
 
         Raises:
-            RendezvousError: not all ranks came within ``join_timeout_s``, rank 0 did not answer,
-                or it turned this rank away.
+            RendezvousError: not all ranks joined within ``join_timeout_s``, rank 0 did not answer
+                or refused this rank, or a rank listens on the network without a secret.
             MismatchError: a rank runs another version or has other settings.
+            ConfigError: the answer is not from ringreduce.
         """
         table = self._admit() if self._config.rank == 0 else self._await_answer()
         if table is not None and self._security.mechanism == "NULL":
@@ -145,7 +144,7 @@ class Meeting:
         return table
 
     def close(self) -> None:
-        """Close this rank's side; on rank 0 once all answers have left."""
+        """Close this rank's side; on rank 0 after sending answers, at most ``TIMES.linger_s``."""
         if self._authenticator is not None:
             self._authenticator.close()
         self._failures.close()
@@ -153,13 +152,13 @@ class Meeting:
         self._context.term()
 
     def _admit(self) -> Table | None:
-        """Rank 0's side: when every rank has said a valid hello, welcome them all."""
+        """Rank 0's side: once every rank has sent a valid hello, answer all."""
         members = self._members
         identity = b""
         try:
             if time.monotonic() >= self._deadline:
                 raise members.incomplete(self._failures.count())
-            self._failures.count()  # They must not pile up.
+            self._failures.count()  # Empties the queue of events.
             if self._socket.poll(milliseconds(TIMES.poll_s)):
                 identity, *_, data = self._socket.recv_multipart()
                 hello = read_hello(data)
@@ -169,7 +168,7 @@ class Meeting:
                     self._answer(identity, refusal)
         except RingReduceError as error:
             refusal = Refusal(error.message, isinstance(error, MismatchError), error.peer)
-            # The rank that is wrong too, which may be a second one of its number.
+            # Also to the rank at fault, which has not joined.
             for each in [*members.identities, *([identity] if identity else [])]:
                 self._answer(each, refusal)
             raise
@@ -184,7 +183,7 @@ class Meeting:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(answer)])
 
     def _await_answer(self) -> Table | None:
-        """The other ranks' side: the table, once it has come."""
+        """The other ranks' side: the table, once it has arrived."""
         config = self._config
         if not self._socket.poll(milliseconds(TIMES.poll_s)):
             self._look_for_trouble()
@@ -214,7 +213,7 @@ class Meeting:
         refused = self._failures.count() >= _FAILED_HANDSHAKES or self._failures.is_final
         if not refused and time.monotonic() < self._deadline:
             return
-        # A hello that was not received must not hold up the closing.
+        # An unsent hello must not delay `close`.
         self._socket.setsockopt(zmq.LINGER, 0)
         if refused:
             raise self._error(
@@ -234,10 +233,10 @@ class Meeting:
 
 
 def bind_address(config: Config) -> str:
-    """Address for this rank's own socket to listen on, any free port.
+    """Address for this rank's sockets to listen on, any free port.
 
-    The rendezvous's host on rank 0; elsewhere the address of the interface that leads to it,
-    so that a job on one host never listens beyond the loopback interface.
+    The rendezvous's host on rank 0, elsewhere that of the interface that leads to it, so that a
+    job on one host listens on the loopback interface alone.
 
     Raises:
         RendezvousError: the rendezvous host's name does not resolve or cannot be reached.
@@ -247,23 +246,23 @@ def bind_address(config: Config) -> str:
         return endpoint(target[0], "*")
     try:
         with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-            probe.connect(target)  # Chooses a route; a datagram socket sends nothing here.
+            probe.connect(target)  # Chooses a route and sends nothing.
             return endpoint(probe.getsockname()[0], "*")
     except OSError as error:
         raise unreachable(config, error) from error
 
 
 class _Failures:
-    """Counts the handshakes at `socket` that failed; libzmq reports them in no other way."""
+    """Counts failed handshakes at `socket`; libzmq reports them only as monitor events."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket, self._count = socket, 0
-        # Whether one was in another language: libzmq does not try to connect again then.
+        # After a protocol error libzmq does not connect again.
         self.is_final = False
         self._events = watch(socket, int(_HANDSHAKE_FAILED))
 
     def count(self) -> int:
-        """Their number until now."""
+        """Their number so far."""
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
             self.is_final |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -275,7 +274,7 @@ class _Failures:
 
 
 def host_identity() -> str:
-    """A name that processes share exactly when they run on the same host."""
+    """A name that is equal for processes of one host, and differs between hosts."""
     return platform.node() or "localhost"
 
 
@@ -297,7 +296,7 @@ def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
 
 
 def _is_listening(descriptor: int, port: int) -> bool:
-    """Whether the inherited socket still is one; a process's second ring finds it used up."""
+    """Whether the inherited socket still listens; a process's first ring closes it."""
     try:
         with sockets.socket(fileno=os.dup(descriptor)) as inherited:
             listens = inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
