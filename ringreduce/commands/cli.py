@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 def _option(name: str, *flags: str) -> Any:
-    """The option for a setting of the workers: help and possible values are the table's."""
+    """The option for the setting `name`, with the help and values that `SETTINGS` has."""
     setting = SETTINGS[name]
 
     def check(value: Any) -> Any:
@@ -62,7 +62,7 @@ def _root(
     pass
 
 
-# What follows the script is the script's, options too.
+# Options after the script belong to the script.
 @app.command(context_settings={"allow_interspersed_args": False}, no_args_is_help=True)
 def run(
     command: Annotated[
@@ -113,7 +113,7 @@ def report(
 
     Ranks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.
     """
-    # Loaded here: `run` has no use for it.
+    # Imported here, since `run` does not need it.
     from ringreduce.commands.report.records import read_records
     from ringreduce.commands.report.view import show
 

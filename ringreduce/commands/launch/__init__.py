@@ -1,5 +1,1 @@
-"""Starting a job's workers on this host, showing what they say, and ending them all together.
-
-`supervisor` does it: `processes` are started, their lines (`output`) go to the `screen`, `failure`
-finds the first cause, and `guard` ends the workers when the launcher itself is killed.
-"""
+"""Starts a job's workers on this host, shows their output, and ends them together."""

@@ -1,10 +1,9 @@
-"""Which worker failed first, and what it said. Pure: lines and times in, a verdict out.
+"""Finds the worker that failed first, and its traceback. Pure.
 
-When one rank fails, the others fail because of it, often sooner: a rank that dies of an
-exception takes a while to leave Python, and by then its neighbours have raised
-PeerLostError and gone. So a failure that only reports another rank's is a consequence
-whatever its time, and among the rest the first in time is the cause. A worker's time is
-that of its last traceback's first line, or of its exit when it printed none.
+A rank that dies of an exception takes a while to leave Python; by then its neighbours may have
+raised PeerLostError and ended. So a failure that only reports another rank's is a consequence, at
+any time, and the earliest of the others is the cause. A worker's time of failure is that of its
+last traceback's first line, or of its exit when it printed none.
 """
 
 from __future__ import annotations
@@ -20,20 +19,19 @@ __all__ = ["Failure", "first_cause", "is_traceback_start", "last_traceback"]
 
 _REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was (told|left) by rank \d")
 _TRACEBACK = "Traceback (most recent call last):"
-# Of an exception's text and what follows it.
+# Lines kept from the one that names the exception.
 _TEXT_LINES_MAX = 60
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that ended with something else than 0.
+    """A worker that ended with an exit code other than 0.
 
     Attributes:
         rank: which worker.
         returncode: its exit code, or minus the signal that killed it.
-        time_s: when it failed, on the launcher's clock.
-        traceback: the lines of the last traceback it printed, and what it printed after that;
-            empty when there was none.
+        time_s: when it failed, on the launcher's `time.monotonic`.
+        traceback: lines of the last traceback that it printed, and lines after it; empty for none.
     """
 
     rank: int
@@ -70,8 +68,8 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that explains the others; None when there is none."""
-    # Of a consequence nothing is known but that it names some other rank.
+    """The failure that caused the others; None when there is none."""
+    # A consequence names an unknown other rank.
     facts = [
         Facts(f.rank, error=Error("PeerError" if f.is_consequence else f.describe(), f.time_s))
         for f in failures
@@ -87,10 +85,10 @@ def is_traceback_start(line: str) -> bool:
 
 
 def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
-    """The last traceback in `lines`, and what was said after it, up to a limit.
+    """The last traceback in `lines`, and up to `_TEXT_LINES_MAX` lines of its text and after.
 
-    Chained exceptions are one traceback. An exception's text may have many lines (those of
-    TensorFlow do, with the cause far down), and nothing marks its last one.
+    Chained exceptions are one traceback. An exception's text may have many lines (TensorFlow's
+    have the cause far down), and nothing marks the last one.
     """
     starts = [i for i, line in enumerate(lines) if is_traceback_start(line)]
     if not starts:
@@ -108,7 +106,7 @@ def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _exception_index(lines: Sequence[str], start: int) -> int:
-    """Where the exception is named to which the traceback that begins at `start` leads."""
+    """Index of the line that names the exception of the traceback that begins at `start`."""
     index = start + 1
     while index < len(lines) and (lines[index].startswith(" ") or not lines[index]):
         index += 1

@@ -1,8 +1,8 @@
-"""Ends the workers when the launcher was killed and cannot. Runs as a script, stdlib only.
+"""Ends the workers if the launcher was killed. Runs as a script, stdlib only.
 
-Standard input is a pipe that only the launcher holds open. It sends ``+pid`` for each
-worker it starts (a process group of that number) and ``-pid`` when it has ended. When the
-pipe closes, whatever is left is killed: after a normal end nothing is.
+Standard input is a pipe that only the launcher holds open. It sends ``+pid`` for each worker
+(leader of a process group of that number) and ``-pid`` when that has ended. When the pipe closes,
+the remaining groups are killed; after a normal end there are none.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Read until the launcher is gone, then kill what it left."""
+    """Read until the launcher has ended, then kill the workers that it left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

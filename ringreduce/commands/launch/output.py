@@ -1,18 +1,17 @@
-"""Whole lines out of chunks of bytes, so that ranks' outputs never mix within a line. Pure."""
+"""Makes whole lines of chunks of bytes, so that ranks' outputs never mix in a line. Pure."""
 
 from __future__ import annotations
 
 __all__ = ["LineBuffer"]
 
-# A worker that never ends its line is cut here rather than kept in memory.
+# A longer line is cut, so that it does not fill memory.
 _LINE_BYTES_MAX = 1 << 16
 
 
 class LineBuffer:
     r"""Collects bytes until a line is whole.
 
-    A progress bar redraws its line with ``\r``; of such a line only the last state is kept,
-    as a terminal would show it.
+    Of a line that is redrawn with ``\r``, as progress bars do, the last state is kept.
     """
 
     def __init__(self) -> None:
@@ -28,13 +27,13 @@ class LineBuffer:
         return [_shown(line) for line in lines]
 
     def flush(self) -> list[str]:
-        """What was left without a line end, as a line; empty when nothing was."""
+        """The rest without a line end, as a line; empty if there is none."""
         rest, self._rest = self._rest, b""
         return [_shown(rest)] if rest else []
 
 
 def _unfinished_bytes(text: bytes) -> int:
-    """Bytes at the end of `text` that begin a UTF-8 character without ending it."""
+    """Number of bytes at the end of `text` that are an incomplete UTF-8 character."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte & 0xC0 == 0x80:

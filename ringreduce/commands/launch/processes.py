@@ -1,11 +1,10 @@
 """The processes of a job: its workers, and the guard that ends them if the launcher is killed.
 
-Each worker is the leader of a session of its own, so that a Ctrl-C in the terminal reaches the
-launcher alone (which passes it on) and so that a worker's own children end with it.
+Each worker leads a session, so that Ctrl-C in the terminal reaches only the launcher (which passes
+it on), and a worker's children end with it.
 
-No worker outlives the launcher, however it ends: the kernel kills a worker whose launcher
-died (PR_SET_PDEATHSIG, Linux), and a guard process kills the workers' groups with their
-children, on every system.
+No worker outlives the launcher: on Linux the kernel kills it (PR_SET_PDEATHSIG), and on every
+system a guard process kills the workers' groups, with their children.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Stream:
     """Standard output or error of one worker.
 
     Attributes:
-        file: not blocking.
+        file: nonblocking.
         is_error: whether it is standard error.
         has_ended: whether all of it has been read.
     """
@@ -48,7 +47,7 @@ class Stream:
         self._lines = LineBuffer()
 
     def read(self) -> list[str] | None:
-        """The whole lines that have come; None: nothing is there now."""
+        """The whole lines that have arrived; None: there is nothing to read now."""
         data = None if self.has_ended else self.file.read(1 << 16)
         if data is None:
             return None
@@ -60,10 +59,9 @@ class Stream:
 
 
 class Worker:
-    """A worker process, started, and what is known of it.
+    """A started worker process.
 
     Args:
-        rank: its number in the job.
         command, environment: as for `subprocess.Popen`.
         inherited: descriptors that it gets.
         ignored: signals that it ignores until it sets a handler.
@@ -105,7 +103,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of the group that it leads."""
+        """Number of the process and of its group."""
         return self._process.pid
 
     @property
@@ -114,39 +112,39 @@ class Worker:
         return self.exit_s is None
 
     def send(self, number: int) -> None:
-        """Signal the worker and the children in its group; nothing if they are gone."""
+        """Send a signal to the worker's group; does nothing if that has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def ask_for_record(self) -> None:
-        """Have the worker write its flight record; its children would die of the signal."""
+        """Have the worker write its flight record; not its group, which the signal would kill."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def stop(self, number: int) -> None:
-        """End it: what it ends with is no failure of its own."""
+        """End it; its exit code then is not a failure."""
         self.was_stopped = True
         self.send(number)
 
     def has_exited(self) -> bool:
-        """Whether it has ended; left unreaped, so that its number stays its own."""
+        """Whether it has ended; does not reap it, so that its number is not given away."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.pid, flags) is not None
 
     def reap(self) -> None:
-        """Take note of its end, and end the children that it left, if any."""
+        """Record its end, and kill the children that it left."""
         self.send(signal.SIGKILL)
         self._process.wait()
         self.exit_s = time.monotonic()
 
     def note(self, lines: Sequence[str]) -> None:
-        """Remember what it wrote to standard error."""
+        """Keep lines that it wrote to standard error."""
         self._tail.extend(lines)
         if any(map(is_traceback_start, lines)):
             self._traceback_s = time.monotonic()
 
     def failure(self) -> Failure | None:
-        """How it failed, or None if it did not, or only because it was stopped."""
+        """How it failed; None if it did not, or was stopped by the launcher."""
         code = self._process.returncode
         if self.exit_s is None or code == 0 or self.was_stopped:
             return None
@@ -155,7 +153,7 @@ class Worker:
 
 
 class Guard:
-    """A process that kills the workers once the launcher is gone; runs within its context."""
+    """A process that kills the workers if the launcher dies; runs within this context."""
 
     def __enter__(self) -> Guard:
         self._process = subprocess.Popen(
@@ -172,11 +170,11 @@ class Guard:
         self._process.wait()
 
     def add(self, worker: Worker) -> None:
-        """Guard a worker from now on."""
+        """Add a worker to those that the guard kills."""
         self._write(f"+{worker.pid}\n")
 
     def remove(self, worker: Worker) -> None:
-        """A worker has ended, so the system may give its number to another process."""
+        """Remove an ended worker, whose number the system may give to another process."""
         self._write(f"-{worker.pid}\n")
 
     def _write(self, line: str) -> None:
@@ -187,7 +185,7 @@ class Guard:
 
 
 def _prepare(parent: int, *, ignored: Sequence[int]) -> Callable[[], None] | None:
-    """What the child runs before its program: have the kernel kill it when the launcher dies."""
+    """The function that the child runs first: it sets signals and its death with the launcher."""
     on_linux = sys.platform == "linux"
     if not on_linux and not ignored:
         return None
@@ -199,7 +197,7 @@ def _prepare(parent: int, *, ignored: Sequence[int]) -> Callable[[], None] | Non
         if prctl is None:
             return
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It died before we asked.
+        if os.getppid() != parent:  # It died before the call of prctl.
             os._exit(1)
 
     return prepare

@@ -1,4 +1,4 @@
-"""Where the lines of all workers go: to the launcher's own output, marked, and into files."""
+"""Writes the lines of all workers to the launcher's output, marked with ranks, and into files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 
 
 class Screen:
-    """Shows the lines of `size` workers.
-
-    Args:
-        size: number of workers.
-        stdout, stderr: where lines go.
-        prefix: whether lines begin with the rank that wrote them.
-    """
+    """Shows the lines of `size` workers; with `prefix` they begin with the rank."""
 
     def __init__(self, size: int, stdout: TextIO, stderr: TextIO, *, prefix: bool) -> None:
         self._stdout, self._stderr, self._prefix = stdout, stderr, prefix
@@ -32,7 +26,7 @@ class Screen:
         self._kept: list[TextIO] = []
 
     def keep(self, folder: Path) -> None:
-        """Write what each worker prints into a file of `folder` too, as it comes.
+        """From now on write each worker's lines into a file of `folder` too.
 
         Raises:
             ConfigError: the folder cannot be written to.
@@ -66,7 +60,7 @@ class Screen:
             self._kept[rank].writelines(f"{line}\n" for line in lines)
             self._kept[rank].flush()
         except OSError as error:
-            # The job is worth more than its log; the lines were shown.
+            # A full disk must not end the job; the lines were shown.
             self.say(f"no longer keeps the workers' output: {error}")
             self.close()
 
@@ -84,12 +78,12 @@ class Screen:
 
 
 def _write(target: TextIO, text: str) -> None:
-    """Write and flush; a reader that has gone, as in `| head`, must not end the job."""
+    """Write and flush; a reader that has ended, as in `| head`, must not end the job."""
     try:
         target.write(text)
         target.flush()
     except OSError:
-        # What is left in the buffer would fail again when Python flushes it at its end.
+        # Else Python's flush of the buffer at exit would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, target.fileno())
         os.close(nowhere)

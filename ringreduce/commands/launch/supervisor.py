@@ -1,6 +1,6 @@
-"""Start N workers on this host, pass on what they say, stop all when one fails.
+"""Runs N workers on this host, shows their output, and stops all when one fails.
 
-One thread, one loop: it waits for output, signals and exits together.
+One loop in one thread waits for output, signals and exits together.
 """
 
 from __future__ import annotations
@@ -44,20 +44,19 @@ def run(
 ) -> int:
     """Run `command` as `size` local workers of one job; return the job's exit code.
 
-    0 when all workers ended with 0, else the code of the first failure, as a shell shows it;
-    every other worker has been stopped by then. After a signal that ends
-    the job, 128 plus its number.
+    0 when all workers ended with 0, 128 plus its number after a signal that ends the job, else
+    the code of the first failure, as a shell shows it. No worker is left then.
 
-    Must be called from the main thread, since it receives the signals.
+    Must be called from the main thread, which gets the signals.
 
     Args:
         command: program and arguments, the same for all.
         size: number of workers.
-        threads: compute threads for each; by default the cores shared out, at least one.
+        threads: compute threads for each; by default `default_threads(size)`.
         prefix: whether lines begin with the rank that wrote them.
         stdout, stderr: where lines go; the process's own by default.
-        choices: settings of theirs, fields of `Config`; None: as the environment has it. What
-            each worker prints is kept in `log_dir` too, in ``rank-0.log`` and so on.
+        choices: fields of `Config` for the workers; None: as the environment has it. With
+            `log_dir`, their lines are also written there, to ``rank-0.log`` and so on.
 
     Raises:
         ConfigError: `log_dir` cannot be written to, or a setting is out of range.
@@ -65,7 +64,7 @@ def run(
     choices = {name: value for name, value in choices.items() if value is not None}
     if "timeout_s" in choices:
         choices.setdefault("join_timeout_s", choices["timeout_s"])
-    # The user's own secret goes to the workers by the variables that it came in.
+    # Workers read the user's own secret from the environment.
     if not configured_secret():
         choices["secret"] = secrets.token_hex(32)
     screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr, prefix=prefix)
@@ -108,7 +107,7 @@ class _Job:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Within, signals are noted for `watch` to pass on."""
+        """Within this context, signals are queued for `watch` to pass on."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -124,8 +123,8 @@ class _Job:
         self, command: Sequence[str], size: int, threads: int, choices: Mapping[str, Any]
     ) -> None:
         """Start all workers."""
-        # The port is taken here and inherited by rank 0, so that nobody else can get it in
-        # between, and a rank that connects early waits instead of being refused.
+        # Rank 0 inherits the listening socket, so that no other program can take the port, and a
+        # rank that connects early waits instead of being refused.
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, size)) as listener:
             listener.setblocking(False)
             job_id = secrets.token_hex(8)
@@ -172,7 +171,7 @@ class _Job:
             self._read(key.data)
 
     def _read(self, stream: Stream) -> bool:
-        """Show what has come on a stream; whether there may be more at once."""
+        """Show what has arrived on a stream; return whether there may be more now."""
         lines = stream.read()
         if lines:
             self._screen.show(stream.worker.rank, lines, is_error=stream.is_error)
@@ -193,9 +192,9 @@ class _Job:
             self._stop_s = time.monotonic() + TIMES.grace_s
 
     def _record_signals(self) -> tuple[int, ...]:
-        """What asks workers for flight records in this job.
+        """Signals that ask workers for flight records.
 
-        Such a signal must not end one that has no communicator yet, and so no handler.
+        They must not kill a worker that has no communicator yet, and so no handler.
         """
         return (signal.SIGUSR1,) if self._keeps_records else ()
 
@@ -204,7 +203,7 @@ class _Job:
             if worker.has_exited():
                 worker.reap()
                 for stream in worker.streams:
-                    # What it said last decides what is made of its end.
+                    # Its last lines decide whether its failure is the cause.
                     while self._read(stream):
                         pass
                 self._guard.remove(worker)
@@ -213,7 +212,7 @@ class _Job:
         return [failure for worker in self._workers if (failure := worker.failure())]
 
     def _is_doomed(self) -> bool:
-        """Whether a worker has failed and nothing more is to be learned by waiting."""
+        """Whether a worker has failed and the cause is known, or has had time to show."""
         cause = first_cause(self._failures())
         if cause is None:
             return False
@@ -223,13 +222,13 @@ class _Job:
         return time.monotonic() - first_exit >= TIMES.cause_s
 
     def _have_recorded(self) -> bool:
-        """Whether the workers that still run have had the time to write flight records."""
+        """Whether the running workers have had time to write flight records."""
         if not self._keeps_records:
             return True
         now = time.monotonic()
         if self._asked_s is None:
             self._asked_s = now
-            # One in user code may not notice by itself, and where it is may help.
+            # One in user code may not notice the failure, but its stack may explain it.
             for worker in self._running():
                 worker.ask_for_record()
         return now - self._asked_s >= TIMES.record_s
@@ -237,7 +236,7 @@ class _Job:
     def stop(self, grace_s: float) -> None:
         """Ask the workers that still run to end; `watch` kills them after `grace_s`."""
         self._stop_s = time.monotonic() + grace_s
-        self._reap()  # A worker that has ended by now has done so without us.
+        self._reap()  # Workers that have ended were not stopped by the launcher.
         self._end(signal.SIGTERM)
         if grace_s == 0:
             self._end(signal.SIGKILL)
@@ -250,7 +249,7 @@ class _Job:
             worker.stop(number)
 
     def conclude(self) -> int:
-        """Say what failed, the cause first; return the job's exit code."""
+        """Print what failed, the cause first; return the job's exit code."""
         say = self._screen.say
         failures = self._failures()
         cause = first_cause(failures)

@@ -1,1 +1,1 @@
-"""``ringreduce report DIR``: all ranks' flight records in, who is to blame out."""
+"""``ringreduce report DIR``: reads all ranks' flight records and says which rank is to blame."""

@@ -1,4 +1,4 @@
-"""All flight records that a folder holds of one job; what is no record is left out and named."""
+"""Reads all flight records of one job from a folder; lists the files that it skips."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ringreduce.vocabulary.errors import ConfigError
 __all__ = ["Records", "read_records"]
 
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
-# Of a worker's kept output.
+# Bytes read from the end of a worker's log.
 _LOG_TAIL_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a folder holds of one job.
+    """The flight records of one job.
 
     Attributes:
         size: number of ranks.
         dumps: by rank; ranks without a readable record are absent.
-        skipped: file names and why they were not used.
-        log_tails: the last line that a rank's log holds, where there is a log.
+        skipped: file names, and why they were not used.
+        log_tails: the last line of the log of each rank without a record, if there is one.
     """
 
     size: int
@@ -41,7 +41,7 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """The flight records in `folder`; of the last job, where several have left some.
+    """The flight records in `folder`, of the latest job.
 
     Raises:
         ConfigError: there is no such folder, or no record in it.
@@ -82,7 +82,7 @@ def read_records(folder: Path) -> Records:
 
 
 def _read(path: Path) -> Dump:
-    if not path.is_file():  # A pipe would never end.
+    if not path.is_file():  # Reading a pipe might never end.
         raise ValueError("no ordinary file")
     with path.open("rb") as file:
         return decode_dump(file.read(FILE_BYTES_MAX + 1))

@@ -1,4 +1,4 @@
-"""What ``ringreduce report`` concludes, in words: who is the culprit and who stood where. Pure."""
+"""The paragraph of ``ringreduce report``: the culprit, and what each rank was doing. Pure."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ringreduce.vocabulary import errors
 
 __all__ = ["Verdict", "judge"]
 
-# Shorter than this nobody stands still: a record of a job at work finds ranks anywhere.
+# Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
 _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame, as far as can be told: one rank, the sides of a disagreement, or nobody.
+    """Who is to blame.
 
     Attributes:
-        culprits: ranks.
-        text: one paragraph: who stood where, who is the culprit, and why.
+        culprits: one rank, those that disagree, or none.
+        text: one paragraph: the culprit, why, and what each rank was doing.
     """
 
     culprits: tuple[int, ...]
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def judge(records: Records) -> Verdict:
-    """Who stood where, who is the culprit, and why."""
+    """Find the culprit and word the paragraph."""
     facts = [_facts_of(dump) for dump in records.dumps.values()]
     finding = find_culprit(facts, unknown=records.missing, still_s=_STILL_S)
     why = capital(_WORDS[finding.reason](records, finding))
@@ -182,12 +182,12 @@ _WORDS: Mapping[Reason, Callable[[Records, Finding], str]] = {
     Reason.OUT_OF_STEP: _out_of_step,
     Reason.NOBODY: _nobody,
 }
-# Their words already say where the witnesses stood.
+# Texts of these say what the witnesses were doing.
 _PLACES_WITNESSES = (Reason.NEVER_JOINED, Reason.BEHIND, Reason.UNKNOWN, Reason.OUT_OF_STEP)
 
 
 def _quoted(records: Records, finding: Finding) -> str:
-    """What the first witness raised."""
+    """The first witness's error."""
     return said(records.dumps[finding.witnesses[0]])
 
 
@@ -200,7 +200,7 @@ def _waits(records: Records, finding: Finding) -> str:
 
 
 def _standings(records: Records, ranks: Sequence[int]) -> str:
-    """Where the rest stood, alike ones together."""
+    """What the other ranks were doing, equal ones together."""
     grouped: dict[str, list[int]] = {}
     for rank in ranks:
         dump = records.dumps.get(rank)

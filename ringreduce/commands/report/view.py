@@ -1,4 +1,4 @@
-"""What ``ringreduce report`` shows: one paragraph and a table with a row for each rank."""
+"""Prints ``ringreduce report``: one paragraph, and a table with a row for each rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ringreduce.vocabulary.config import color_wanted
 
 __all__ = ["State", "show", "states"]
 
-# A job of thousands that left a single record, or a record that lies about its job's size.
+# Limits the table if one record is left of thousands, or a record's job size is wrong.
 _MISSING_SHOWN = 64
 
 
 @dataclass(frozen=True)
 class State:
-    """One row of the report: what is known of one rank; `calls` is None without a record."""
+    """One rank's row of the report; `calls` is None without a record."""
 
     rank: int
     text: str
@@ -30,7 +30,7 @@ class State:
 
 
 def states(records: Records) -> list[State]:
-    """One row for each rank; of those without a record the first few."""
+    """A row for each rank with a record, and for the first few without."""
     rows = []
     for rank in sorted({*records.dumps, *records.missing[:_MISSING_SHOWN]}):
         dump = records.dumps.get(rank)
@@ -45,7 +45,7 @@ def states(records: Records) -> list[State]:
 
 
 def show(records: Records, console: Console | None = None) -> None:
-    """Print the report, as wide as the terminal, or 80 columns where there is none."""
+    """Print the report in the terminal's width, or 80 columns without a terminal."""
     console = console or Console(highlight=False, no_color=not color_wanted())
     verdict = judge(records)
     console.print(Text(verdict.text))
@@ -60,7 +60,7 @@ def show(records: Records, console: Console | None = None) -> None:
     for state in rows:
         style = "bold red" if state.rank in verdict.culprits else ""
         calls = "-" if state.calls is None else str(state.calls)
-        # As Text: a bracket in a text from a file shall be no markup.
+        # As Text, so that brackets from a file are not markup.
         cells = [Text(str(state.rank)), Text(calls), Text(state.text)]
         if len(table.columns) == 4:
             cells.append(Text(state.error))

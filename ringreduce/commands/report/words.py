@@ -1,4 +1,4 @@
-"""What is said of one rank's flight record, in words that fit a sentence. Pure."""
+"""Phrases about one rank's flight record. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call_of(dump: Dump) -> str | None:
 
 
 def state_of(dump: Dump) -> str:
-    """Where a rank is, or was when it failed, and for how long."""
+    """What a rank is doing, or did when it failed, and for how long."""
     for_s = seconds(stood_s(dump))
     failure = dump.failure
     if failure is None:
@@ -60,13 +60,13 @@ def was(dump: Dump) -> str:
 
 
 def raised_at(dump: Dump) -> str:
-    """``, at train.py:12``: where a rank's error was raised in the user's program."""
+    """``, at train.py:12``: the line of the user's program that raised a rank's error."""
     trace = dump.failure.trace if dump.failure is not None else []
     return location([frame for frame in trace if not frame.library]) or location_of(dump)
 
 
 def stood_s(dump: Dump) -> float:
-    """How long a rank has stood where it is, or had when it failed."""
+    """How long a rank has been in its call or in user code, or had been when it failed."""
     if dump.failure is None:
         return dump.when - dump.since
     if dump.failure.standing is None:
@@ -76,7 +76,7 @@ def stood_s(dump: Dump) -> float:
 
 
 def amount(dump: Dump) -> str:
-    """`` of 4 MB``: what its call carries; empty for nothing."""
+    """`` of 4 MB``: the payload of its call; empty for none."""
     return f" of {in_bytes(nbytes_of(dump))}" if nbytes_of(dump) else ""
 
 
@@ -89,7 +89,7 @@ def nbytes_of(dump: Dump) -> int:
 
 
 def said(dump: Dump) -> str:
-    """The error that a rank failed with, as a sentence; empty for none."""
+    """A rank's error as a sentence; empty for none."""
     failure = dump.failure
     if failure is None:
         return ""
@@ -103,7 +103,7 @@ def numbered(operation: str | None, dump: Dump) -> str:
 
 
 def location_of(dump: Dump) -> str:
-    """``, at train.py:12``: where the main thread is in the user's program."""
+    """``, at train.py:12``: the line of the user's program that the main thread is in."""
     for stack in dump.stacks:
         if stack.main:
             return location(stack.frames)
@@ -111,13 +111,13 @@ def location_of(dump: Dump) -> str:
 
 
 def location(frames: Sequence[Frame]) -> str:
-    """``, at train.py:12``: where a stack is in the user's program."""
+    """``, at train.py:12``: the innermost line of the user's program in `frames`."""
     frame = _frame(frames)
     return f", at {clean(PurePath(frame.file).name)}:{frame.line}" if frame else ""
 
 
 def source_of(dump: Dump) -> str:
-    """The line of the user's program, where a rank is in user code."""
+    """The source of that line, if the rank is in user code."""
     frame = next((_frame(stack.frames) for stack in dump.stacks if stack.main), None)
     if frame is None or call_of(dump) is not None or not frame.text:
         return ""
@@ -125,7 +125,7 @@ def source_of(dump: Dump) -> str:
 
 
 def _frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's program, or of anything where it shows none."""
+    """The innermost frame of the user's program, or of any code if there is none."""
     own = [frame for frame in frames if not frame.library]
     shown = own or frames
     return shown[-1] if shown else None
@@ -176,5 +176,5 @@ def shorten(text: str, length: int = _TEXT_SHOWN) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` without what a terminal would obey."""
+    """`text` without control characters."""
     return "".join(c if c.isprintable() else " " for c in text)
