@@ -40,7 +40,6 @@ def ring_of_threads(
     """Run `work` on every rank of a ring, each in a thread of this process.
 
     Args:
-        size: number of ranks.
         work: called with each rank's communicator, which is closed afterwards.
         hosts: a name for each rank's host, to simulate several hosts.
         settings: further fields of `Config`, such as ``timeout_s``.
@@ -108,7 +107,6 @@ def ring_of_processes(
     Call it from the main thread, where pytest runs tests.
 
     Args:
-        size: number of workers.
         arguments: a script or ``-m module``, and its arguments.
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
     """

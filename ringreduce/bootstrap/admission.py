@@ -25,12 +25,7 @@ _REFUSALS_ANSWERED = 256
 
 
 class Members:
-    """The ranks that have joined.
-
-    Args:
-        config: rank 0's settings.
-        own: rank 0's own hello, with which the others must agree.
-    """
+    """The ranks that have joined; their hellos must agree with rank 0's `own`."""
 
     def __init__(self, config: Config, own: Hello) -> None:
         self._config, self._own = config, own

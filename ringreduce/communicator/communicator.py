@@ -71,7 +71,7 @@ class Communicator:
     first barrier. A context manager that closes it.
 
     Raises:
-        RendezvousError: not all ranks came in time, or this one was turned away.
+        RendezvousError: not all ranks joined in time, or this one was refused.
         MismatchError: the ranks run different versions or settings.
         PeerError: the ranks met, but the ring did not work.
         NativeError: libzmq cannot be called.
@@ -277,15 +277,11 @@ class Communicator:
         most one element; rank r gets chunk r. Elsewhere `array` holds partial results afterwards.
         Takes size - 1 steps and moves nbytes (size - 1) / size each way on every link.
 
-        Args:
-            array, op, signature, async_op: as for `all_reduce`.
+        Args, Raises: as for `all_reduce`.
 
         Returns:
-            View on `array`, shape (chunk length,): this rank's part of the result. Empty when
-            there are fewer elements than ranks and this rank has none.
-
-        Raises:
-            As `all_reduce`.
+            View on `array`, shape (chunk length,): this rank's part of the result. Empty if there
+            are fewer elements than ranks and this rank has none.
         """
         how = reduce_op(op)
         flat = flat_view(array, "reduce_scatter")
@@ -312,8 +308,7 @@ class Communicator:
         Returns:
             A new array of shape (sum of first dimensions, ...), owned by the caller.
 
-        Raises:
-            As `all_reduce`, and ArrayError when the result does not fit in memory.
+        Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
         _check_signature(signature)
@@ -339,8 +334,7 @@ class Communicator:
         Returns:
             `array` itself, or a `Work`.
 
-        Raises:
-            As `all_reduce`; ArrayError also when `root` is no rank.
+        Raises: as `all_reduce`; ArrayError also when `root` is not a rank.
         """
         root = checked_root(root, self.rank, self.size)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
@@ -354,11 +348,7 @@ class Communicator:
         return self.engine.submit(run) if async_op else run()
 
     def barrier(self) -> None:
-        """Return once every rank has called it.
-
-        Raises:
-            As `all_reduce`, ArrayError excepted.
-        """
+        """Return once every rank has called it; raises as `all_reduce`, except ArrayError."""
         self._call("barrier", 0, self._collectives.barrier)
 
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
@@ -392,8 +382,7 @@ class Communicator:
             value: as for `broadcast_object`.
             signature: as for `all_reduce`.
 
-        Raises:
-            As `broadcast_object`.
+        Raises: as `broadcast_object`.
         """
         payload = encode(value)
 
@@ -404,12 +393,10 @@ class Communicator:
         return [decode(each) for each in gathered]
 
     def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring because of `error`, which a layer above has found.
+        """Break the ring with `error` from a layer above; return the error to raise.
 
-        Every other rank gets the same error from its present or next call.
-
-        Returns:
-            What to raise: `error`, or what has broken the ring before.
+        That is `error`, or what has broken the ring before. Every other rank gets it from its
+        present or next call.
         """
         if self._closed:
             return error

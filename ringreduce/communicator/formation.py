@@ -38,15 +38,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Formed:
-    """What `form` has made.
+    """What `form` has made, connected.
 
     Attributes:
-        collectives: ready to be called.
-        control: connected with both neighbours.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         shares_memory: whether this rank shares memory with another.
         local_rank, local_size: this rank's number on its host, and how many are there.
-        meeting, link: what `finish` closes to newcomers.
     """
 
     collectives: Collectives
@@ -65,11 +62,7 @@ class Formed:
 
 
 def form(config: Config) -> Formed:
-    """Meet all ranks and connect to those that this one exchanges data with.
-
-    Raises:
-        As `ringreduce.communicator.communicator.Communicator`.
-    """
+    """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
     security = Security.of(config)
     channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(config.size, channels, config.streams)

@@ -18,12 +18,9 @@ __all__ = ["all_gather", "all_gather_object", "broadcast_object"]
 def all_gather(
     collectives: Collectives, array: np.ndarray, flat: np.ndarray, rank: int, size: int, given: int
 ) -> np.ndarray:
-    """The arrays of all ranks, joined along the first dimension; a new array.
+    """The C-contiguous arrays of all ranks, joined along the first dimension; a new array.
 
-    Args:
-        array: C-contiguous; only the first dimension may differ between ranks.
-        flat: a flat view of it.
-        given: the caller's signature.
+    `flat` is a flat view of `array`, `given` the caller's signature.
 
     Raises:
         ArrayError: the result does not fit in memory.

@@ -56,7 +56,6 @@ class Layout:
     Attributes:
         memory: uint8, with the slots one after the other. None: the bucket is the memory of the
             tensor that is started, and has one slot.
-        nbytes: its length.
         slots: where tensors are packed.
         results: where results are read; None: from the slots.
     """

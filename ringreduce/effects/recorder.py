@@ -54,12 +54,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class FirstError:
-    """What broke a communicator first.
+    """What broke a communicator first, here or on another rank, and this rank's call then.
 
-    Attributes:
-        error: raised here or on another rank.
-        standing: this rank's at that moment.
-        when_s: on `time.monotonic`.
+    `when_s` is on `time.monotonic`.
     """
 
     error: BaseException

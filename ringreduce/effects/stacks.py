@@ -23,9 +23,7 @@ _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
 def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
     """Each thread's stack, the main thread's first.
 
-    Args:
-        asking: files of the callers, whose frames are left out.
-        unless: a thread that is left out.
+    Leaves out the calling thread's innermost frames in the files `asking`, and the thread `unless`.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()

@@ -241,7 +241,6 @@ class Config:
 
         Args:
             environment: variables to read instead of the process's own.
-            arguments: fields of Config by name.
 
         Raises:
             ConfigError: an argument is unknown, a variable cannot be read or is out of range, or
@@ -329,11 +328,7 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[ipv6]:port``.
-
-    Raises:
-        ConfigError: it is not of that form, or the port is not 1 to 65535.
-    """
+    """Host and port of ``host:port`` or ``[ipv6]:port``, port 1 to 65535; else ConfigError."""
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

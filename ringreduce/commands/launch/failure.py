@@ -28,7 +28,6 @@ class Failure:
     """A worker that ended with an exit code other than 0.
 
     Attributes:
-        rank: which worker.
         returncode: its exit code, or minus the signal that killed it.
         time_s: when it failed, on the launcher's `time.monotonic`.
         traceback: lines of the last traceback that it printed, and lines after it; empty for none.

@@ -32,13 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Stream:
-    """Standard output or error of one worker.
-
-    Attributes:
-        file: nonblocking.
-        is_error: whether it is standard error.
-        has_ended: whether all of it has been read.
-    """
+    """Standard output or error of one worker; `file` is nonblocking."""
 
     def __init__(self, worker: Worker, file: IO[bytes] | None, is_error: bool) -> None:
         assert file is not None
@@ -62,14 +56,12 @@ class Worker:
     """A started worker process.
 
     Args:
-        command, environment: as for `subprocess.Popen`.
         inherited: descriptors that it gets.
         ignored: signals that it ignores until it sets a handler.
 
     Attributes:
         exit_s: when it ended, on `time.monotonic`; None while it runs.
         was_stopped: whether the launcher has ended it.
-        streams: its standard output and error.
     """
 
     def __init__(

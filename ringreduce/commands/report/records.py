@@ -20,10 +20,9 @@ _LOG_TAIL_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Records:
-    """The flight records of one job.
+    """The flight records of one job of `size` ranks.
 
     Attributes:
-        size: number of ranks.
         dumps: by rank; ranks without a readable record are absent.
         skipped: file names, and why they were not used.
         log_tails: the last line of the log of each rank without a record, if there is one.

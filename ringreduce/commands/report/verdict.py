@@ -36,12 +36,7 @@ _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame.
-
-    Attributes:
-        culprits: one rank, those that disagree, or none.
-        text: one paragraph: the culprit, why, and what each rank was doing.
-    """
+    """The culprits (one rank, those that disagree, or none), and a paragraph that explains it."""
 
     culprits: tuple[int, ...]
     text: str
