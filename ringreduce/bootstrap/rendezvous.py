@@ -281,7 +281,7 @@ def host_identity() -> str:
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
     _, (host, port) = resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
-        os.set_inheritable(config.rendezvous_fd, False)  # It came through an exec; once is enough.
+        os.set_inheritable(config.rendezvous_fd, False)  # This process's children must not get it.
         socket.setsockopt(zmq.USE_FD, config.rendezvous_fd)
     try:
         socket.bind(endpoint(host, port))

@@ -109,7 +109,7 @@ def run(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --log-dir was.")],
 ) -> None:
-    """Say from all ranks' flight records who stood where, and which rank is the culprit.
+    """Print from all ranks' flight records what each was doing, and which rank is the culprit.
 
     Ranks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.
     """

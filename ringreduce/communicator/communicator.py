@@ -72,9 +72,11 @@ class Communicator:
 
     Raises:
         RendezvousError: not all ranks joined in time, or this one was refused.
+        ConfigError: `transport` is ``shm`` and not all ranks share memory, a secret is missing, or the
+            limit of open files is too low.
         MismatchError: the ranks run different versions or settings.
         PeerError: the ranks met, but the ring did not work.
-        NativeError: libzmq cannot be called.
+        NativeError: libzmq cannot be called or has no encryption, or the native library is broken.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,1 +1,1 @@
-"""Words that everything else uses: errors, types, settings."""
+"""Definitions that everything else uses: errors, types, times, settings."""

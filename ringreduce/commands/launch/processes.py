@@ -109,7 +109,7 @@ class Worker:
             os.killpg(self.pid, number)
 
     def ask_for_record(self) -> None:
-        """Have the worker write its flight record; not its group, which the signal would kill."""
+        """Have the worker write its flight record; the signal would kill its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGUSR1)
 
