@@ -96,7 +96,6 @@ class Meeting:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MAX)
         self._socket.setsockopt(zmq.IPV6, 1)
-        # Limit for sending answers when the socket closes.
         self._socket.setsockopt(zmq.LINGER, milliseconds(TIMES.linger_s))
         self._failures = _Failures(self._socket)
         self._authenticator: Authenticator | None = None

@@ -72,8 +72,8 @@ class Communicator:
 
     Raises:
         RendezvousError: not all ranks joined in time, or this one was refused.
-        ConfigError: `transport` is ``shm`` and not all ranks share memory, a secret is missing, or the
-            limit of open files is too low.
+        ConfigError: `transport` is ``shm`` and not all ranks share memory, a secret is missing, or
+            the limit of open files is too low.
         MismatchError: the ranks run different versions or settings.
         PeerError: the ranks met, but the ring did not work.
         NativeError: libzmq cannot be called or has no encryption, or the native library is broken.
@@ -174,11 +174,7 @@ class Communicator:
 
     @property
     def engine(self) -> Engine:
-        """The background thread, started by its first use; for integrations.
-
-        Raises:
-            ClosedError: `close` was called.
-        """
+        """The background thread, started by its first use. Raises ClosedError after `close`."""
         if self._process != os.getpid():
             raise self._forked()
         with self._engine_lock:

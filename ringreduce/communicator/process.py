@@ -90,11 +90,7 @@ def is_initialized() -> bool:
 
 
 def default_communicator() -> Communicator:
-    """The default communicator.
-
-    Raises:
-        ClosedError: `init` was not called, or the communicator was closed.
-    """
+    """The default communicator. Raises ClosedError before `init` and after `close`."""
     if _default is None or _default.closed:
         raise ClosedError(
             "there is no ring in this process", remedy="Call ringreduce.init() first."

@@ -67,11 +67,7 @@ def why_missing() -> str:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """The library at `path`.
-
-    Raises:
-        NativeError: it cannot be loaded, is not ours, or its ABI is not `ABI`.
-    """
+    """The library at `path`. Raises NativeError if it does not load or has another ABI."""
     remedy = "Install ringreduce again: pip install --force-reinstall ringreduce"
     try:
         opened = ctypes.CDLL(str(path))

@@ -21,7 +21,6 @@ __all__ = ["CALLS_KEPT", "FirstError", "Recorder", "Standing"]
 CALLS_KEPT = 256
 
 _MASK = CALLS_KEPT - 1
-# Names of threads.
 _NAMES_KEPT = 32
 
 # number, operation, nbytes, identity of the thread, began, ended (both monotonic), error text

@@ -39,11 +39,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 
 
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
-    """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, only for tests; default 1.
-
-    Raises:
-        ConfigError: it is not a number from 0.01 to 100.
-    """
+    """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, for tests. ConfigError unless 0.01..100."""
     text = (os.environ if environment is None else environment).get("RINGREDUCE_TIME_SCALE", "1")
     try:
         scale = float(text)
@@ -54,7 +50,6 @@ def time_scale(environment: Mapping[str, str] | None = None) -> float:
     return scale
 
 
-# The time constants of this process.
 TIMES = Times().scaled(time_scale())
 
 # Numerical libraries read these when they load; the launcher sets them for each worker.
@@ -280,7 +275,6 @@ class Config:
         }
 
 
-# All settings by name, in the order of the fields of `Config`.
 SETTINGS: Mapping[str, Setting] = {each.name: each.metadata["setting"] for each in fields(Config)}
 
 
@@ -315,9 +309,7 @@ def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, 
 def configured_secret(environment: Mapping[str, str] | None = None) -> str:
     """The secret in the user's variables or the file that they name; empty for none.
 
-    Raises:
-        ConfigError: it is too short or too long, or the file is not one that only its owner may
-            read.
+    Raises ConfigError as `check_secret` and `read_secret` do.
     """
     variables = os.environ if environment is None else environment
     if secret := variables.get("RINGREDUCE_SECRET"):

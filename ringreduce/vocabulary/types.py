@@ -67,7 +67,7 @@ def is_half(code: int) -> bool:
 
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """`op` as a ReduceOp; strings such as ``"mean"`` in any case; ArrayError: no such operator."""
+    """`op` as a ReduceOp; strings such as ``"mean"`` in any case. Raises ArrayError if unknown."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:

@@ -26,11 +26,7 @@ class Screen:
         self._kept: list[TextIO] = []
 
     def keep(self, folder: Path) -> None:
-        """From now on write each worker's lines into a file of `folder` too.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-        """
+        """Write each worker's lines into `folder` too. Raises ConfigError if that is impossible."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank in range(self._size):

@@ -14,7 +14,6 @@ from ringreduce.vocabulary.errors import ConfigError
 __all__ = ["Records", "read_records"]
 
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
-# Bytes read from the end of a worker's log.
 _LOG_TAIL_BYTES = 1 << 14
 
 
@@ -40,11 +39,7 @@ class Records:
 
 
 def read_records(folder: Path) -> Records:
-    """The flight records in `folder`, of the latest job.
-
-    Raises:
-        ConfigError: there is no such folder, or no record in it.
-    """
+    """The flight records of the latest job in `folder`. Raises ConfigError if there are none."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", remedy="Give that of --log-dir.")
     dumps: list[Dump] = []
