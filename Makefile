@@ -59,7 +59,9 @@ check-full: $(VENV)/.installed
 	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) $(IN_TWO) $(FAULTS) || $(PYTEST) $(FAULTS) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
-FRAMEWORK := tests/tensorflow tests/keras
+FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py packed.py order.py tensors.py tf_api.py) \
+    $(addprefix tests/keras/test_,callbacks.py evaluation.py jit.py keras.py normalization.py optimizer.py \
+    optimizer_keras.py saving.py steps.py tape.py)
 LOWEST := build/lowest
 # There is no TensorFlow before 2.20, and no numpy before 2.1, for Python 3.13.
 LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*", "numpy==1.26.*", \
