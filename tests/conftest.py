@@ -6,6 +6,7 @@ RINGREDUCE_TEST_RANDOM is 1.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -25,6 +26,12 @@ if os.environ.get("RINGREDUCE_TEST_RANDOM", "") != "1":
 
 # The kernel takes a moment to forget a thread that has been joined.
 _SETTLE_S = 5.0
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of later collections what is imported: TensorFlow's objects take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -15,11 +15,8 @@ __all__ = ["facts_in", "facts_of"]
 
 def facts_of(program: str, size: int) -> dict[str, dict[int, Any]]:
     """By case and rank, what ``programs/{program}.py`` said on a ring of `size`; run once."""
-    result = _job(program, size)
+    result, said = _job(program, size)
     assert result.exit_code == 0, result.errors
-    said: dict[str, dict[int, Any]] = {}
-    for fact in facts_in(result.output):
-        said.setdefault(fact["case"], {})[fact["rank"]] = fact
     return said
 
 
@@ -32,6 +29,10 @@ def facts_in(output: str) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _job(program: str, size: int) -> JobResult:
+def _job(program: str, size: int) -> tuple[JobResult, dict[str, dict[int, Any]]]:
     """How it ended, well or not: hundreds of tests ask, and must not each run it again."""
-    return run_job(size, [f"tests/programs/{program}.py"], timeout_s=60)
+    result = run_job(size, [f"tests/programs/{program}.py"], timeout_s=60)
+    said: dict[str, dict[int, Any]] = {}
+    for fact in facts_in(result.output):
+        said.setdefault(fact["case"], {})[fact["rank"]] = fact
+    return result, said

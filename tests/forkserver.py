@@ -6,13 +6,16 @@ what ``python script.py arguments`` would have been: own environment, folder, de
 handlers and ``__main__``. It dies with the server, and that with the process of the tests.
 
 What a worker has in common with the others that fresh processes have not: Python's seed of hashes,
-and what modules read from the environment when they were imported. `make test-full` runs the same
-tests with fresh processes (RINGREDUCE_TEST_FRESH=1).
+and what modules read from the environment when they were imported. It also ends as soon as threads
+are joined and exit handlers have run; taking all of TensorFlow's modules apart would take longer
+than most workers do. A program about the interpreter's end sets ``WHOLE_END = True``.
+`make test-full` runs the same tests with fresh processes (RINGREDUCE_TEST_FRESH=1).
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -25,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -237,12 +241,25 @@ def _become(request: dict, descriptors: Sequence[int]) -> None:
 
 
 def _run() -> None:
-    """What ``python script.py`` does."""
+    """What ``python script.py`` does; an exception goes on to the interpreter."""
     path = sys.argv[0]
     main = types.ModuleType("__main__")
     main.__file__ = path
     sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+    code: object = 0
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+    except SystemExit as end:
+        code = end.code or 0
+        if not isinstance(code, int):
+            raise
+    if main.__dict__.get("WHOLE_END"):
+        sys.exit(code)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-__all__ = ["INPUTS", "MUON_TRAINS", "TARGETS", "assert_equal_state", "fit", "make_model"]
+__all__ = ["EAGERLY", "INPUTS", "MUON_TRAINS", "TARGETS", "assert_equal_state", "fit", "make_model"]
 
 # In Keras 3.12 it looks for the path of a `tf.Variable`, which has none, and raises.
 MUON_TRAINS = not keras.__version__.startswith("3.12.")
+
+# Options of `compile` where the step need not be a function: tracing takes most of the time.
+EAGERLY = {"run_eagerly": True}
 
 INPUTS = np.arange(48, dtype="float32").reshape(12, 4) / 48
 TARGETS = INPUTS[:, :2]

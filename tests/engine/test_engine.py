@@ -810,6 +810,7 @@ def test_process_ends_while_work_of_a_lone_rank_is_pending():
 
 def test_process_ends_though_a_peer_never_answers(tmp_path: Path, transport: str) -> None:
     program = """
+    WHOLE_END = True
     ring = join()
     say("ready")
     if RANK == 0:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -181,19 +178,6 @@ def test_a_step_that_only_one_rank_compiles_is_a_mismatch(tmp_path, ways):
         assert "with jit_compile=True" in fact["text"], fact
 
 
-def run(program: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={"PATH": "", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 REASONS = """
 import os
 import tensorflow as tf
@@ -221,8 +205,14 @@ print(ring_of_threads(2, refused)[0])
         ("tf.sysconfig.get_lib = lambda: '/nowhere'", {}, "no libtensorflow_framework in /nowhere"),
     ],
 )
-def test_where_it_cannot_be_the_reason_and_the_way_out_are_said(prepare, environment, reason):
-    said = run(REASONS.format(prepare=prepare), **environment)
+def test_where_it_cannot_be_the_reason_and_the_way_out_are_said(
+    tmp_path, prepare, environment, reason
+):
+    program = tmp_path / "refused.py"
+    program.write_text(REASONS.format(prepare=prepare))
+    result = run_job(1, [str(program)], environment=environment)
+    assert result.exit_code == 0, result.errors
+    said = result.output.partition("] ")[2]
     assert said.startswith("ConfigError rank 0 of 2 cannot reduce gradients inside a function")
     assert reason in said
     assert "rr.compile_gradients(model)" in said

@@ -8,6 +8,7 @@ import pytest
 from ringreduce.effects import native
 from tests.facts import facts_of
 from tests.jobs import run_job
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -75,14 +76,15 @@ def test_after_an_error_every_step_raises_it_again(facts):
         assert facts["after"][rank] == {**facts["none"][rank], "case": "after"}
 
 
-def test_digits_end_to_end_on_four_workers(tmp_path):
+@pytest.mark.parametrize("size", [2, in_full(4)])
+def test_digits_end_to_end(tmp_path, size):
     """The example as a user runs it: equal digests, and it learns."""
     file = tmp_path / "out.json"
     arguments = ["examples/digits.py", "--epochs", "3", "--json", str(file)]
-    result = run_job(4, arguments)
+    result = run_job(size, arguments)
     assert result.exit_code == 0, result.errors
     out = json.loads(file.read_text())
-    assert len(out["weights_sha256"]) == 4
+    assert len(out["weights_sha256"]) == size
     assert len(set(out["weights_sha256"])) == 1
     assert out["accuracy"] > 0.8
     assert out["samples_per_s"] > 0

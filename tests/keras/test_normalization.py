@@ -16,7 +16,7 @@ from tests.tensor_facts import SIZES, WAYS, facts_of, needs_xla, of_every_rank
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
-IN_FIT = ("fit", "steps", "eager", pytest.param("jit", marks=needs_xla))
+IN_FIT = ("fit", "eager", pytest.param("jit", marks=needs_xla))
 every_size = pytest.mark.parametrize("size", SIZES)
 every_way = pytest.mark.parametrize("how", WAYS)
 

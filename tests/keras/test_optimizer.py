@@ -10,7 +10,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce.testing import ring_of_threads
-from tests.models import MUON_TRAINS, fit, make_model
+from tests.models import EAGERLY, MUON_TRAINS, fit, make_model
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_reduce_lr_on_plateau_reaches_the_inner_learning_rate(world_of_one):
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.0))
     optimizer.learning_rate = 1e-8
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0)
-    fit(make_model(), optimizer, epochs=4, callbacks=[plateau])
+    fit(make_model(), optimizer, compile=EAGERLY, epochs=4, callbacks=[plateau])
     assert float(optimizer.inner_optimizer.learning_rate) < 1e-8
 
 
@@ -127,11 +127,12 @@ def test_training_before_init_says_what_to_do():
 
 
 def test_a_loaded_optimizer_can_be_wrapped_and_goes_on(world_of_one, tmp_path):
-    whole = fit(make_model(), keras.optimizers.Adam(0.1), epochs=4)
-    half = fit(make_model(), rr.DistributedOptimizer(keras.optimizers.Adam(0.1)), epochs=2)
+    whole = fit(make_model(), keras.optimizers.Adam(0.1), compile=EAGERLY, epochs=4)
+    wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    half = fit(make_model(), wrapped, compile=EAGERLY, epochs=2)
     half.save(tmp_path / "half.keras")
     loaded = keras.models.load_model(tmp_path / "half.keras")
-    fit(loaded, rr.DistributedOptimizer(loaded.optimizer), epochs=2)
+    fit(loaded, rr.DistributedOptimizer(loaded.optimizer), compile=EAGERLY, epochs=2)
     for expected, actual in zip(whole.get_weights(), loaded.get_weights(), strict=True):
         assert (expected == actual).all()
 

@@ -9,7 +9,15 @@ from keras.optimizers import LossScaleOptimizer
 
 import ringreduce
 import ringreduce.keras as rr
-from tests.models import INPUTS, MUON_TRAINS, TARGETS, assert_equal_state, fit, make_model
+from tests.models import (
+    EAGERLY,
+    INPUTS,
+    MUON_TRAINS,
+    TARGETS,
+    assert_equal_state,
+    fit,
+    make_model,
+)
 from tests.scope import in_full
 
 # New in Keras 3.14.
@@ -281,7 +289,7 @@ def test_a_schedule_follows_the_steps():
 def test_learning_rate_scheduler():
     def use(optimizer):
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-        model = fit(make_model(), optimizer, epochs=3, callbacks=[scheduler])
+        model = fit(make_model(), optimizer, compile=EAGERLY, epochs=3, callbacks=[scheduler])
         return [*model.get_weights(), np.array(model.history_seen["learning_rate"])]
 
     after = assert_same(lambda: optimizers.SGD(0.5), use)
@@ -333,7 +341,14 @@ def test_swapping_averages_in(make, swap_on_epoch):
     def use(optimizer):
         swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=swap_on_epoch)
         validation = (INPUTS[::2], TARGETS[::2])
-        model = fit(make_model(), optimizer, epochs=2, callbacks=[swap], validation_data=validation)
+        model = fit(
+            make_model(),
+            optimizer,
+            compile=EAGERLY,
+            epochs=2,
+            callbacks=[swap],
+            validation_data=validation,
+        )
         return [
             *model.get_weights(),
             *values(*optimizer.variables),
@@ -344,7 +359,7 @@ def test_swapping_averages_in(make, swap_on_epoch):
 
 
 def test_swapping_averages_that_are_not_kept_is_the_error_of_keras():
-    model = fit(make_model(), rr.DistributedOptimizer(optimizers.SGD(0.1)))
+    model = fit(make_model(), rr.DistributedOptimizer(optimizers.SGD(0.1)), compile=EAGERLY)
     with pytest.raises(ValueError, match="use_ema=True"):
         fit(model, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
 
@@ -401,7 +416,9 @@ def test_callbacks_reach_the_rates_of_several_optimizers():
     def use(optimizer):
         plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=9.0)
         scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.75)
-        model = fit(make_model(), optimizer, epochs=3, callbacks=[scheduler, plateau])
+        model = fit(
+            make_model(), optimizer, compile=EAGERLY, epochs=3, callbacks=[scheduler, plateau]
+        )
         return [
             *model.get_weights(),
             np.array([float(o.learning_rate) for o in optimizer.optimizers]),

@@ -21,6 +21,9 @@ from ringreduce.vocabulary.types import DTYPE_NAMES
 comm = rr.init()
 rank, size = comm.rank, comm.size
 OPS = ("sum", "mean", "min", "max", "product")
+# AutoGraph takes a tenth of a second for each function, and makes an error of its own, with the
+# same text, of whatever is raised while it converts.
+without_autograph = functools.partial(tf.function, autograph=False)
 
 
 def plain(value):
@@ -38,22 +41,27 @@ def plain(value):
     return value
 
 
-def all_ways(case, action, jit=True):
-    """`action` eagerly, traced and compiled; what was traced runs once more from its trace."""
-    found = {}
+def all_ways(actions, jit=True):
+    """`actions`, by case, eagerly, traced and compiled; what was traced runs again from its trace.
+
+    In one function, since each that is traced or compiled takes a fraction of a second.
+    """
+    found = {case: {} for case in actions}
     for way, wrap in wraps().items():
         if jit or way != "jit":
-            wrapped = wrap(action)
+            wrapped = wrap(lambda: {case: action() for case, action in actions.items()})
             wrapped()
-            found[way] = plain(wrapped())
-    say(case, **found)
+            for case, result in wrapped().items():
+                found[case][way] = plain(result)
+    for case, results in found.items():
+        say(case, **results)
 
 
 def wraps():
     """By way, what makes a function of it."""
-    ways = {"eager": lambda step: step, "graph": tf.function}
+    ways = {"eager": lambda step: step, "graph": without_autograph}
     if xla.why_not() is None:
-        ways["jit"] = functools.partial(tf.function, jit_compile=True)
+        ways["jit"] = functools.partial(without_autograph, jit_compile=True)
     return ways
 
 
@@ -64,32 +72,30 @@ def weights(rows, dtype=tf.float32):
 
 def values():
     base = tf.reshape(tf.range(6) % 4, (3, 2)) + rank + 1
-    for op in OPS:
-        all_ways(f"all_reduce {op}", lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op))
-    for dtype in DTYPE_NAMES:
-        of_dtype = tf.cast(base, dtype)
-        all_ways(f"all_reduce {dtype}", lambda of_dtype=of_dtype: rr.all_reduce(of_dtype))
-        all_ways(f"all_gather {dtype}", lambda of_dtype=of_dtype: rr.all_gather(of_dtype))
-        all_ways(
-            f"reduce_scatter {dtype}", lambda of_dtype=of_dtype: rr.reduce_scatter(of_dtype, "sum")
-        )
-        all_ways(f"broadcast {dtype}", lambda of_dtype=of_dtype: rr.broadcast(of_dtype, size - 1))
     variable = keras.Variable([1.0])
-    all_ways(
-        "structure",
-        lambda: rr.all_reduce({"a": tf.fill((2,), float(rank)), "b": [np.float32(rank), variable]}),
-    )
-    all_ways("empty", lambda: rr.all_reduce(tf.zeros((0, 3))))
-    all_ways("gather rows", lambda: rr.all_gather(tf.fill((rank, 2), float(rank))), jit=False)
-    all_ways("gather scalars", lambda: rr.all_gather(tf.constant(rank)))
-    for rows in (1, 5, 6):
-        for op in OPS:
-            all_ways(
-                f"scatter {rows} {op}",
-                lambda rows=rows, op=op: rr.reduce_scatter(weights(rows) + float(rank), op),
+    actions = {
+        "structure": lambda: rr.all_reduce(
+            {"a": tf.fill((2,), float(rank)), "b": [np.float32(rank), variable]}
+        ),
+        "empty": lambda: rr.all_reduce(tf.zeros((0, 3))),
+        "gather scalars": lambda: rr.all_gather(tf.constant(rank)),
+        "scatter vector": lambda: rr.reduce_scatter(tf.range(5)),
+        "scatter none": lambda: rr.reduce_scatter(tf.zeros((0, 4))),
+    }
+    for op in OPS:
+        actions[f"all_reduce {op}"] = lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op)
+        for rows in (1, 5, 6):
+            actions[f"scatter {rows} {op}"] = lambda rows=rows, op=op: rr.reduce_scatter(
+                weights(rows) + float(rank), op
             )
-    all_ways("scatter vector", lambda: rr.reduce_scatter(tf.range(5)))
-    all_ways("scatter none", lambda: rr.reduce_scatter(tf.zeros((0, 4))))
+    for dtype in DTYPE_NAMES:
+        cast = functools.partial(tf.cast, base, dtype)
+        actions[f"all_reduce {dtype}"] = lambda cast=cast: rr.all_reduce(cast())
+        actions[f"all_gather {dtype}"] = lambda cast=cast: rr.all_gather(cast())
+        actions[f"reduce_scatter {dtype}"] = lambda cast=cast: rr.reduce_scatter(cast(), "sum")
+        actions[f"broadcast {dtype}"] = lambda cast=cast: rr.broadcast(cast(), size - 1)
+    all_ways(actions)
+    all_ways({"gather rows": lambda: rr.all_gather(tf.fill((rank, 2), float(rank)))}, jit=False)
 
 
 def static_shapes():
@@ -140,25 +146,12 @@ def gradients():
 
         return differentiate
 
-    all_ways("gradient sum", of(rr.all_reduce, 3, "sum"))
-    all_ways("gradient mean", of(rr.all_reduce, 3, "mean"))
-    all_ways("gradient gather", of(rr.all_gather, rank), jit=False)
-    own = 5 if rank == size - 1 else 0
-    all_ways("gradient gather of one rank's", of(rr.all_gather, own), jit=False)
-    all_ways("gradient gather equal", of(rr.all_gather, 2))
-    all_ways("gradient broadcast", of(rr.broadcast, 3, size - 1))
-    for rows in (1, 5, 6):
-        all_ways(f"gradient scatter {rows}", of(rr.reduce_scatter, rows, "sum"))
-    all_ways("gradient scatter mean", of(rr.reduce_scatter, 6, "mean"))
-
     def scalar():
         value = tf.constant(3.0)
         with tf.GradientTape() as tape:
             tape.watch(value)
             loss = tf.reduce_sum(rr.all_gather(value) * tf.range(1.0, size + 1)) * (rank + 1.0)
         return tape.gradient(loss, value)
-
-    all_ways("gradient gather scalars", scalar)
 
     def second():
         value = tf.constant([1.0, 2.0])
@@ -169,8 +162,6 @@ def gradients():
                 loss = tf.reduce_sum(rr.all_reduce(value) ** 2)
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
-
-    all_ways("second derivative", second)
 
     def through_all():
         """Gradients of gradients of each, by a function whose second derivatives are known."""
@@ -186,8 +177,6 @@ def gradients():
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
 
-    all_ways("second derivative of all", through_all)
-
     def loop():
         value = tf.constant([1.0, 2.0])
         with tf.GradientTape() as tape:
@@ -199,11 +188,28 @@ def gradients():
             )[1]
         return result, tape.gradient(result, value)
 
-    all_ways("loop", loop)
-
-
-# AutoGraph makes an error of its own of whatever is raised while it converts, with the same text.
-without_autograph = functools.partial(tf.function, autograph=False)
+    all_ways(
+        {
+            "gradient sum": of(rr.all_reduce, 3, "sum"),
+            "gradient mean": of(rr.all_reduce, 3, "mean"),
+            "gradient gather equal": of(rr.all_gather, 2),
+            "gradient broadcast": of(rr.broadcast, 3, size - 1),
+            "gradient scatter 1": of(rr.reduce_scatter, 1, "sum"),
+            "gradient scatter 5": of(rr.reduce_scatter, 5, "sum"),
+            "gradient scatter 6": of(rr.reduce_scatter, 6, "sum"),
+            "gradient scatter mean": of(rr.reduce_scatter, 6, "mean"),
+            "gradient gather scalars": scalar,
+            "second derivative": second,
+            "second derivative of all": through_all,
+            "loop": loop,
+        }
+    )
+    own = 5 if rank == size - 1 else 0
+    uneven = {
+        "gradient gather": of(rr.all_gather, rank),
+        "gradient gather of one rank's": of(rr.all_gather, own),
+    }
+    all_ways(uneven, jit=False)
 
 
 def refusals():
@@ -368,20 +374,26 @@ def as_horovod_does():
         "reducescatter mean": lambda value: hvd.reducescatter(value)[:1],
         "allreduce": lambda value: hvd.allreduce(value, prescale_factor=3.0, postscale_factor=2.0),
     }
-    for name, collective in ways.items():
 
-        def step(collective=collective):
-            with tf.GradientTape() as tape:
-                value = tf.fill((size, 2), 1.0)
-                tape.watch(value)
-                result = collective(value)
-                loss = tf.reduce_sum(result) * (rank + 1)
-            return tape.gradient(loss, value)
+    def gradient(collective):
+        with tf.GradientTape() as tape:
+            value = tf.fill((size, 2), 1.0)
+            tape.watch(value)
+            result = collective(value)
+            loss = tf.reduce_sum(result) * (rank + 1)
+        return tape.gradient(loss, value)
 
-        all_ways(f"horovod {name}", step)
     flags, small = tf.constant([rank == 0, True]), tf.constant([60_000, rank], tf.uint16)
-    all_ways("flags", lambda: (rr.all_gather(flags), rr.all_reduce(flags, "min")))
-    all_ways("uint16", lambda: (rr.all_reduce(small, "max"), rr.broadcast(small, size - 1)))
+    all_ways(
+        {
+            "flags": lambda: (rr.all_gather(flags), rr.all_reduce(flags, "min")),
+            "uint16": lambda: (rr.all_reduce(small, "max"), rr.broadcast(small, size - 1)),
+            **{
+                f"horovod {name}": functools.partial(gradient, collective)
+                for name, collective in ways.items()
+            },
+        }
+    )
     slices = tf.IndexedSlices(tf.constant([[2.0 * size]]), tf.constant([rank]), tf.constant([4, 1]))
     both = hvd.allreduce(slices), rr.all_reduce(slices)
     say("slices", sparse=[isinstance(one, tf.IndexedSlices) for one in both], both=plain(both))
@@ -394,7 +406,7 @@ def as_horovod_does():
         return tape.gradient(loss, table), tape.gradient(other, first_of_all)
 
     first_of_all = tf.Variable([1.0])
-    all_ways("tape of local", local)
+    all_ways({"tape of local": local})
     optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
     weight = keras.Variable([0.0])
     optimizer.apply([[rank + 1.0]], [weight])
@@ -414,8 +426,6 @@ def tape_structures():
             loss = loss_of()
         return tape.gradient(loss, {"a": [first, unused], "b": (second, table)})
 
-    all_ways("tape structure", nested)
-
     def zeros_and_outputs():
         with rr.DistributedGradientTape(persistent=True) as tape:
             loss = loss_of()
@@ -423,8 +433,6 @@ def tape_structures():
             loss, [unused, second], unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
         return zero, tape.gradient(loss, second, output_gradients=tf.constant(10.0))
-
-    all_ways("tape options", zeros_and_outputs)
 
     def watched():
         constant = tf.constant([1.0, 2.0])
@@ -434,14 +442,19 @@ def tape_structures():
         watched = len(tape.watched_variables())
         return tape.gradient(result, constant), tf.constant(watched)
 
-    all_ways("tape of a tensor", watched)
-
     def nothing():
         with rr.DistributedGradientTape(persistent=True) as tape:
             loss = loss_of()
         return tape.gradient(loss, []), tape.gradient(loss, unused)
 
-    all_ways("tape of nothing", nothing)
+    all_ways(
+        {
+            "tape structure": nested,
+            "tape options": zeros_and_outputs,
+            "tape of a tensor": watched,
+            "tape of nothing": nothing,
+        }
+    )
 
     def jacobian():
         with rr.DistributedGradientTape(persistent=True) as tape:
@@ -474,7 +487,6 @@ def normalization_in_fit():
     data = rr.shard(tf.data.Dataset.from_tensor_slices((inputs, targets))).batch(12 // size)
     for way, options in (
         ("fit", {}),
-        ("steps", {"steps_per_execution": 3}),
         ("eager", {"run_eagerly": True}),
         ("jit", {"jit_compile": xla.why_not() is None}),
     ):
@@ -525,7 +537,7 @@ def normalization_of(inputs, bounds, case, mask=None, **options):
         ours = rr.SyncBatchNormalization(momentum=0.5, **options)
         keras_own = keras.layers.BatchNormalization(momentum=0.5, **options)
         result, by_input, by_gamma = wrap(run(ours, own))()
-        expected, expected_by_input, expected_by_gamma = wrap(run(keras_own, slice(None)))()
+        expected, expected_by_input, expected_by_gamma = run(keras_own, slice(None))()
         # The gamma's gradient is of this rank's rows alone; all together they are of all.
         by_gamma = rr.all_reduce(by_gamma)
         return {

@@ -4,6 +4,7 @@ What must come out is computed beside it, by plain Keras: its step k trains on t
 ranks have in step k, put together.
 """
 
+import functools
 import warnings
 
 import keras
@@ -50,10 +51,11 @@ def compiled(model, optimizer, **options):
     return model
 
 
-def trained_alone(epochs=1, weighting="samples", optimizer=None, batches=BATCHES, layers=()):
-    """By plain Keras, on all ranks' batches."""
-    model = compiled(make_model(*layers), optimizer or keras.optimizers.SGD(0.1))
-    everyone = [batches_of(rank, batches) for rank in range(comm.size)]
+@functools.cache
+def trained_alone(epochs=1, weighting="samples", make=keras.optimizers.SGD, layers=()):
+    """By plain Keras, on all ranks' batches; eagerly, since each length would be traced."""
+    model = compiled(make_model(*layers), make(0.1), run_eagerly=True)
+    everyone = [batches_of(rank) for rank in range(comm.size)]
     for _ in range(epochs):
         for step in range(max(map(len, everyone))):
             parts = [batches[step] for batches in everyone if len(batches) > step]
@@ -82,10 +84,17 @@ class Steps(keras.callbacks.Callback):
         self.logs = dict(logs)
 
 
-def fitted(case, *, known=True, weighting="samples", epochs=2, make=None, again=False, **options):
-    model = compiled(
-        make_model(), rr.DistributedOptimizer((make or keras.optimizers.SGD)(0.1)), **options
-    )
+def fitted(
+    case,
+    *,
+    known=True,
+    weighting="samples",
+    epochs=2,
+    make=keras.optimizers.SGD,
+    again=False,
+    **options,
+):
+    model = compiled(make_model(), rr.DistributedOptimizer(make(0.1)), **options)
     data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
     if again:  # Joining once more changes nothing.
         data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
@@ -93,7 +102,7 @@ def fitted(case, *, known=True, weighting="samples", epochs=2, make=None, again=
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         history = model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=[steps])
-    alone = trained_alone(epochs, weighting, (make or keras.optimizers.SGD)(0.1))
+    alone = trained_alone(epochs, weighting, make)
     say(
         case,
         digest=digest(model.get_weights()),
@@ -150,7 +159,7 @@ def batch_by_batch():
     for step in range(2):
         own = everyone[comm.rank][step : step + 1] or [(np.zeros((0, 4)), np.zeros((0, 2)))]
         model.train_on_batch(*own[0])
-    alone = compiled(make_model(), keras.optimizers.SGD(0.1))
+    alone = compiled(make_model(), keras.optimizers.SGD(0.1), run_eagerly=True)
     for step in range(2):
         parts = [own[step] for own in everyone if own]
         alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -197,7 +206,7 @@ def accumulated():
     )
     data = rr.join(dataset_of(batches_of(comm.rank, batches)), model)
     model.fit(data, verbose=0, shuffle=False)
-    alone = compiled(make_model(), keras.optimizers.SGD(0.1))
+    alone = compiled(make_model(), keras.optimizers.SGD(0.1), run_eagerly=True)
     everyone = [batches_of(rank, batches) for rank in range(comm.size)]
     for step in (0, 2):
         parts = [part for own in everyone for part in own[step : step + 2]]

@@ -15,6 +15,7 @@ from bench import __main__ as main
 from bench import collectives, link, namespaces, peers, sweep, systems, train
 from bench.turns import Process, System, SystemFailed, Turns
 from ringreduce.effects import native
+from tests.scope import in_full
 
 ROW = {
     "system",
@@ -42,7 +43,12 @@ def bench(arguments, timeout=100):
     )
 
 
-@pytest.mark.parametrize("collective", collectives.COLLECTIVES)
+QUICK = ("all_reduce", "all_gather")
+
+
+@pytest.mark.parametrize(
+    "collective", [c if c in QUICK else in_full(c) for c in collectives.COLLECTIVES]
+)
 def test_a_collective_is_measured_and_right(collective, tmp_path):
     file = tmp_path / "out.json"
     result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --transport zmq --json {file}")
@@ -63,9 +69,9 @@ def test_a_collective_is_measured_and_right(collective, tmp_path):
 @pytest.mark.parametrize(
     ("options", "transport"),
     [
-        ("--transport shm", "shm"),
+        in_full("--transport shm", "shm"),
         ("--transport shm --registered", "shm-registered"),
-        ("--transport zmq --registered", "zmq"),
+        in_full("--transport zmq --registered", "zmq"),
     ],
 )
 def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
@@ -79,7 +85,9 @@ def test_rows_name_the_transport_that_was_used(options, transport, tmp_path):
     assert row["wrong"] == 0
 
 
-@pytest.mark.parametrize("options", ["-d bfloat16 -o mean", "-d int8 -o max", "-d float64"])
+@pytest.mark.parametrize(
+    "options", ["-d bfloat16 -o mean", in_full("-d int8 -o max"), in_full("-d float64")]
+)
 def test_other_dtypes_and_operators_are_right_too(options):
     result = bench(f"all_reduce -n 3 -b 60K -e 60K {options}")
     assert result.returncode == 0, result.stderr

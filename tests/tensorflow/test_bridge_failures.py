@@ -54,7 +54,7 @@ def train(model, **options):
 """
 
 
-@pytest.fixture(params=["native", "python", "jit"])
+@pytest.fixture(params=["native", in_full("python"), "jit"])
 def bridge(request: pytest.FixtureRequest) -> str:
     """Which bridge the workers must use."""
     if request.param != "python" and native.library() is None:
@@ -82,8 +82,8 @@ def training_ring(directory: Path, size: int, bridge: str, program: str, **optio
 FITS = [
     ("jit", ""),
     ("native", "steps_per_execution=4"),
-    ("python", ""),
     ("python", "run_eagerly=True"),
+    in_full("python", ""),
     in_full("jit", "steps_per_execution=4"),
     in_full("native", ""),
     in_full("native", "run_eagerly=True"),
@@ -187,7 +187,7 @@ failing.assign(RANK == 1)
 
 
 # Nothing that XLA compiles fails like that: it clamps an index that is out of range.
-@pytest.mark.parametrize("bridge", ["native", "python"], indirect=True)
+@pytest.mark.parametrize("bridge", ["native", in_full("python")], indirect=True)
 def test_a_step_that_fails_midway_ends_every_rank(tmp_path: Path, bridge: str) -> None:
     program = f"""{FAILING}
 atexit.register(ring.close)
@@ -228,6 +228,7 @@ def test_the_interpreter_ends_though_a_thread_sits_in_a_step(
     tmp_path: Path, bridge: str, way: str
 ) -> None:
     program = f"""
+WHOLE_END = True
 if RANK == 1:
     train(make_model())
     hold()

@@ -8,6 +8,7 @@ import pytest
 
 from ringreduce.effects import native
 from tests.rings import Ring
+from tests.scope import in_full
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -40,7 +41,9 @@ class NoOps:
 """
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "shm"), (3, "zmq")])
+@pytest.mark.parametrize(
+    ("size", "transport"), [(2, "shm"), (2, "zmq"), in_full(3, "shm"), in_full(3, "zmq")]
+)
 def test_means_of_every_dtype_are_exact_and_alike_through_both_bridges(
     tmp_path: Path, size: int, transport: str
 ) -> None:

@@ -33,27 +33,27 @@ SHARED_BY_WAYS = (
     "sparse and dense",
     *(
         f"{d} {i}"
-        for d in ("float16", "bfloat16", "float32", "float64")
-        for i in ("int32", "int64")
+        for d, i in (
+            ("float16", "int64"),
+            ("bfloat16", "int32"),
+            ("float32", "int32"),
+            ("float64", "int64"),
+        )
     ),
     "width of zero",
     "other rows in each step",
 )
 KERAS = (
-    "sgd",
-    "momentum",
     "adam",
     "clipnorm",
     "global_clipnorm",
-    "clipvalue",
     "decay",
     "ema",
     "loss scale",
     "eager",
-    "steps_per_execution",
 )
 
-REPEATED = ("SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Lion")
+REPEATED = ("SGD", "Adam", "Adagrad", "Ftrl", "Lion")
 
 
 def slices(values: Any, indices: Any, shape: Any, dtype: Any = tf.float32) -> tf.IndexedSlices:
@@ -338,7 +338,7 @@ def test_duplicates_of_halves_are_added_in_float32(facts: Any, size: int) -> Non
 
 
 @on_processes
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, in_full(3)])
 @pytest.mark.parametrize("case", KERAS)
 def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, size: int) -> None:
     # Of two ranks a sum does not depend on the order; tf.clip_by_norm's depends on the rows.
@@ -346,7 +346,7 @@ def test_keras_trains_to_the_weights_of_the_dense_way(facts: Any, case: str, siz
     assert equal_on_all_ranks(facts, size, f"keras {case}", "apart")[0] <= limit
     assert len(equal_on_all_ranks(facts, size, f"keras {case}", "digest")) == 1
     [[sent, sent_dense]] = [fact["sent"] for fact in facts[size, f"keras {case}"][0]]
-    assert sent < sent_dense or size == 1
+    assert sent < sent_dense
 
 
 @on_processes
