@@ -70,29 +70,18 @@ __all__ = [
     "size",
 ]
 
-_PROCESS = "ringreduce.communicator.process"
+# The other names are imported on first use: these from here, all others from `process`.
 _LATER = {
     "Communicator": "ringreduce.communicator.communicator",
     "Statistics": "ringreduce.communicator.statistics",
     "ReduceOp": "ringreduce.vocabulary.types",
-} | dict.fromkeys(
-    (
-        "default_communicator",
-        "init",
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "rank",
-        "shutdown",
-        "size",
-    ),
-    _PROCESS,
-)
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LATER[name]), name)
+    module = _LATER.get(name, "ringreduce.communicator.process")
+    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

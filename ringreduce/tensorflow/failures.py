@@ -81,9 +81,6 @@ def _class_of_both(kind: type[RingReduceError]) -> type[Exception]:
         # Ours is an attribute, TensorFlow's a property without a setter.
         "message": "",
         # Pickled and copied as the plain error, which every process knows.
-        "__reduce__": lambda self: (
-            *kind.__reduce__(self)[:1],
-            (kind, *kind.__reduce__(self)[1][1:]),  # type: ignore[index]
-        ),
+        "__reduce__": lambda self: (kind, *kind.__reduce__(self)[1:]),
     }
     return type(kind.__name__, (kind, tf.errors.UnknownError), members)

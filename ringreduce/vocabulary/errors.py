@@ -21,6 +21,7 @@ at once. Close it and form a new one.
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False, repr=False)
 class RingReduceError(Exception):
     """Base of every error that ringreduce raises; never raised itself.
 
@@ -55,42 +57,21 @@ class RingReduceError(Exception):
     """
 
     # Else TensorFlow's AutoGraph replaces an error that has an `__init__` by one of its own class.
-    ag_pass_through = True
+    ag_pass_through: ClassVar[bool] = True
 
-    fields: ClassVar[tuple[str, ...]] = (
-        "rank",
-        "size",
-        "peer",
-        "operation",
-        "sequence",
-        "step",
-        "remedy",
-        "origin",
-    )
+    message: str
+    _: KW_ONLY
+    rank: int | None = None
+    size: int | None = None
+    peer: int | None = None
+    operation: str | None = None
+    sequence: int | None = None
+    step: str | None = None
+    remedy: str | None = None
+    origin: int | None = None
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        size: int | None = None,
-        peer: int | None = None,
-        operation: str | None = None,
-        sequence: int | None = None,
-        step: str | None = None,
-        remedy: str | None = None,
-        origin: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.rank = rank
-        self.size = size
-        self.peer = peer
-        self.operation = operation
-        self.sequence = sequence
-        self.step = step
-        self.remedy = remedy
-        self.origin = origin
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         """Who, what, where, what to do: the same order for every error."""
@@ -114,16 +95,6 @@ class RingReduceError(Exception):
         if self.remedy is not None:
             text += f" {self.remedy}"
         return text
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Copy and pickle with all fields, not only the text."""
-        return _rebuild, (type(self), self.message, {f: getattr(self, f) for f in self.fields})
-
-
-def _rebuild(
-    kind: type[RingReduceError], message: str, fields: dict[str, object]
-) -> RingReduceError:
-    return kind(message, **fields)  # type: ignore[arg-type]
 
 
 class ConfigError(RingReduceError, ValueError):
