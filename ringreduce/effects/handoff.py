@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -74,89 +74,6 @@ class RoundFailed(Exception):
 COMPLAINT = "complaint"
 
 
-class Queue(Protocol):
-    """The engine's queue. All but `take` and `finish` may be called by any thread."""
-
-    def post(self, job: int) -> bool:
-        """Append a job; False when the queue is closed."""
-
-    def take(self) -> int | BucketItem | str | None:
-        """Wait for the next item: a job's number, a bucket or COMPLAINT; None when closed."""
-
-    def finish(self, failed: RoundFailed | None = None) -> None:
-        """Mark the item that was taken as done, or failed."""
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` until nothing is queued or taken; return whether that is so."""
-
-    def fail(self, why: str) -> None:
-        """End all waits for buckets, present and future, with the error `why`."""
-
-    def close(self, why: str) -> None:
-        """End `take`, and all waits for buckets with the error `why`."""
-
-    def waited_s(self) -> float:
-        """Seconds that threads were blocked waiting for their buckets."""
-
-
-def open_queue() -> Queue:
-    """A new queue, native if there is a native library."""
-    return PlainQueue() if library() is None else NativeQueue()
-
-
-class PlainQueue:
-    """A `Queue` of jobs only."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: deque[int] = deque()
-        self._busy = self._closed = False
-
-    def post(self, job: int) -> bool:
-        """As `Queue.post`."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._jobs.append(job)
-            self._changed.notify_all()
-            return True
-
-    def take(self) -> int | BucketItem | str | None:
-        """As `Queue.take`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._closed)
-            if self._closed:
-                return None
-            self._busy = True
-            return self._jobs.popleft()
-
-    def finish(self, failed: RoundFailed | None = None) -> None:
-        """As `Queue.finish`; `failed` is ignored, since a job records its own error."""
-        with self._changed:
-            self._busy = False
-            self._changed.notify_all()
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """As `Queue.wait_idle`."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed or not (self._jobs or self._busy), timeout_s
-            )
-
-    def fail(self, why: str) -> None:
-        """Do nothing: there are no buckets here."""
-
-    def close(self, why: str) -> None:
-        """End `take`."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def waited_s(self) -> float:
-        """Zero: there are no buckets here."""
-        return 0.0
-
-
 class _Slot(ctypes.Structure):
     _fields_ = (("start", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
 
@@ -208,7 +125,10 @@ def _functions() -> dict[str, Any]:
 
 
 class NativeQueue:
-    """A `Queue` of jobs and of buckets that a framework's threads have packed."""
+    """A queue of jobs, and of buckets that a framework's threads have packed.
+
+    All but `take` and `finish` may be called by any thread.
+    """
 
     def __init__(self) -> None:
         self._functions = _functions()
@@ -247,11 +167,11 @@ class NativeQueue:
         return bool(self._functions["unregister"](plan) == 0)
 
     def post(self, job: int) -> bool:
-        """As `Queue.post`."""
+        """Append a job; False when the queue is closed."""
         return bool(self._functions["post"](self._handle, job) == 0)
 
     def take(self) -> int | BucketItem | str | None:
-        """As `Queue.take`; waits without the GIL."""
+        """Wait for the next item: a job's number, a bucket or COMPLAINT; None when closed."""
         item = self._item
         if self._functions["take"](self._handle, ctypes.addressof(item)) != 0:
             return None
@@ -262,24 +182,24 @@ class NativeQueue:
         return COMPLAINT
 
     def finish(self, failed: RoundFailed | None = None) -> None:
-        """As `Queue.finish`."""
+        """Mark the item that was taken as done, or failed."""
         why = None if failed is None else _text(str(failed))
         self._functions["finish"](self._handle, why)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """As `Queue.wait_idle`."""
+        """Wait up to `timeout_s` until nothing is queued or taken; return whether that is so."""
         return bool(self._functions["wait_idle"](self._handle, int(timeout_s * 1e3)))
 
     def fail(self, why: str) -> None:
-        """As `Queue.fail`."""
+        """End all waits for buckets, present and future, with the error `why`."""
         self._functions["fail"](self._handle, _text(why))
 
     def close(self, why: str) -> None:
-        """As `Queue.close`."""
+        """End `take`, and all waits for buckets with the error `why`."""
         self._functions["close"](self._handle, _text(why))
 
     def waited_s(self) -> float:
-        """As `Queue.waited_s`."""
+        """Seconds that threads were blocked waiting for their buckets."""
         return float(self._functions["waited_ns"](self._handle)) * 1e-9
 
 
@@ -290,3 +210,64 @@ def _slots(slots: Sequence[tuple[int, int]]) -> Any:
 def _text(why: str) -> bytes:
     """`why` in UTF-8, cut between two characters to what the C code can hold."""
     return why.encode(errors="replace")[: _WHY_BYTES - 1].decode(errors="ignore").encode()
+
+
+class PlainQueue:
+    """A queue of jobs only, where there is no native library."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[int] = deque()
+        self._busy = self._closed = False
+
+    def post(self, job: int) -> bool:
+        """As `NativeQueue.post`."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            return True
+
+    def take(self) -> int | BucketItem | str | None:
+        """As `NativeQueue.take`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if self._closed:
+                return None
+            self._busy = True
+            return self._jobs.popleft()
+
+    def finish(self, failed: RoundFailed | None = None) -> None:
+        """As `NativeQueue.finish`; `failed` is ignored, since a job records its own error."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """As `NativeQueue.wait_idle`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._jobs or self._busy), timeout_s
+            )
+
+    def fail(self, why: str) -> None:
+        """Do nothing: there are no buckets here."""
+
+    def close(self, why: str) -> None:
+        """End `take`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def waited_s(self) -> float:
+        """Zero: there are no buckets here."""
+        return 0.0
+
+
+Queue = NativeQueue | PlainQueue
+
+
+def open_queue() -> Queue:
+    """A new queue, native if there is a native library."""
+    return PlainQueue() if library() is None else NativeQueue()

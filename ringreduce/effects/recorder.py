@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.pure.flight import NAME_MAX, Call, cut
+from ringreduce.pure.liveness import Standing
 
-__all__ = ["CALLS_KEPT", "FirstError", "Recorder", "Standing"]
+__all__ = ["CALLS_KEPT", "FirstError", "Recorder"]
 
 # A training step makes a few calls, so these are twenty steps or more; a power of two, for masking.
 CALLS_KEPT = 256
@@ -31,24 +32,6 @@ _State = tuple[int, int, "str | None", int, int, float]
 
 _monotonic = time.monotonic
 _get_ident = threading.get_ident
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The call that a rank is in.
-
-    Attributes:
-        calls: collectives completed so far.
-        operation: the collective that runs now; None in user code.
-        nbytes: its payload; 0 in user code.
-        since_s: on `time.monotonic`, when it began; in user code, when the last collective ended
-            or the communicator was made.
-    """
-
-    calls: int
-    operation: str | None
-    nbytes: int
-    since_s: float
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import linecache
 import os
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, THREADS_MAX, Frame, Stack, cut
 
@@ -33,7 +35,9 @@ def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
         if thread == unless:
             continue
         name = cut(names.get(thread, f"thread {thread}"), NAME_MAX)
-        found = _frames(frame)
+        # A few more than are kept, since the callers' are left out below.
+        walked = islice(traceback.walk_stack(frame), FRAMES_MAX + 8)
+        found = [_frame(passed, line or 0) for passed, line in walked][::-1]
         if thread == own:
             while found and found[-1].file in (*asking, __file__):
                 found.pop()
@@ -43,22 +47,8 @@ def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
 
 def trace(error: BaseException) -> list[Frame]:
     """The innermost frames of `error`'s traceback."""
-    kept: deque[TracebackType] = deque(maxlen=FRAMES_MAX)
-    traceback = error.__traceback__
-    while traceback is not None:
-        kept.append(traceback)
-        traceback = traceback.tb_next
-    return [_frame(passed.tb_frame, passed.tb_lineno) for passed in kept]
-
-
-def _frames(innermost: FrameType | None) -> list[Frame]:
-    found: list[Frame] = []
-    frame = innermost
-    # A few more than are kept, since the callers' are left out later.
-    while frame is not None and len(found) < FRAMES_MAX + 8:
-        found.append(_frame(frame, frame.f_lineno or 0))
-        frame = frame.f_back
-    return found[::-1]
+    kept = deque(traceback.walk_tb(error.__traceback__), maxlen=FRAMES_MAX)
+    return [_frame(frame, line) for frame, line in kept]
 
 
 def _frame(frame: FrameType, line: int) -> Frame:

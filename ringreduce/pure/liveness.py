@@ -13,7 +13,7 @@ a common clock (`Board`). A rank that waits can then name the rank that holds it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -30,20 +30,22 @@ __all__ = [
 ]
 
 
-class Standing(Protocol):
-    """What a rank is doing, as `ringreduce.effects.recorder` records it."""
+@dataclass(frozen=True)
+class Standing:
+    """The call that a rank is in.
 
-    @property
-    def calls(self) -> int:
-        """Collectives completed."""
+    Attributes:
+        calls: collectives completed so far.
+        operation: the collective that runs now; None in user code.
+        nbytes: its payload; 0 in user code.
+        since_s: on `time.monotonic`, when it began; in user code, when the last collective ended
+            or the communicator was made.
+    """
 
-    @property
-    def operation(self) -> str | None:
-        """The one it is in; None in user code."""
-
-    @property
-    def since_s(self) -> float:
-        """Since when, on this process's clock."""
+    calls: int
+    operation: str | None
+    nbytes: int
+    since_s: float
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.effects.recorder import CALLS_KEPT, Recorder, Standing
+from ringreduce.effects.recorder import CALLS_KEPT, Recorder
+from ringreduce.pure.liveness import Standing
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError
 
