@@ -106,8 +106,7 @@ class Communicator:
                 self._form(config)
             except BaseException as error:
                 if self._failure is None:  # Else `_break` has dumped it.
-                    self._recorder.fail(error)
-                    self._dump(_described(error))
+                    self._record(error)
                 self._flight.close()
                 raise
         _open.add(self)
@@ -251,15 +250,8 @@ class Communicator:
         how = reduce_op(op)
         flat = flat_view(array, "all_reduce")
         self._check_mean(how, array.dtype)
-        _check_signature(signature)
-
-        def run() -> np.ndarray:
-            self._call(
-                "all_reduce", array.nbytes, self._collectives.all_reduce, flat, how, signature
-            )
-            return array
-
-        return self.engine.submit(run) if async_op else run()
+        run = self._collectives.all_reduce
+        return self._run("all_reduce", array, signature, async_op, run, flat, how)
 
     def reduce_scatter(
         self,
@@ -284,13 +276,8 @@ class Communicator:
         how = reduce_op(op)
         flat = flat_view(array, "reduce_scatter")
         self._check_mean(how, array.dtype)
-        _check_signature(signature)
-
-        def run() -> np.ndarray:
-            reduce_scatter = self._collectives.reduce_scatter
-            return self._call("reduce_scatter", array.nbytes, reduce_scatter, flat, how, signature)
-
-        return self.engine.submit(run) if async_op else run()
+        run = self._collectives.reduce_scatter
+        return self._run("reduce_scatter", array, signature, async_op, run, flat, how)
 
     def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
         """Join the arrays of all ranks along the first dimension, in rank order.
@@ -309,13 +296,8 @@ class Communicator:
         Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
-        _check_signature(signature)
-        arguments = self._collectives, array, flat, self.rank, self.size, signature
-
-        def run() -> np.ndarray:
-            return self._call("all_gather", array.nbytes, varying.all_gather, *arguments)
-
-        return self.engine.submit(run) if async_op else run()
+        arguments = varying.all_gather, self._collectives, array, flat, self.rank, self.size
+        return self._run("all_gather", array, signature, async_op, *arguments)
 
     def broadcast(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
@@ -336,14 +318,8 @@ class Communicator:
         """
         root = checked_root(root, self.rank, self.size)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
-        _check_signature(signature)
-        arguments = (Kind.BROADCAST, flat, root, signature)
-
-        def run() -> np.ndarray:
-            self._call("broadcast", array.nbytes, self._collectives.broadcast, *arguments)
-            return array
-
-        return self.engine.submit(run) if async_op else run()
+        arguments = self._collectives.broadcast, Kind.BROADCAST, flat, root
+        return self._run("broadcast", array, signature, async_op, *arguments)
 
     def barrier(self) -> None:
         """Return once every rank has called it; raises as `all_reduce`, except ArrayError."""
@@ -366,7 +342,6 @@ class Communicator:
         """
         root = checked_root(root, self.rank, self.size)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
-
         arguments = self._collectives, payload, self.rank, root
         received = self._call(
             "broadcast_object", payload.size, varying.broadcast_object, *arguments
@@ -383,7 +358,6 @@ class Communicator:
         Raises: as `broadcast_object`.
         """
         payload = encode(value)
-
         arguments = self._collectives, payload, self.rank, self.size, signature
         gathered = self._call(
             "all_gather_object", payload.size, varying.all_gather_object, *arguments
@@ -422,8 +396,7 @@ class Communicator:
             engine.fail(self._failure)
         if self._recorder.standing().operation is None:
             # In user code no call fails, so it is recorded here.
-            self._recorder.fail(self._failure)
-            self._dump(_described(self._failure))
+            self._record(self._failure)
 
     def explain_with(self, explainer: Explainer) -> None:
         """Ask `explainer` what it means when ranks are in different calls.
@@ -522,6 +495,24 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self._failure else "open"
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
 
+    def _run(
+        self,
+        name: str,
+        array: np.ndarray,
+        signature: int,
+        async_op: bool,
+        run: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        """Run a collective on `array`, here or in the engine; its result, or `array` for None."""
+        if not 0 <= signature < 1 << 64:
+            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
+        if async_op:
+            now = (name, array, signature, False, run, *arguments)
+            return self.engine.submit(lambda: self._run(*now))
+        result = self._call(name, array.nbytes, run, *arguments, signature)
+        return array if result is None else result
+
     def _call(
         self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
     ) -> _Result:
@@ -610,7 +601,7 @@ class Communicator:
             if self._engine is not None:
                 self._engine.fail(error)
             # Last: neither the other ranks nor this one's threads should wait for a disk.
-            self._dump(_described(error))
+            self._flight.dump(_described(error))
 
     def _end_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
@@ -618,13 +609,13 @@ class Communicator:
             self._leave("")  # The usual end of a program.
             return
         if self._failure is None and not self._closed and self._process == os.getpid():
-            self._recorder.fail(error)
-            self._dump(_described(error))
+            self._record(error)
         self._leave(_described(error))
 
-    def _dump(self, why: str) -> None:
-        """Write the flight record if there is a `log_dir`; from any thread, never raises."""
-        self._flight.dump(why)
+    def _record(self, error: BaseException) -> None:
+        """Record `error` in memory and, with a `log_dir`, on disk; from any thread."""
+        self._recorder.fail(error)
+        self._flight.dump(_described(error))
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Refuse a mean whose divisor the dtype cannot hold, before anything is sent."""
@@ -635,11 +626,6 @@ class Communicator:
                 size=self.size,
                 remedy="Convert the array to a wider dtype.",
             )
-
-
-def _check_signature(signature: int) -> None:
-    if not 0 <= signature < 1 << 64:
-        raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
 
 
 def _again(error: RingReduceError) -> RingReduceError:
