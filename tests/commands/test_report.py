@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ringreduce.commands.report.records import Records, read_records
-from ringreduce.commands.report.verdict import Verdict, judge
+from ringreduce.commands.report.verdict import Verdict, judge, those
 from ringreduce.commands.report.view import show
-from ringreduce.commands.report.words import those
 from ringreduce.pure.flight import (
     FILE_BYTES_MAX,
     Call,

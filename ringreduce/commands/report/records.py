@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringreduce.commands.report.words import clean, shorten
 from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, decode_dump
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["Records", "read_records"]
+__all__ = ["Records", "clean", "read_records", "shorten"]
 
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
 _LOG_TAIL_BYTES = 1 << 14
@@ -92,3 +91,14 @@ def _last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((shorten(line.strip()) for line in reversed(lines) if line.strip()), "")
+
+
+def shorten(text: str, length: int = 240) -> str:
+    """`text` on one line, without control characters, cut to `length`."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def clean(text: str) -> str:
+    """`text` without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
-from ringreduce.commands.report.records import Records
-from ringreduce.commands.report.words import (
-    amount,
-    call_of,
-    capital,
-    clean,
-    in_bytes,
-    location_of,
-    nbytes_of,
-    numbered,
-    raised_at,
-    said,
-    seconds,
-    source_of,
-    stood_s,
-    those,
-    was,
-)
+from ringreduce.commands.report.records import Records, clean, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
-from ringreduce.pure.flight import Dump
+from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "state_of", "those"]
 
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
@@ -46,7 +30,7 @@ def judge(records: Records) -> Verdict:
     """Find the culprit and word the paragraph."""
     facts = [_facts_of(dump) for dump in records.dumps.values()]
     finding = find_culprit(facts, unknown=records.missing, still_s=_STILL_S)
-    why = capital(_WORDS[finding.reason](records, finding))
+    why = _capital(_WORDS[finding.reason](records, finding))
     done = {*finding.culprits} | (
         {*finding.witnesses} if finding.reason in _PLACES_WITNESSES else set()
     )
@@ -59,9 +43,9 @@ def _facts_of(dump: Dump) -> Facts:
     return Facts(
         rank=dump.rank,
         calls=dump.calls,
-        operation=call_of(dump),
-        nbytes=nbytes_of(dump),
-        stood_s=stood_s(dump),
+        operation=_call_of(dump),
+        nbytes=_nbytes_of(dump),
+        stood_s=_stood_s(dump),
         error=None
         if failure is None
         else Error(failure.kind, failure.when, failure.peer, failure.origin),
@@ -72,10 +56,10 @@ def _own_error(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
     standing = dump.failure and dump.failure.standing
-    where = f"in {numbered(standing, dump)}" if standing else "in user code"
+    where = f"in {_numbered(standing, dump)}" if standing else "in user code"
     return (
-        f"rank {rank} is the culprit: its own error came first, {where}{raised_at(dump)}: "
-        f"{said(dump)}"
+        f"rank {rank} is the culprit: its own error came first, {where}{_raised_at(dump)}: "
+        f"{_said(dump)}"
     )
 
 
@@ -83,8 +67,8 @@ def _odd_call(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
     return (
-        f"rank {rank} is the culprit: it was in {numbered(call_of(dump), dump)}{amount(dump)}"
-        f"{location_of(dump)}, unlike all others. {_quoted(records, finding)}"
+        f"rank {rank} is the culprit: it was in {_numbered(_call_of(dump), dump)}{_amount(dump)}"
+        f"{_location_of(dump)}, unlike all others. {_quoted(records, finding)}"
     )
 
 
@@ -111,7 +95,7 @@ def _named(records: Records, finding: Finding) -> str:
     why = f"{those(namers, verb, f'{verb}s' if verb == 'name' else verb)} it, and "
     dump = records.dumps.get(culprit)
     if dump is not None:
-        why += f"it {was(dump)}{source_of(dump)}"
+        why += f"it {_was(dump)}{_source_of(dump)}"
     elif f"flight-rank{culprit}.json" in records.skipped:
         why += "its record cannot be read"
     else:
@@ -124,9 +108,9 @@ def _named(records: Records, finding: Finding) -> str:
 def _behind(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
-    what = "the others have completed that" if call_of(dump) else "it has not called that"
+    what = "the others have completed that" if _call_of(dump) else "it has not called that"
     return (
-        f"rank {rank} is the culprit: it {was(dump)}{source_of(dump)}, while "
+        f"rank {rank} is the culprit: it {_was(dump)}{_source_of(dump)}, while "
         f"{_waits(records, finding)}; {what}."
     )
 
@@ -144,7 +128,7 @@ def _out_of_step(records: Records, finding: Finding) -> str:
         groups.setdefault(_facts_of(records.dumps[rank]).call, []).append(rank)
     sides = "; ".join(
         f"{those(ranks, 'are', 'is')} in {clean(operation or '')}"
-        + (f" of {in_bytes(nbytes)}" if nbytes else "")
+        + (f" of {_in_bytes(nbytes)}" if nbytes else "")
         for (operation, nbytes), ranks in groups.items()
     )
     number = records.dumps[finding.witnesses[0]].calls
@@ -152,17 +136,18 @@ def _out_of_step(records: Records, finding: Finding) -> str:
     if len(finding.culprits) > 1:
         return text
     [rank] = finding.culprits
-    return f"rank {rank} is the culprit{location_of(records.dumps[rank])}. {text}"
+    return f"rank {rank} is the culprit{_location_of(records.dumps[rank])}. {text}"
 
 
 def _nobody(records: Records, finding: Finding) -> str:
-    longest = max(records.dumps.values(), key=stood_s)
-    if stood_s(longest) < _STILL_S and not records.missing and not finding.witnesses:
+    longest = max(records.dumps.values(), key=_stood_s)
+    if _stood_s(longest) < _STILL_S and not records.missing and not finding.witnesses:
         return (
             f"No culprit found: no rank had stood still for {_STILL_S:g} s, so the job was at work."
         )
     return (
-        f"No culprit found. Longest of all, rank {longest.rank} {was(longest)}{source_of(longest)}."
+        f"No culprit found. Longest of all, rank {longest.rank} {_was(longest)}"
+        f"{_source_of(longest)}."
     )
 
 
@@ -183,14 +168,14 @@ _PLACES_WITNESSES = (Reason.NEVER_JOINED, Reason.BEHIND, Reason.UNKNOWN, Reason.
 
 def _quoted(records: Records, finding: Finding) -> str:
     """The first witness's error."""
-    return said(records.dumps[finding.witnesses[0]])
+    return _said(records.dumps[finding.witnesses[0]])
 
 
 def _waits(records: Records, finding: Finding) -> str:
     ahead = [records.dumps[rank] for rank in finding.witnesses]
     return (
-        f"{those(finding.witnesses, 'wait', 'waits')} in {numbered(call_of(ahead[0]), ahead[0])} "
-        f"for {seconds(max(map(stood_s, ahead)))}"
+        f"{those(finding.witnesses, 'wait', 'waits')} in {_numbered(_call_of(ahead[0]), ahead[0])} "
+        f"for {_seconds(max(map(_stood_s, ahead)))}"
     )
 
 
@@ -202,12 +187,142 @@ def _standings(records: Records, ranks: Sequence[int]) -> str:
         if dump is None:
             text = "left no readable record"
         elif dump.failure is not None and dump.failure.standing is not None:
-            text = f"had failed in {numbered(dump.failure.standing, dump)}"
+            text = f"had failed in {_numbered(dump.failure.standing, dump)}"
         elif dump.failure is not None and dump.failure.kind not in errors.__all__:
             text = f"had failed in user code after {dump.calls} calls"
         elif dump.operation is not None:
-            text = f"stood in {numbered(dump.operation, dump)}"
+            text = f"stood in {_numbered(dump.operation, dump)}"
         else:
             text = f"stood in user code after {dump.calls} calls"
         grouped.setdefault(text, []).append(rank)
-    return " ".join(capital(f"{those(ranks, text, text)}.") for text, ranks in grouped.items())
+    return " ".join(_capital(f"{those(ranks, text, text)}.") for text, ranks in grouped.items())
+
+
+def _call_of(dump: Dump) -> str | None:
+    """The call that a rank is in, or was in when it failed; None in user code."""
+    return dump.failure.standing if dump.failure is not None else dump.operation
+
+
+def state_of(dump: Dump) -> str:
+    """What a rank is doing, or did when it failed, and for how long."""
+    for_s = _seconds(_stood_s(dump))
+    failure = dump.failure
+    if failure is None:
+        if dump.operation is not None:
+            return f"in {_numbered(dump.operation, dump)} for {for_s}"
+        return f"in user code for {for_s}{_location_of(dump)}"
+    if failure.standing is not None:
+        return f"failed in {_numbered(failure.standing, dump)} after {for_s}"
+    if failure.kind in errors.__all__:
+        return f"in user code for {for_s}{_location_of(dump)}, when the ring broke"
+    return f"failed in user code after {for_s}{_raised_at(dump)}"
+
+
+def _was(dump: Dump) -> str:
+    """The same as a predicate: ``was in user code ...``, ``failed in ...``."""
+    state = state_of(dump)
+    return state if state.startswith("failed") else f"was {state}"
+
+
+def _raised_at(dump: Dump) -> str:
+    """``, at train.py:12``: the line of the user's program that raised a rank's error."""
+    trace = dump.failure.trace if dump.failure is not None else []
+    own = [frame for frame in trace if not frame.library]
+    return _location(own[-1]) if own else _location_of(dump)
+
+
+def _stood_s(dump: Dump) -> float:
+    """How long a rank has been in its call or in user code, or had been when it failed."""
+    if dump.failure is None:
+        return dump.when - dump.since
+    if dump.failure.standing is None:
+        return max(0.0, dump.failure.when - dump.since)
+    failed = _failed_call(dump)
+    return (failed and failed.seconds) or 0.0
+
+
+def _amount(dump: Dump) -> str:
+    """`` of 4 MB``: the payload of its call; empty for none."""
+    return f" of {_in_bytes(_nbytes_of(dump))}" if _nbytes_of(dump) else ""
+
+
+def _nbytes_of(dump: Dump) -> int:
+    """Payload of the call that a rank is in, or was in when it failed."""
+    if dump.failure is None:
+        return dump.nbytes
+    failed = _failed_call(dump)
+    return failed.nbytes if failed else 0
+
+
+def _failed_call(dump: Dump) -> Call | None:
+    return next((call for call in reversed(dump.entries) if call.error is not None), None)
+
+
+def _said(dump: Dump) -> str:
+    """A rank's error as a sentence; empty for none."""
+    failure = dump.failure
+    if failure is None:
+        return ""
+    text = shorten(f"{failure.kind}: {failure.text}" if failure.text else failure.kind)
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _numbered(operation: str | None, dump: Dump) -> str:
+    """``all_reduce #17``: a call and its number."""
+    return f"{clean(operation or 'user code')} #{dump.calls}"
+
+
+def _location_of(dump: Dump) -> str:
+    """``, at train.py:12``: the line of the user's program that the main thread is in."""
+    return _location(_main_frame(dump))
+
+
+def _source_of(dump: Dump) -> str:
+    """The source of that line, if the rank is in user code."""
+    frame = _main_frame(dump)
+    if frame is None or _call_of(dump) is not None or not frame.text:
+        return ""
+    return f" ({shorten(frame.text, 60)})"
+
+
+def _main_frame(dump: Dump) -> Frame | None:
+    """The main thread's innermost frame in the user's program, or in any code if it has none."""
+    frames = next((stack.frames for stack in dump.stacks if stack.main), [])
+    own = [frame for frame in frames if not frame.library]
+    return next(reversed(own or frames), None)
+
+
+def _location(frame: Frame | None) -> str:
+    return f", at {clean(PurePath(frame.file).name)}:{frame.line}" if frame else ""
+
+
+def those(ranks: Sequence[int], several: str, one: str) -> str:
+    """``ranks 0-2 and 5 wait``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    parts = []
+    for span in spans:
+        parts += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else [str(rank) for rank in span]
+    if len(ranks) == 1:
+        return f"rank {parts[0]} {one}"
+    joined = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"ranks {joined} {several}"
+
+
+def _capital(text: str) -> str:
+    """`text` as the beginning of a sentence."""
+    return text[:1].upper() + text[1:]
+
+
+def _seconds(duration_s: float) -> str:
+    """``1.5 s``, ``12 min``."""
+    return f"{duration_s:.1f} s" if duration_s < 600 else f"{duration_s / 60:.0f} min"
+
+
+def _in_bytes(nbytes: int) -> str:
+    """``80 bytes``, ``4.2 MB``."""
+    return f"{nbytes} bytes" if nbytes < 10_000 else f"{nbytes / 1e6:.3g} MB"
