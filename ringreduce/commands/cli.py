@@ -89,19 +89,15 @@ def run(
     stopped, and the first failure in time is shown and gives the exit code.
     """
     program = [sys.executable, *(["-m"] if module else []), *command]
-    try:
-        code = supervisor.run(
-            program,
-            workers,
-            threads=threads_per_worker,
-            timeout_s=timeout,
-            transport=transport,
-            log_dir=str(log_dir or log_dir_wanted()) or None,
-            encryption=encryption,
-        )
-    except RingReduceError as error:
-        typer.echo(f"ringreduce: {error}", err=True)
-        raise typer.Exit(2) from error
+    code = supervisor.run(
+        program,
+        workers,
+        threads=threads_per_worker,
+        timeout_s=timeout,
+        transport=transport,
+        log_dir=str(log_dir or log_dir_wanted()) or None,
+        encryption=encryption,
+    )
     raise typer.Exit(code)
 
 
@@ -117,14 +113,13 @@ def report(
     from ringreduce.commands.report.records import read_records
     from ringreduce.commands.report.view import show
 
-    try:
-        records = read_records(folder)
-    except RingReduceError as error:
-        typer.echo(f"ringreduce: {error}", err=True)
-        raise typer.Exit(2) from error
-    show(records)
+    show(read_records(folder))
 
 
 def main() -> None:
     """Entry point of the ``ringreduce`` command."""
-    app(prog_name="ringreduce")
+    try:
+        app(prog_name="ringreduce")
+    except RingReduceError as error:
+        typer.echo(f"ringreduce: {error}", err=True)
+        sys.exit(2)

@@ -118,16 +118,15 @@ class Worker:
         self.was_stopped = True
         self.send(number)
 
-    def has_exited(self) -> bool:
-        """Whether it has ended; does not reap it, so that its number is not given away."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.pid, flags) is not None
-
-    def reap(self) -> None:
-        """Record its end, and kill the children that it left."""
+    def reap(self) -> bool:
+        """If it has ended, record that and kill the children that it left; return whether."""
+        # Not reaped yet, so that its number is not given to another process.
+        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
         self.send(signal.SIGKILL)
         self._process.wait()
         self.exit_s = time.monotonic()
+        return True
 
     def note(self, lines: Sequence[str]) -> None:
         """Keep lines that it wrote to standard error."""

@@ -17,10 +17,10 @@ _COLORS = (36, 33, 32, 35, 34, 31)
 
 
 class Screen:
-    """Shows the lines of `size` workers; with `prefix` they begin with the rank."""
+    """Shows the lines of `size` workers, which begin with the rank."""
 
-    def __init__(self, size: int, stdout: TextIO, stderr: TextIO, *, prefix: bool) -> None:
-        self._stdout, self._stderr, self._prefix = stdout, stderr, prefix
+    def __init__(self, size: int, stdout: TextIO, stderr: TextIO) -> None:
+        self._stdout, self._stderr = stdout, stderr
         self._width = len(str(size - 1))
         self._size = size
         self._kept: list[TextIO] = []
@@ -65,8 +65,6 @@ class Screen:
         _write(self._stderr, f"ringreduce: {text}\n")
 
     def _mark(self, rank: int, target: TextIO) -> str:
-        if not self._prefix:
-            return ""
         mark = f"[{rank:>{self._width}}]"
         if target.isatty() and color_wanted():
             mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}\x1b[0m"

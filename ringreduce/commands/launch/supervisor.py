@@ -37,7 +37,6 @@ def run(
     size: int,
     *,
     threads: int | None = None,
-    prefix: bool = True,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     **choices: Any,
@@ -53,7 +52,6 @@ def run(
         command: program and arguments, the same for all.
         size: number of workers.
         threads: compute threads for each; by default `default_threads(size)`.
-        prefix: whether lines begin with the rank that wrote them.
         stdout, stderr: where lines go; the process's own by default.
         choices: fields of `Config` for the workers; None: as the environment has it. With
             `log_dir`, their lines are also written there, to ``rank-0.log`` and so on.
@@ -67,7 +65,7 @@ def run(
     # Workers read the user's own secret from the environment.
     if not configured_secret():
         choices["secret"] = secrets.token_hex(32)
-    screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr, prefix=prefix)
+    screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr)
     guard = Guard()
     job = _Job(screen, guard, keeps_records="log_dir" in choices)
     with job.signals(), guard:
@@ -200,8 +198,7 @@ class _Job:
 
     def _reap(self) -> None:
         for worker in self._running():
-            if worker.has_exited():
-                worker.reap()
+            if worker.reap():
                 for stream in worker.streams:
                     # Its last lines decide whether its failure is the cause.
                     while self._read(stream):
