@@ -16,8 +16,8 @@ import io
 import secrets
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,8 +50,6 @@ def ring_of_threads(
     Raises:
         BaseException: that of the lowest rank that failed; its notes hold the other ranks'.
     """
-    results: dict[int, _Result] = {}
-    failures: dict[int, BaseException] = {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         common = {
@@ -64,30 +62,25 @@ def ring_of_threads(
             **settings,
         }
 
-        def run(rank: int) -> None:
-            try:
-                descriptor = listener.fileno() if rank == 0 else None
-                host = hosts[rank] if hosts else ""
-                config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
-                with Communicator(config) as communicator:
-                    results[rank] = work(communicator)
-            except BaseException as error:
-                failures[rank] = error
+        def run(rank: int) -> _Result:
+            descriptor = listener.fileno() if rank == 0 else None
+            host = hosts[rank] if hosts else ""
+            config = Config(rank=rank, rendezvous_fd=descriptor, host_id=host, **common)
+            with Communicator(config) as communicator:
+                return work(communicator)
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(size) as threads:
+            ranks = [threads.submit(run, rank) for rank in range(size)]
         # libzmq has closed the descriptor.
         if size > 1:
             listener.detach()
+    failures = {rank: error for rank, each in enumerate(ranks) if (error := each.exception())}
     if failures:
         first = failures.pop(min(failures))
-        for rank, error in sorted(failures.items()):
+        for rank, error in failures.items():
             _add_note(first, f"rank {rank} raised {type(error).__name__}: {error}")
         raise first
-    return [results[rank] for rank in range(size)]
+    return [each.result() for each in ranks]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,18 @@ class Members:
     def table(self) -> Table:
         """The table for all ranks, once all have joined."""
         hellos = [self._hellos[rank] for rank in range(self._config.size)]
-        self._warn_of_versions(hellos)
+        own = self._own
+        others = [
+            f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
+            for hello in hellos
+            if (hello.python, hello.numpy) != (own.python, own.numpy)
+        ]
+        if others:  # Other versions can change results.
+            _log.warning(
+                "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+                "numpy %s; %s",
+                *(len(hellos), own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+            )
         return Table(
             job=secrets.randbits(64),
             addresses=tuple(hello.address for hello in hellos),
@@ -122,18 +133,3 @@ class Members:
             memory=tuple(hello.memory for hello in hellos),
             keys=tuple(hello.key for hello in hellos),
         )
-
-    def _warn_of_versions(self, hellos: list[Hello]) -> None:
-        """Log ranks whose Python or numpy differs from rank 0's, which can change results."""
-        own = self._own
-        others = [
-            f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
-            for hello in hellos
-            if hello.python and (hello.python, hello.numpy) != (own.python, own.numpy)
-        ]
-        if others:
-            _log.warning(
-                "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
-                "numpy %s; %s",
-                *(len(hellos), own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
-            )

@@ -35,7 +35,7 @@ from ringreduce.vocabulary.errors import (
 )
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["Meeting", "bind_address", "host_identity"]
+__all__ = ["Meeting", "bind_address"]
 
 # A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
@@ -58,22 +58,16 @@ class Meeting:
         address: where this rank's data sockets listen, as the others get it.
         control: where its control channel listens.
         memory: name of its memory for ranks of the same host; empty: not shared.
-        security: this rank's keys; by default those of `config`.
+        security: this rank's keys.
 
     Raises:
         RendezvousError: rank 0 cannot listen on the rendezvous address.
     """
 
     def __init__(
-        self,
-        config: Config,
-        address: str,
-        control: str,
-        memory: str = "",
-        security: Security | None = None,
+        self, config: Config, address: str, control: str, memory: str, security: Security
     ) -> None:
-        self._config = config
-        self._security = security = security or Security.of(config)
+        self._config, self._security = config, security
         own = Hello(
             version=__version__,
             wire_version=WIRE_VERSION,
@@ -82,7 +76,7 @@ class Meeting:
             size=config.size,
             address=address,
             control=control,
-            host=config.host_id or host_identity(),
+            host=config.host_id or platform.node() or "localhost",
             memory=memory,
             # Compared too: it follows from the address, which hosts may resolve differently.
             settings=config.agreed() | {"mechanism": MECHANISMS.index(security.mechanism)},
@@ -270,11 +264,6 @@ class _Failures:
 
     def close(self) -> None:
         unwatch(self._socket, self._events)
-
-
-def host_identity() -> str:
-    """A name that is equal for processes of one host, and differs between hosts."""
-    return platform.node() or "localhost"
 
 
 def _listen(socket: zmq.Socket[bytes], config: Config) -> None:

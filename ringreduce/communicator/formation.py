@@ -104,7 +104,14 @@ def form(config: Config) -> Formed:
         security.learn(table.keys)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         placement = place(table.hosts, domains)
-        _refuse_impossible(config, placement)
+        if config.transport == "shm" and placement.transport != "shm":
+            groups = ", ".join(str(host) for host in placement.hosts)
+            raise ConfigError(
+                f"cannot use shared memory alone: the ranks that share it are {groups}",
+                rank=config.rank,
+                size=config.size,
+                remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
+            )
         control.connect(table.controls)
         collectives = _connect(config, table, placement, link, shared)
         undo.pop_all()
@@ -158,23 +165,8 @@ def _shared_memory(config: Config) -> HostLink | None:
         return None
 
 
-def _refuse_impossible(config: Config, placement: Placement) -> None:
-    if config.transport == "shm" and placement.transport != "shm":
-        groups = ", ".join(str(host) for host in placement.hosts)
-        raise ConfigError(
-            f"cannot use shared memory alone: the ranks that share it are {groups}",
-            rank=config.rank,
-            size=config.size,
-            remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
-        )
-
-
 def _connect(
-    config: Config,
-    table: Table,
-    placement: Placement,
-    link: ZmqLink,
-    shared: HostLink | None,
+    config: Config, table: Table, placement: Placement, link: ZmqLink, shared: HostLink | None
 ) -> Collectives:
     """The chosen collectives, connected; closes what they do not need."""
     rank, size = config.rank, config.size

@@ -58,18 +58,6 @@ class Recorder:
             ``since_s`` (seconds it had been there) and ``heard_s`` (age of that in seconds).
     """
 
-    __slots__ = (
-        "_names",
-        "_slots",
-        "_state",
-        "elapsed_s",
-        "first_error",
-        "peers",
-        "rank",
-        "seconds",
-        "size",
-    )
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.seconds, self.elapsed_s = 0.0, 0.0

@@ -29,8 +29,6 @@ from ringreduce.vocabulary.config import TIMES
 
 __all__ = ["Dumps", "add", "listening_thread", "remove"]
 
-_SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none.
-
 
 class Dumps(Protocol):
     """What `add` takes."""
@@ -70,24 +68,20 @@ class _Listener:
         self.thread: threading.Thread | None = None
         # Both ends of a pipe; the second is the wakeup descriptor.
         self._ends: tuple[int, int] | None = None
-        self._watches_forks = False
 
     def start(self) -> None:
         """Handle SIGUSR1 from now on, if this is the main thread and the program does not."""
-        if _SIGNAL is None or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         with self._lock:
-            handler = signal.getsignal(_SIGNAL)
+            handler = signal.getsignal(signal.SIGUSR1)
             # SIG_IGN is from the launcher, for the time without a handler.
             if handler in (signal.SIG_DFL, signal.SIG_IGN):
-                signal.signal(_SIGNAL, self._handle)
+                signal.signal(signal.SIGUSR1, self._handle)
                 # Interrupted system calls restart.
-                signal.siginterrupt(_SIGNAL, False)
+                signal.siginterrupt(signal.SIGUSR1, False)
             elif handler != self._handle:
                 return
-            if not self._watches_forks:
-                os.register_at_fork(after_in_child=self._forget)
-                self._watches_forks = True
             if self.thread is None:
                 self._listen()
 
@@ -134,10 +128,10 @@ class _Listener:
 
     def end(self) -> None:
         """Ignore SIGUSR1: Python is about to restore its default action, which kills."""
-        if _SIGNAL is not None and signal.getsignal(_SIGNAL) == self._handle:
-            signal.signal(_SIGNAL, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGUSR1) == self._handle:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """In a forked child, drop the thread and the descriptors, which are the parent's."""
         self._lock = threading.Lock()
         self.thread = None
@@ -160,7 +154,7 @@ def _read(source: int) -> None:
     """The thread: dump on each SIGUSR1 until a 0 arrives."""
     while True:
         numbers = os.read(source, 4096)
-        if _SIGNAL is not None and _SIGNAL in numbers:
+        if signal.SIGUSR1 in numbers:
             _dump_all()
         if not numbers or 0 in numbers:
             return
@@ -177,3 +171,4 @@ _listener = _Listener()
 
 # Registered before the closing of the communicators, so it runs after that.
 atexit.register(_listener.end)
+os.register_at_fork(after_in_child=_listener.forget)

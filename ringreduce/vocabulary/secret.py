@@ -32,7 +32,7 @@ def read_secret(path: str) -> str:
     named = f"the file {path} of RINGREDUCE_SECRET_FILE"
     try:
         # Without O_NONBLOCK a pipe or device could block here.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             # Of the open file, since the name may be another file's by now.
             status = os.fstat(descriptor)
