@@ -44,9 +44,9 @@ class FlightFile:
         self.transport = "none"
         self._config, self._recorder = config, recorder
         self._process = os.getpid()
-        # Several threads and a signal handler may dump at once: the latest record has to stay.
+        # Several threads may dump at once: the latest record has to stay. Reentrant, since a signal
+        # handler dumps too.
         self._lock = threading.RLock()
-        self._taken_count, self._written = 0, 0
         # Absolute: the program may change its working folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
@@ -67,10 +67,7 @@ class FlightFile:
             path = self._folder / file_name(rank)
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock:
-                self._taken_count += 1
-                number = self._taken_count
-                dump = self._taken(why)
-            self._write(path, encode_dump(dump), number)
+                _replace(path, encode_dump(self._taken(why)))
         except Exception as error:
             text = "[%d/%d] could not write the flight record to %s: %s: %s"
             _log.warning(text, rank, size, self._folder, type(error).__name__, error)
@@ -82,23 +79,6 @@ class FlightFile:
         """Stop dumping on SIGUSR1; calling it again does nothing."""
         if self._process == os.getpid():
             signals.remove(self)
-
-    def _write(self, path: Path, data: bytes, number: int) -> None:
-        """Replace the file in one step, and never by an older record."""
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-            with self._lock:
-                if number > self._written:
-                    os.replace(name, path)
-                    self._written = number
-                    return
-            os.unlink(name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
 
     def _taken(self, why: str) -> Dump:
         recorder = self._recorder
@@ -153,6 +133,19 @@ class FlightFile:
         except Exception as error:  # Half a record is better than none.
             _log.warning("could not ask for what other ranks did: %s", error)
             return []
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write the file whole or not at all."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
 
 
 def _versions() -> dict[str, str]:

@@ -20,7 +20,7 @@ outputs = st.lists(fragments, max_size=30).map(b"".join) | st.binary(max_size=60
 def lines_of(*chunks: bytes) -> list[str]:
     buffer = LineBuffer()
     lines = [line for chunk in chunks for line in buffer.feed(chunk)]
-    return lines + buffer.flush()
+    return lines + buffer.feed(b"")
 
 
 @given(output=outputs, cuts=st.lists(st.integers(0, 200), max_size=8))
@@ -58,7 +58,7 @@ def test_flush_gives_nothing_after_a_line_end() -> None:
 def test_flush_gives_the_rest_only_once() -> None:
     buffer = LineBuffer()
     buffer.feed(b"rest")
-    assert (buffer.flush(), buffer.flush()) == (["rest"], [])
+    assert (buffer.feed(b""), buffer.feed(b"")) == (["rest"], [])
 
 
 def test_an_empty_line_is_a_line() -> None:
@@ -91,7 +91,7 @@ def test_an_overlong_line_is_cut_rather_than_kept() -> None:
     buffer = LineBuffer()
     shown = [line for _ in range(100) for line in buffer.feed(b"x" * 4096)]
     assert len("".join(shown)) > 300_000
-    assert "".join(shown + buffer.flush()) == "x" * 409_600
+    assert "".join(shown + buffer.feed(b"")) == "x" * 409_600
 
 
 def test_cutting_an_overlong_line_breaks_no_character() -> None:

@@ -609,7 +609,7 @@ def test_no_hello_that_is_wrong_hurts_a_ring_that_forms() -> None:
             erring.send_multipart(parts)
             # The answer to what comes after it shows that it was read.
             erring.send(hello(job_id=f"after {name}"))
-            while (told := msgspec.msgpack.decode(erring.recv()))["type"] == "_Refusal":
+            while (told := msgspec.msgpack.decode(erring.recv()))["type"] == "Refusal":
                 assert len(told["text"]) < 2000
                 assert told["text"].isprintable()
                 if "another job" in told["text"]:

@@ -21,17 +21,13 @@ class LineBuffer:
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes, without their ends."""
-        *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
-        if len(self._rest) > _LINE_MAX:
-            lines.append(self._rest)
-            self._rest = ""
+        """The lines that `data` completes, without their ends; for no data, the rest as a line."""
+        *lines, rest = (self._rest + self._decoder.decode(data, final=not data)).split("\n")
+        if rest and (not data or len(rest) > _LINE_MAX):
+            lines.append(rest)
+            rest = ""
+        self._rest = rest
         return [_shown(line) for line in lines]
-
-    def flush(self) -> list[str]:
-        """The rest without a line end, as a line; empty if there is none."""
-        rest, self._rest = self._rest + self._decoder.decode(b"", final=True), ""
-        return [_shown(rest)] if rest else []
 
 
 def _shown(line: str) -> str:

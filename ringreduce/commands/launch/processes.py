@@ -46,7 +46,7 @@ class Stream:
         if data is None:
             return None
         self.has_ended = not data
-        lines = self._lines.feed(data) if data else self._lines.flush()
+        lines = self._lines.feed(data)
         if self.is_error:
             self.worker.note(lines)
         return lines

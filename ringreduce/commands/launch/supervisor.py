@@ -95,7 +95,10 @@ class _Job:
     """All workers of one run."""
 
     def __init__(self, screen: Screen, guard: Guard, *, keeps_records: bool) -> None:
-        self._screen, self._guard, self._keeps_records = screen, guard, keeps_records
+        self._screen, self._guard = screen, guard
+        # They ask workers for flight records, and must not kill one that has no communicator yet,
+        # and so no handler.
+        self._record_signals = (signal.SIGUSR1,) if keeps_records else ()
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
@@ -139,8 +142,9 @@ class _Job:
                     **choices,
                 )
                 environment = worker_environment(config, threads, decided=choices)
-                ignored = self._record_signals()
-                worker = Worker(rank, command, environment, inherited=inherited, ignored=ignored)
+                worker = Worker(
+                    rank, command, environment, inherited=inherited, ignored=self._record_signals
+                )
                 self._workers.append(worker)
                 self._guard.add(worker)
                 for stream in worker.streams:
@@ -181,20 +185,13 @@ class _Job:
     def _pass_on(self, number: int) -> None:
         repeated = self._ended_by is not None and number in _STOPPING
         for worker in self._running():
-            if number in self._record_signals():
+            if number in self._record_signals:
                 worker.ask_for_record()
             else:
                 worker.send(signal.SIGKILL if repeated else number)
         if number in _STOPPING and not repeated:
             self._ended_by = number
             self._stop_s = time.monotonic() + TIMES.grace_s
-
-    def _record_signals(self) -> tuple[int, ...]:
-        """Signals that ask workers for flight records.
-
-        They must not kill a worker that has no communicator yet, and so no handler.
-        """
-        return (signal.SIGUSR1,) if self._keeps_records else ()
 
     def _reap(self) -> None:
         for worker in self._running():
@@ -220,7 +217,7 @@ class _Job:
 
     def _have_recorded(self) -> bool:
         """Whether the running workers have had time to write flight records."""
-        if not self._keeps_records:
+        if not self._record_signals:
             return True
         now = time.monotonic()
         if self._asked_s is None:
