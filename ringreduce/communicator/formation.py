@@ -17,7 +17,6 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.effects import native
 from ringreduce.pure import checksum
 from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.placement import Placement, place
@@ -144,25 +143,23 @@ def _shared_memory(config: Config) -> HostLink | None:
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")
-        if native.library() is None:
-            raise NativeError(native.why_missing())
         return HostLink(timeout_s=config.timeout_s)
-    except (NativeError, OSError) as error:
+    except NativeError:
         if config.transport == "shm":
-            if isinstance(error, NativeError):
-                raise
+            raise
+    except OSError as error:
+        if config.transport == "shm":
             raise RendezvousError(
                 f"cannot get memory to share with the other ranks: {error.strerror}",
                 rank=config.rank,
                 size=config.size,
                 remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
-        if isinstance(error, OSError):
-            _log.warning(
-                "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
-                *(config.rank, config.size, error.strerror),
-            )
-        return None
+        _log.warning(
+            "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
+            *(config.rank, config.size, error.strerror),
+        )
+    return None
 
 
 def _connect(

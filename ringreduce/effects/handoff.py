@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.native import declare, library
-from ringreduce.vocabulary.errors import NativeError
+from ringreduce.effects.native import functions, library
 
 __all__ = [
     "COMPLAINT",
@@ -101,12 +100,9 @@ class _Item(ctypes.Structure):
 
 @cache
 def _functions() -> dict[str, Any]:
-    opened = library()
-    if opened is None:
-        raise NativeError("there is no native library here")
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
     u32, i64 = ctypes.c_uint32, ctypes.c_int64
-    signatures: dict[str, tuple[Any, list[Any]]] = {
+    signatures = {
         "open": (number, [pointer]),
         "register": (number, [pointer, pointer, u32, pointer]),
         "unregister": (number, [i64]),
@@ -118,10 +114,7 @@ def _functions() -> dict[str, Any]:
         "close": (None, [pointer, text]),
         "waited_ns": (ctypes.c_uint64, [pointer]),
     }
-    return {
-        name: declare(opened, f"rr_handoff_{name}", result, arguments)
-        for name, (result, arguments) in signatures.items()
-    }
+    return functions("rr_handoff_", signatures)
 
 
 class NativeQueue:

@@ -1,7 +1,7 @@
 """Finds, loads and checks the package's C library.
 
 It is built when the package is installed, if there is a compiler. Everything works without it,
-slower. Modules declare the functions that they use with `declare`.
+slower. Modules declare the functions that they use with `functions`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from ringreduce.vocabulary.config import native_wanted
 from ringreduce.vocabulary.errors import NativeError
 
-__all__ = ["ABI", "declare", "library", "load", "why_missing"]
+__all__ = ["ABI", "declare", "functions", "library", "load", "why_missing"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,18 @@ def load(path: Path) -> ctypes.CDLL:
     if abi != ABI:
         raise NativeError(f"{path} has ABI {abi}; this ringreduce needs {ABI}", remedy=remedy)
     return opened
+
+
+def functions(prefix: str, signatures: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Functions of the library, by names without `prefix`, from their result and argument types.
+
+    Raises:
+        NativeError: there is no native library here.
+    """
+    opened = library()
+    if opened is None:
+        raise NativeError(why_missing())
+    return {name: declare(opened, prefix + name, *types) for name, types in signatures.items()}
 
 
 def declare(opened: ctypes.CDLL, name: str, result: Any, arguments: Sequence[Any]) -> Any:

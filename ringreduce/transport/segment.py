@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.native import declare, library
-from ringreduce.vocabulary.errors import NativeError
+from ringreduce.effects import native
 
 __all__ = ["Heap", "Segment", "functions", "heap_bytes"]
 
@@ -37,13 +36,7 @@ def functions() -> dict[str, Any]:
     Raises:
         NativeError: there is no native library here.
     """
-    opened = library()
-    if opened is None:
-        raise NativeError(
-            "shared memory needs ringreduce's native library, which is not here",
-            remedy="Install ringreduce where there is a C compiler, or use transport=zmq.",
-        )
-    signatures: dict[str, tuple[Any, list[Any]]] = {
+    signatures = {
         "segment_create": (_int, [_u64, _u64, _pointer]),
         "segment_map": (_int, [_int, _pointer, _pointer]),
         "segment_unmap": (_int, [_pointer, _u64]),
@@ -60,10 +53,7 @@ def functions() -> dict[str, Any]:
         "shm_news": (_u32, [_pointer, _u32, _pointer]),
         "shm_has_arrived": (_int, [_pointer, _u32]),
     }
-    return {
-        name: declare(opened, f"rr_{name}", result, arguments)
-        for name, (result, arguments) in signatures.items()
-    }
+    return native.functions("rr_", signatures)
 
 
 def heap_bytes() -> int:

@@ -19,13 +19,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import shm, unix
 from ringreduce.transport.segment import Heap, Segment, functions
 from ringreduce.transport.unix import Mesh
-from ringreduce.vocabulary.errors import ConfigError, MismatchError, ProtocolError, RendezvousError
+from ringreduce.vocabulary.errors import (
+    ConfigError,
+    MismatchError,
+    NativeError,
+    ProtocolError,
+    RendezvousError,
+)
 from ringreduce.vocabulary.types import ReduceOp
 from tests import naive
 from tests.rings import Ring, assert_lost
@@ -668,12 +675,13 @@ def test_ranks_of_two_hosts_that_disagree_all_get_a_mismatch(tmp_path: Path) -> 
 
 def test_one_rank_without_the_native_library_makes_all_use_sockets(monkeypatch):
     lock, asked = threading.Lock(), []
-    library = native.library
 
-    def hidden_from_one():
+    def missing_for_one(**settings):
         with lock:
             asked.append(1)
-            return None if len(asked) == 1 else library()
+            if len(asked) == 1:
+                raise NativeError("There is no library.")
+        return shm.HostLink(**settings)
 
-    monkeypatch.setattr(native, "library", hidden_from_one)
+    monkeypatch.setattr(formation, "HostLink", missing_for_one)
     assert set(ring_of_threads(2, lambda comm: comm.transport)) == {"zmq"}
