@@ -25,11 +25,9 @@ class Collectives(Protocol):
 
     Attributes:
         links: what they communicate over, within the host first; none in a world of one.
-        sequence: number of the next call.
     """
 
     links: tuple[Reach, ...]
-    sequence: int
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""

@@ -53,14 +53,12 @@ class HierarchicalCollectives(Collectives):
         self._members = self._hosts[self._here]
         self._place = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
-        self.sequence = 0
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
         self._reduce(flat, op, signature, Kind.ALL_REDUCE)
 
     def _reduce(self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind) -> None:
-        self.sequence += 1
         if not is_half(dtype_code(flat.dtype)):
             self._all_reduce(flat, op, signature, kind, flat.dtype)
             return
@@ -101,7 +99,6 @@ class HierarchicalCollectives(Collectives):
 
         Chunks travel sorted by host, since the ranks of one host need not be consecutive.
         """
-        self.sequence += 1
         lengths = [bounds[rank + 1] - bounds[rank] for rank in range(self._size)]
         blocks = [sum(lengths[rank] for rank in host) for host in self._hosts]
         # 1. This host's block: its ranks' chunks, end to end.
@@ -140,7 +137,6 @@ class HierarchicalCollectives(Collectives):
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
-        self.sequence += 1
         source = next(index for index, host in enumerate(self._hosts) if root in host)
         # Any rank of the source's host may be the root, so ranks compare it too.
         agreed = signature_of("root", root, signature)
@@ -155,7 +151,6 @@ class HierarchicalCollectives(Collectives):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self.sequence += 1
         self._host.barrier()
         if self._ring is not None and self._place == 0:
             self._ring.barrier()

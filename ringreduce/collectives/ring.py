@@ -11,7 +11,7 @@ reduce-scatter, but lose the small addends of a large ring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -19,8 +19,9 @@ import numpy as np
 from ringreduce.collectives.base import Collectives
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.base import ExchangeCall, Link, RingCall
+from ringreduce.transport.base import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
+from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 __all__ = ["Ring"]
@@ -47,47 +48,40 @@ class _Exchange:
         rows: shape (size, n), the buffers of all ranks; row j is from the rank j before this one.
         bytes: the same as uint8.
         wide: float32 copy of `rows` for 16-bit floats that are to be reduced.
-        combine, finish, divisor: as in a `RingCall`.
+        reduction: as in a `RingCall`.
     """
 
     call: ExchangeCall
     rows: np.ndarray
     bytes: np.ndarray
-    wide: np.ndarray | None = None
-    combine: int = 0
-    finish: int = 0
-    divisor: np.ndarray = field(default_factory=lambda: np.zeros(1, np.uint8))
+    wide: np.ndarray | None
+    reduction: Reduction
 
 
 class Ring(Collectives):
     """The collectives of one rank over one link, numbered from 0.
 
-    `link` is None when `size` is 1. `rank` is this rank's index in the ring; `job` and `epoch` name
-    the ring in every header. A mean divides by `mean_over`, if the ring is part of a larger whole.
+    `rank` is this rank's index among the two or more of the ring; `job` names the ring in every
+    header. A mean divides by `mean_over`, if the ring is part of a larger whole.
     """
 
     def __init__(
         self,
-        link: Link | None,
+        link: ZmqLink,
         *,
         rank: int,
         size: int,
         job: int = 0,
-        epoch: int = 0,
         mean_over: int | None = None,
     ) -> None:
-        self._link = link
-        self.links = () if link is None else (link,)
-        self._rank, self._size = rank, size
+        self._link, self.links = link, (link,)
+        self._rank, self._size, self._job = rank, size, job
         self._mean_over = size if mean_over is None else mean_over
-        self._job, self._epoch = job, epoch
-        self.sequence = 0
-        self._most_rows = max(schedule.exchange(size).counts, default=0)
+        self._sequence = 0
+        self._most_rows = max(schedule.exchange(size).counts)
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
+        self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
-        self._gathering_small = lru_cache(_EXCHANGES_KEPT)(self._make_gathering_small)
-        self._gathering = lru_cache(_CALLS_KEPT)(self._make_gathering)
-        self._broadcasting = lru_cache(_CALLS_KEPT)(self._make_broadcasting)
 
     def all_reduce(
         self,
@@ -105,7 +99,8 @@ class Ring(Collectives):
             self._all_reduce_small(flat, op, signature, *named)
             return
         if not is_half(dtype_code(flat.dtype)):
-            self._reduce(Kind.ALL_REDUCE, flat, named, op, signature)
+            call = self._reducing(Kind.ALL_REDUCE, flat.dtype, *named, flat.size, op, signature)
+            self._run(call, flat)
             return
         for start in range(0, flat.size, _HALF_BLOCK):
             block = flat[start : start + _HALF_BLOCK]
@@ -117,9 +112,6 @@ class Ring(Collectives):
         self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
     ) -> None:
         """Give every rank all ranks' buffers and let it reduce them, in rank order."""
-        if self._size == 1:
-            self.sequence += 1
-            return
         own = self._exchanging(kind, flat.dtype, called, flat.size, op, signature)
         own.rows[0] = flat
         self._exchange(own)
@@ -128,9 +120,7 @@ class Ring(Collectives):
             kernels.widen(own.rows.reshape(-1), own.wide.reshape(-1))
             rows = own.wide.view(np.uint8)
             target = rows[self._rank]
-        kernels.reduce_rows(
-            *(rows, self._rank, target, flat.size, own.combine, own.finish, own.divisor)
-        )
+        kernels.reduce_rows(rows, self._rank, target, flat.size, *own.reduction)
         if own.wide is not None:
             kernels.narrow(own.wide[self._rank], flat)
 
@@ -142,7 +132,10 @@ class Ring(Collectives):
         if half:
             wide = np.empty(flat.size, np.float32)
             kernels.widen(flat, wide)
-        self._reduce(Kind.REDUCE_SCATTER, wide, (Kind.REDUCE_SCATTER, flat.dtype), op, signature)
+        kind = Kind.REDUCE_SCATTER
+        self._run(
+            self._reducing(kind, wide.dtype, kind, flat.dtype, flat.size, op, signature), wide
+        )
         if half:
             kernels.narrow(wide[own], flat[own])
         return flat[own]
@@ -151,52 +144,34 @@ class Ring(Collectives):
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
     ) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
-        if self._size == 1:
-            return
         count = bounds[1]
         if self._is_small(count * flat.itemsize) and bounds == _even_bounds(count, self._size):
-            own = self._gathering_small(kind, flat.dtype, count, signature)
+            own = self._exchanging(kind, flat.dtype, flat.dtype, count, None, signature)
             own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
             self._exchange(own)
             # Row j is from the rank j positions before this one.
             order = (self._rank - np.arange(self._size)) % self._size
             flat.reshape(self._size, count)[order] = own.rows
             return
-        self._run(self._gathering(kind, flat.dtype, bounds, signature), flat)
+        self._run(self._moving(kind, flat.dtype, bounds, None, signature), flat)
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
-        if self._size > 1:
-            self._run(self._broadcasting(kind, flat.dtype, flat.size, root, signature), flat)
+        agreed = signature_of("root", root, signature)
+        self._run(self._moving(kind, flat.dtype, (0, flat.size), root, agreed), flat)
 
     def barrier(self) -> None:
         """Return once every rank has called it: an exchange of nothing."""
-        if self._size > 1:
-            self._exchange(self._gathering_small(Kind.BARRIER, _NOTHING.dtype, 0, 0))
-
-    def _reduce(
-        self,
-        kind: Kind,
-        flat: np.ndarray,
-        called: tuple[Kind, np.dtype],
-        op: ReduceOp,
-        signature: int,
-    ) -> None:
-        """Run the `kind` of reduction; ranks compare `called`."""
-        if self._size > 1:
-            call = self._reducing(kind, flat.dtype, *called, flat.size, op, signature)
-            self._run(call, flat)
+        self._exchange(self._exchanging(Kind.BARRIER, _BYTE, _BYTE, 0, None, 0))
 
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
-        assert self._link is not None
         # Counted before the first byte is sent: a failed pass keeps its number.
-        self.sequence += 1
-        self._link.run(call, flat, self.sequence - 1)
+        self._sequence += 1
+        self._link.run(call, flat, self._sequence - 1)
 
     def _exchange(self, own: _Exchange) -> None:
-        assert self._link is not None
-        self.sequence += 1
-        self._link.exchange(own.call, own.bytes, self.sequence - 1)
+        self._sequence += 1
+        self._link.exchange(own.call, own.bytes, self._sequence - 1)
 
     def _is_small(self, nbytes: int) -> bool:
         """Whether rows of this length are exchanged; equal on all ranks."""
@@ -216,17 +191,25 @@ class Ring(Collectives):
         signature: int,
     ) -> RingCall:
         steps = schedule.all_reduce if kind is Kind.ALL_REDUCE else schedule.reduce_scatter
-        mean = op is ReduceOp.MEAN
         return RingCall(
-            self._header(called_kind, called, count, op=op, signature=signature),
+            self._header(called_kind, called, count, signature, op),
             steps(self._rank, self._size),
             schedule.chunk_bounds(count, self._size),
             size=self._size,
             itemsize=computed.itemsize,
-            combine=kernels.reduction(op, computed),
-            finish=kernels.divide(computed) if mean else 0,
-            divisor=np.array([self._mean_over], computed) if mean else None,
+            reduction=self._reduction(op, computed),
         )
+
+    def _make_moving(
+        self, kind: Kind, dtype: np.dtype, bounds: tuple[int, ...], root: int | None, signature: int
+    ) -> RingCall:
+        """The pass of a broadcast from `root`, or of an all-gather."""
+        if root is None:
+            steps = schedule.all_gather(self._rank, self._size)
+        else:
+            steps = schedule.broadcast(self._rank, self._size, root)
+        header = self._header(kind, dtype, bounds[-1], signature)
+        return RingCall(header, steps, bounds, size=self._size, itemsize=dtype.itemsize)
 
     def _make_exchanging(
         self,
@@ -234,66 +217,37 @@ class Ring(Collectives):
         dtype: np.dtype,
         called: np.dtype,
         count: int,
-        op: ReduceOp,
+        op: ReduceOp | None,
         signature: int,
     ) -> _Exchange:
-        half = is_half(dtype_code(dtype))
-        computed = np.dtype(np.float32) if half else dtype
-        mean = op is ReduceOp.MEAN
-        header = self._header(kind, called, count, op=op, signature=signature)
-        plain = self._rows(header, dtype, count)
-        return replace(
-            plain,
-            wide=np.empty(plain.rows.shape, np.float32) if half else None,
-            combine=kernels.reduction(op, computed),
-            finish=kernels.divide(computed) if mean else 0,
-            divisor=np.array([self._mean_over if mean else 0], computed).view(np.uint8),
-        )
-
-    def _make_gathering_small(
-        self, kind: Kind, dtype: np.dtype, count: int, signature: int
-    ) -> _Exchange:
-        header = self._header(kind, dtype, count * self._size, signature=signature)
-        return self._rows(header, dtype, count)
-
-    def _rows(self, header: Header, dtype: np.dtype, count: int) -> _Exchange:
-        """An exchange of rows of `count` elements."""
+        """An exchange of rows of `count` elements, to be reduced by `op`, or gathered."""
+        rows = np.empty((self._size, count), dtype)
+        wide, reduction = None, NO_REDUCTION
+        if op is None:
+            header = self._header(kind, called, rows.size, signature)
+        else:
+            header = self._header(kind, called, count, signature, op)
+            wide = np.empty(rows.shape, np.float32) if is_half(dtype_code(dtype)) else None
+            reduction = self._reduction(op, dtype if wide is None else wide.dtype)
         plan = schedule.exchange(self._size)
         call = ExchangeCall(header, plan, count * dtype.itemsize, size=self._size)
-        rows = np.empty((self._size, count), dtype)
-        return _Exchange(call, rows, rows.view(np.uint8))
+        return _Exchange(call, rows, rows.view(np.uint8), wide, reduction)
 
-    def _make_gathering(
-        self, kind: Kind, dtype: np.dtype, bounds: tuple[int, ...], signature: int
-    ) -> RingCall:
-        return RingCall(
-            self._header(kind, dtype, bounds[-1], signature=signature),
-            schedule.all_gather(self._rank, self._size),
-            bounds,
-            size=self._size,
-            itemsize=dtype.itemsize,
-        )
-
-    def _make_broadcasting(
-        self, kind: Kind, dtype: np.dtype, count: int, root: int, signature: int
-    ) -> RingCall:
-        return RingCall(
-            self._header(kind, dtype, count, signature=signature_of("root", root, signature)),
-            schedule.broadcast(self._rank, self._size, root),
-            (0, count),
-            size=self._size,
-            itemsize=dtype.itemsize,
-        )
+    def _reduction(self, op: ReduceOp, computed: np.dtype) -> Reduction:
+        combine = kernels.reduction(op, computed)
+        if op is not ReduceOp.MEAN:
+            return NO_REDUCTION._replace(combine=combine)
+        divisor = np.array([self._mean_over], computed).view(np.uint8)
+        return Reduction(combine, kernels.divide(computed), divisor)
 
     def _header(
-        self, kind: Kind, dtype: np.dtype, count: int, *, op: int = 0, signature: int = 0
+        self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0
     ) -> Header:
         return Header(
             kind=kind,
             job=self._job,
             rank=self._rank,
             sequence=0,
-            epoch=self._epoch,
             dtype=dtype_code(dtype),
             op=op,
             count=count,
@@ -301,7 +255,7 @@ class Ring(Collectives):
         )
 
 
-_NOTHING = np.empty(0, np.uint8)
+_BYTE = np.dtype(np.uint8)
 
 
 def _even_bounds(count: int, size: int) -> tuple[int, ...]:

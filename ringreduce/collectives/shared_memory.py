@@ -28,28 +28,18 @@ class SharedMemoryCollectives(Collectives):
     """The collectives of one rank among `size` that share memory.
 
     `rank` is this one's index among them. `link` is connected with all; None when `size` is 1.
-    `job` and `epoch` name the ring in every header.
+    `job` is in every header.
     """
 
-    def __init__(
-        self, link: HostLink | None, *, rank: int, size: int, job: int = 0, epoch: int = 0
-    ) -> None:
+    def __init__(self, link: HostLink | None, *, rank: int, size: int, job: int = 0) -> None:
         self._link = link
         self.links = () if link is None else (link,)
-        self._rank, self._size = rank, size
-        self._job, self._epoch = job, epoch
-        self.sequence = 0
+        self._rank, self._size, self._job = rank, size, job
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
-        link = self._link
-        if link is not None:
-            call = self._call(
-                Kind.ALL_REDUCE, Action.ALL_REDUCE, flat.dtype, flat.size, None, op, signature
-            )
-            self.sequence += 1
-            link.run(call, flat)
+        self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
@@ -83,14 +73,13 @@ class SharedMemoryCollectives(Collectives):
         kind: Kind,
         action: Action,
         flat: np.ndarray,
-        bounds: tuple[int, ...],
+        bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
         called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> None:
         if self._link is not None:
             call = self._call(kind, action, flat.dtype, flat.size, bounds, op, signature, called)
-            self.sequence += 1
             self._link.run(call, flat)
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
@@ -116,7 +105,7 @@ class SharedMemoryCollectives(Collectives):
         bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
-        called: tuple[np.dtype, ReduceOp] | None = None,
+        called: tuple[np.dtype, ReduceOp] | None,
     ) -> HostCall:
         named = (dtype, op) if called is None else called
         header = Header(
@@ -124,7 +113,6 @@ class SharedMemoryCollectives(Collectives):
             job=self._job,
             rank=self._rank,
             sequence=0,
-            epoch=self._epoch,
             dtype=dtype_code(named[0]),
             op=named[1],
             count=count,

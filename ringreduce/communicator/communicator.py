@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ringreduce.collectives.base import Collectives
-from ringreduce.collectives.ring import Ring
+from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator import varying
 from ringreduce.communicator.formation import form
 from ringreduce.communicator.statistics import Statistics
@@ -89,7 +89,7 @@ class Communicator:
         self._recorder = Recorder(config.rank, config.size)
         self._flight = FlightFile(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
-        self._collectives: Collectives = Ring(None, rank=0, size=1)
+        self._collectives: Collectives = SharedMemoryCollectives(None, rank=0, size=1)
         self._transport, self._shares_memory = "none", False
         # Not `_lock`: the engine holds that during a collective, and handing over must not wait.
         self._engine_lock = threading.Lock()

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,24 +22,57 @@ from ringreduce.transport.records import (
 )
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["ExchangeCall", "Link", "Reach", "RingCall", "Traffic"]
+__all__ = ["NO_REDUCTION", "Call", "ExchangeCall", "Reach", "Reduction", "RingCall", "Traffic"]
 
 
-class RingCall:
-    """One kind of pass around the ring, reused: making one costs as much as sending a kilobyte.
+class Reduction(NamedTuple):
+    """How to reduce elements: the last arguments of `pure.kernels.reduce_rows`.
+
+    Attributes:
+        combine: address of the kernel that reduces an arriving segment into this rank's.
+        finish: address of the kernel applied to each finished segment; 0 for none.
+        divisor: uint8, the bytes of the one element that `finish` divides by.
+    """
+
+    combine: int
+    finish: int
+    divisor: np.ndarray
+
+
+NO_REDUCTION = Reduction(0, 0, np.zeros(1, np.uint8))
+
+
+class _Call:
+    """One kind of call, reused: making one costs as much as sending a kilobyte.
 
     Attributes:
         header: what agrees on all ranks, except the sequence number.
-        record: the parameters of the compiled loop, at `address`.
-        outgoing, incoming: uint64 of shape (8,), views of the record: the headers this rank sends
-            and expects. The loop fills in step, segment and length for each frame.
+        address: of the record with the parameters of the compiled loop.
+        steps: number of chunks, or rows of an exchange, that this rank receives.
+    """
+
+    address: int
+
+    def __init__(self, header: Header, schedule: Schedule | Exchange, steps: np.ndarray) -> None:
+        self.header, self.schedule, self.sequence = header, schedule, 0
+        self._steps, self.steps = steps, len(steps)
+
+    @property
+    def operation(self) -> str:
+        """Name of the collective, for an error message."""
+        return Kind(self.header.kind).label
+
+    def describe_step(self, step: int) -> str:
+        """Name of `step`, for an error message."""
+        return self.schedule.describe_step(step)
+
+
+class RingCall(_Call):
+    """A pass around the ring.
 
     Args:
         bounds: where the chunks begin, in elements, and where the last ends.
         itemsize: bytes of one element, as the kernels count them.
-        combine: address of the kernel that reduces an arriving segment into this rank's.
-        finish: address of the kernel applied to each finished segment; 0 for none.
-        divisor: the one element that `finish` divides by.
     """
 
     def __init__(
@@ -50,47 +83,30 @@ class RingCall:
         *,
         size: int,
         itemsize: int,
-        combine: int = 0,
-        finish: int = 0,
-        divisor: np.ndarray | None = None,
+        reduction: Reduction = NO_REDUCTION,
     ) -> None:
-        self.header, self.schedule, self.sequence = header, schedule, 0
         chunks = [(itemsize * bounds[c], itemsize * bounds[c + 1]) for c in schedule.chunks]
-        self._steps = np.array(
-            [(*chunk, action) for chunk, action in zip(chunks, schedule.actions, strict=True)],
-            PASS_STEP,
-        )
-        self._divisor = np.zeros(1) if divisor is None else divisor
-        self._longest = itemsize * max(
-            (end - start for start, end in itertools.pairwise(bounds)), default=0
-        )
+        steps = [(*chunk, action) for chunk, action in zip(chunks, schedule.actions, strict=True)]
+        super().__init__(header, schedule, np.array(steps, PASS_STEP))
+        self._actions, self._reduction = schedule.actions, reduction
+        self._longest = itemsize * max(end - start for start, end in itertools.pairwise(bounds))
         first = schedule.first
-        self.record = PassRecord(
+        self._record = PassRecord(
             steps=self._steps.ctypes.data,
-            step_count=len(schedule.chunks),
+            step_count=self.steps,
             first_start=-1 if first < 0 else itemsize * bounds[first],
             first_end=-1 if first < 0 else itemsize * bounds[first + 1],
             offset=schedule.offset,
             itemsize=itemsize,
-            combine=combine,
-            finish=finish,
-            divisor=self._divisor.ctypes.data,
+            combine=reduction.combine,
+            finish=reduction.finish,
+            divisor=reduction.divisor.ctypes.data,
         )
-        self.address = ctypes.addressof(self.record)
-        self.outgoing = words_of(self.record.outgoing)
-        self.incoming = words_of(self.record.incoming)
-        self.outgoing[:] = encode(header)
-        self.incoming[:] = encode(replace(header, rank=(header.rank - 1) % size))
-
-    @property
-    def operation(self) -> str:
-        """Name of the collective, for an error message."""
-        return Kind(self.header.kind).label
-
-    @property
-    def steps(self) -> int:
-        """Number of chunks this rank receives."""
-        return len(self._steps)
+        self.address = ctypes.addressof(self._record)
+        # The loop fills in step, segment and length for each frame.
+        words_of(self._record.outgoing)[:] = encode(header)
+        self._incoming = words_of(self._record.incoming)
+        self._incoming[:] = encode(replace(header, rank=(header.rank - 1) % size))
 
     def segments(self, segment_bytes: int) -> int:
         """Number of frames of the longest chunk, at least 1."""
@@ -98,27 +114,23 @@ class RingCall:
 
     def number(self, sequence: int) -> None:
         """Write the call's `sequence` number into all headers."""
-        self.sequence = self.record.outgoing[3] = self.record.incoming[3] = sequence
+        self.sequence = self._record.outgoing[3] = self._record.incoming[3] = sequence
 
     def expected(self, step: int) -> np.ndarray:
         """The header due in `step`; the loop has filled in segment and length."""
-        return self.incoming
-
-    def describe_step(self, step: int) -> str:
-        """Name of `step`, for an error message."""
-        return self.schedule.describe_step(step)
+        return self._incoming
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
         """Distances to the ranks that still need a frame from this one, in or after `step`."""
-        return (1,) if any(action & FORWARD for action in self.schedule.actions[step:]) else ()
+        return (1,) if any(action & FORWARD for action in self._actions[step:]) else ()
 
 
-class ExchangeCall:
-    """One kind of exchange of rows, made once and reused; attributes as in `RingCall`."""
+class ExchangeCall(_Call):
+    """An exchange of rows."""
 
     def __init__(self, header: Header, plan: Exchange, row_bytes: int, *, size: int) -> None:
-        self.header, self.plan, self.sequence = header, plan, 0
-        self._steps = np.zeros(len(plan.distances), EXCHANGE_STEP)
+        super().__init__(header, plan, np.zeros(len(plan.distances), EXCHANGE_STEP))
+        self._distances = plan.distances
         self._steps["distance"], self._steps["count"] = plan.distances, plan.counts
         for step, distance in enumerate(plan.distances):
             ours = replace(header, step=step, nbytes=plan.counts[step] * row_bytes)
@@ -126,18 +138,8 @@ class ExchangeCall:
             theirs = replace(ours, rank=(header.rank - distance) % size)
             self._steps["incoming"][step] = encode(theirs)
         self._sequences = self._steps["outgoing"][:, 3], self._steps["incoming"][:, 3]
-        self._record = ExchangeRecord(self._steps.ctypes.data, len(self._steps), row_bytes)
+        self._record = ExchangeRecord(self._steps.ctypes.data, self.steps, row_bytes)
         self.address = ctypes.addressof(self._record)
-
-    @property
-    def operation(self) -> str:
-        """Name of the collective, for an error message."""
-        return Kind(self.header.kind).label
-
-    @property
-    def steps(self) -> int:
-        """Number of frames this rank receives."""
-        return len(self._steps)
 
     def segments(self, segment_bytes: int) -> int:
         """Number of frames of a step: one."""
@@ -154,13 +156,12 @@ class ExchangeCall:
         header: np.ndarray = self._steps["incoming"][step]
         return header
 
-    def describe_step(self, step: int) -> str:
-        """Name of `step`, for an error message."""
-        return self.plan.describe_step(step)
-
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
         """Distances to the ranks that still need a frame from this one; `started` are sent."""
-        return self.plan.distances[started:]
+        return self._distances[started:]
+
+
+Call = RingCall | ExchangeCall
 
 
 @dataclass(frozen=True)
@@ -192,25 +193,3 @@ class Reach(Protocol):
 
     def flow(self) -> Flow:
         """Progress of the present call; from any thread."""
-
-
-class Link(Reach, Protocol):
-    """The one-way channels of a rank: to the next ranks and from the previous ones."""
-
-    def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
-        """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
-
-        Raises:
-            PeerTimeoutError: a neighbour made no progress within the time limit.
-            PeerLostError: a neighbour's connection ended, or another rank reported that.
-            MismatchError: the previous rank sent a frame of another call.
-            ProtocolError: what arrived is not a frame of this ring.
-
-        After any exception the link is broken: `abort`, then `close`.
-        """
-
-    def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
-        """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
-
-        Afterwards row j is row 0 of the rank j positions before this one. Raises as `run` does.
-        """

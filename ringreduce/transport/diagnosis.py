@@ -11,7 +11,7 @@ import zmq
 from ringreduce.pure import wire
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_error
 from ringreduce.transport import records
-from ringreduce.transport.base import ExchangeCall, RingCall
+from ringreduce.transport.base import Call, ExchangeCall
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.records import LinkRecord, words_of
 from ringreduce.transport.stalls import Interruption, mismatch_error, timeout_error
@@ -25,8 +25,6 @@ from ringreduce.vocabulary.errors import (
 from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Diagnosis"]
-
-_Call = RingCall | ExchangeCall
 
 
 class Diagnosis:
@@ -43,7 +41,7 @@ class Diagnosis:
         self._timeout_s, self._interruption = timeout_s, interruption
         self.job = 0
 
-    def where(self, call: _Call, peer: int | None) -> dict[str, Any]:
+    def where(self, call: Call, peer: int | None) -> dict[str, Any]:
         """The fields that every error of this call has."""
         step = min(self._record.step, max(0, call.steps - 1))
         return {
@@ -55,7 +53,7 @@ class Diagnosis:
             "step": call.describe_step(step),
         }
 
-    def lost_neighbour(self, call: _Call, waited_s: float) -> int | None:
+    def lost_neighbour(self, call: Call, waited_s: float) -> int | None:
         """A lost neighbour that this call still needs; None if none is known."""
         known = self._connections
         known.read_events()
@@ -72,7 +70,7 @@ class Diagnosis:
         needed = call.sends_to(step, started) + ((1,) if borrows else ())
         return next((pushing.peer for pushing in known.lost_outgoing(needed)), None)
 
-    def timed_out(self, status: int, call: _Call, waited_s: float) -> RingReduceError:
+    def timed_out(self, status: int, call: Call, waited_s: float) -> RingReduceError:
         """The error of a call that has made no progress for too long."""
         if status == records.DRAINING:
             ahead = self._connections.outgoing[0]
@@ -83,7 +81,7 @@ class Diagnosis:
             due = f"{nbytes} from rank {peer} ({address})"
         return timeout_error(due, waited_s, self._timeout_s, **self.where(call, peer))
 
-    def lost(self, call: _Call) -> RingReduceError:
+    def lost(self, call: Call) -> RingReduceError:
         """The error of a call with a lost neighbour: its own reason, if it gave one."""
         if (said := self._unread_notification(call)) is not None:
             return said
@@ -98,7 +96,7 @@ class Diagnosis:
             remedy=f"Read rank {peer}'s log first.",
         )
 
-    def error(self, status: int, call: _Call) -> RingReduceError:
+    def error(self, status: int, call: Call) -> RingReduceError:
         """The error for a status that a loop has returned."""
         record = self._record
         received = wire.decode(words_of(record.received))
@@ -136,7 +134,7 @@ class Diagnosis:
             remedy="Keep other programs and jobs away from this port.",
         )
 
-    def _corrupted(self, received: wire.Header, call: _Call) -> RingReduceError:
+    def _corrupted(self, received: wire.Header, call: Call) -> RingReduceError:
         peer, address = self._source()
         return CorruptionError(
             f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
@@ -159,7 +157,7 @@ class Diagnosis:
             return f"rank {self._connections.members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
 
-    def _await_notification(self, call: _Call) -> RingReduceError | None:
+    def _await_notification(self, call: Call) -> RingReduceError | None:
         """The error of an abort or goodbye on the channel used last, if it soon arrives."""
         deadline = time.monotonic() + TIMES.explanation_s
         socket = self._connections.incoming[self._record.channel].socket
@@ -169,7 +167,7 @@ class Diagnosis:
                 return said
         return None
 
-    def _unread_notification(self, call: _Call) -> RingReduceError | None:
+    def _unread_notification(self, call: Call) -> RingReduceError | None:
         """The error of an abort or goodbye that has arrived and is still unread."""
         for channel, pulling in enumerate(self._connections.incoming):
             while True:

@@ -19,7 +19,7 @@ from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import encode_abort
 from ringreduce.transport import exchange, libzmq, loop
-from ringreduce.transport.base import ExchangeCall, RingCall, Traffic
+from ringreduce.transport.base import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import Diagnosis
 from ringreduce.transport.flow import FlowMeter
@@ -31,12 +31,11 @@ from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
 __all__ = ["ZmqLink"]
 
-_Call = RingCall | ExchangeCall
 _Loop = Callable[[int, int, int], int]
 
 
 class ZmqLink:
-    """A `Link` over ZeroMQ sockets.
+    """One-way channels over ZeroMQ: to the next ranks, and from the previous ones.
 
     It listens on `bind`, such as ``tcp://127.0.0.1:*``, before the ranks have met, for a ring of
     all of them; `connect` then names the ranks of its ring and closes the sockets not needed.
@@ -142,14 +141,27 @@ class ZmqLink:
         return self._meter.flow()
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
-        """Run `call` on `buffer`; see `Link.run`."""
+        """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
+
+        Raises:
+            PeerTimeoutError: a neighbour made no progress within the time limit.
+            PeerLostError: a neighbour's connection ended, or another rank reported that.
+            MismatchError: the previous rank sent a frame of another call.
+            CorruptionError: a frame's payload has changed on the way.
+            ProtocolError: what arrived is not a frame of this ring.
+
+        After any exception the link is broken: `abort`, then `close`.
+        """
         self._drive(call, loop.run, buffer, sequence)
 
     def exchange(self, call: ExchangeCall, rows: np.ndarray, sequence: int) -> None:
-        """Run `call` on `rows`; see `Link.exchange`."""
+        """Run `call` on `rows`, uint8 of shape (size, row_bytes), contiguous, row 0 filled.
+
+        Afterwards row j is row 0 of the rank j positions before this one. Raises as `run` does.
+        """
         self._drive(call, exchange.run, rows, sequence)
 
-    def _drive(self, call: _Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
+    def _drive(self, call: Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
         """Run a compiled loop to its end, or raise the error that stopped it."""
         call.number(sequence)
         record = self._record
@@ -175,9 +187,7 @@ class ZmqLink:
             self._lent.append(memory)
             raise
 
-    def _resume(
-        self, status: int, run: _Loop, addresses: tuple[int, int, int], call: _Call
-    ) -> None:
+    def _resume(self, status: int, run: _Loop, addresses: tuple[int, int, int], call: Call) -> None:
         """Continue a call that its loop has not completed at the first attempt."""
         diagnosis, stall = self._diagnosis, Stall()
         self._meter.begin(call.steps, call.segments(self._record.segment_bytes))

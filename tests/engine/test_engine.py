@@ -476,9 +476,9 @@ SIZES = [1, 2, 3]
 
 def until_running(comm: Communicator, call: Callable[[], Work[Any]]) -> Work[Any]:
     """Hand work over; return once the engine is in the midst of it."""
-    before = comm._collectives.sequence
+    before = comm._recorder.standing()
     work = call()
-    wait_until(lambda: comm._collectives.sequence > before, "the collective to begin", DEADLINE_S)
+    wait_until(lambda: comm._recorder.standing() != before, "the collective to begin", DEADLINE_S)
     return work
 
 
