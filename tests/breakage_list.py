@@ -247,7 +247,7 @@ BREAKAGES = (
     Breakage(
         "security-two-with-one-key",
         "ringreduce/transport/security.py",
-        "            or len(set(found)) != self._size\n",
+        "            or len(set(found)) != self.size\n",
         "",
         "A rank accepts a table in which another one has its own key.",
         ("tests/transport/test_security.py",),

@@ -75,8 +75,6 @@ def form(config: Config) -> Formed:
             undo.callback(shared.close)
         bind = bind_address(config)
         link = ZmqLink(
-            rank=config.rank,
-            size=config.size,
             bind=bind,
             segment_bytes=config.segment_bytes,
             timeout_s=config.timeout_s,
@@ -85,8 +83,6 @@ def form(config: Config) -> Formed:
         )
         undo.callback(link.close)
         control = Control(
-            rank=config.rank,
-            size=config.size,
             bind=bind,
             message_bytes_max=message_bytes_max(config.size),
             link_timeout_s=config.link_timeout_s,

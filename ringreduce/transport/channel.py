@@ -19,8 +19,9 @@ from zmq.utils.monitor import parse_monitor_message
 from ringreduce.transport import door
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import OVERHEAD_BYTES, Security
+from ringreduce.vocabulary.errors import RendezvousError
 
-__all__ = ["Incoming", "Outgoing", "join_ports", "split_ports"]
+__all__ = ["Incoming", "Outgoing", "announced_ports", "join_ports", "split_ports"]
 
 # Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
 # memory and make no measurable difference (docs/performance.md).
@@ -33,10 +34,10 @@ class Incoming:
 
     The authenticator of `context` decides who may connect, by the name `domain`. A receive on
     `socket` (PULL) waits for at most `slice_ms`. At most `queue` frames wait to be read; TCP holds
-    the others back.
+    the others back. `events` becomes readable when `read_events` has something to process.
 
     Raises:
-        zmq.ZMQError: the address cannot be bound.
+        RendezvousError: the address cannot be bound.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Incoming:
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_DISCONNECTED
         )
-        self._events = watch(self.socket, int(seen))
+        self.events = watch(self.socket, int(seen))
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
         self._listener = -1  # descriptor of the listening socket
@@ -71,13 +72,21 @@ class Incoming:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int("[" in bind))
-        self.socket.bind(bind)
+        try:
+            self.socket.bind(bind)
+        except zmq.ZMQError as error:
+            raise RendezvousError(
+                f"cannot listen on {bind}: {error.strerror}",
+                rank=security.rank,
+                size=security.size,
+                remedy="The rendezvous host must be one of rank 0's own addresses.",
+            ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def read_events(self) -> None:
         """Process the events of all connections."""
-        while self._events.poll(0):
-            self._note(parse_monitor_message(self._events.recv_multipart()))
+        while self.events.poll(0):
+            self._note(parse_monitor_message(self.events.recv_multipart()))
 
     def _note(self, event: Any) -> None:
         kind, descriptor = event["event"], event["value"]
@@ -100,7 +109,7 @@ class Incoming:
         """
         while source < 0 and not self._is_proven:
             wait_ms = int((deadline - time.monotonic()) * 1000)
-            if not self._asks or wait_ms <= 0 or not self._events.poll(wait_ms):
+            if not self._asks or wait_ms <= 0 or not self.events.poll(wait_ms):
                 return False
             self.read_events()
         self.read_events()
@@ -128,13 +137,9 @@ class Incoming:
             source = visitors.pop()
         return None if source < 0 else _arrived_bytes(source)
 
-    def sockets_to_poll(self) -> tuple[Any, ...]:
-        """Sockets that become readable when a frame or an event arrives."""
-        return self.socket, self._events
-
     def close(self) -> None:
         """Close the socket; unread frames are lost."""
-        unwatch(self.socket, self._events)
+        unwatch(self.socket, self.events)
         self.socket.close(linger=0)
 
 
@@ -145,11 +150,15 @@ class Outgoing:
         socket: PUSH; sending never waits.
         peer: that rank's number among all ranks of the job.
         is_lost: the connection is known to have ended.
+        events: becomes readable when `read_events` has something to process.
 
     Args:
         queue: frames that may wait to be sent; 0: any number.
         unconfirmed_ms_max: the connection ends when the other system has not acknowledged data for
             this long; 0: the system's default, many minutes.
+
+    Raises:
+        RendezvousError: libzmq refuses the address.
     """
 
     def __init__(
@@ -175,25 +184,31 @@ class Outgoing:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._events = watch(self.socket, int(ended))
-        self.socket.connect(address)
+        self.events = watch(self.socket, int(ended))
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
+            raise RendezvousError(
+                f"cannot connect to rank {peer} at {address[:200]!r}: {why}",
+                rank=security.rank,
+                size=security.size,
+                peer=peer,
+                remedy=f"Read rank {peer}'s log.",
+            ) from error
 
     def read_events(self, wait_ms: int = 0) -> None:
         """Process the events of the connection; wait at most `wait_ms` for the first."""
-        while self.is_open and self._events.poll(wait_ms):
-            self._events.recv_multipart()
+        while self.is_open and self.events.poll(wait_ms):
+            self.events.recv_multipart()
             self.is_lost, wait_ms = True, 0
-
-    def sockets_to_poll(self) -> tuple[Any, ...]:
-        """Sockets that become readable when an event arrives."""
-        return (self._events,)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; frames not sent within `linger_ms` are lost."""
         if self.is_open:
             self.read_events()
             self.is_open = False
-            unwatch(self.socket, self._events)
+            unwatch(self.socket, self.events)
             self.socket.close(linger=0 if self.is_lost else linger_ms)
 
 
@@ -207,6 +222,24 @@ def split_ports(address: str) -> list[str]:
     """Undo `join_ports`."""
     host, _, ports = address.rpartition(":")
     return [f"{host}:{port}" for port in ports.split(",")]
+
+
+def announced_ports(address: str, count: int, peer: int, security: Security) -> list[str]:
+    """`split_ports` of the address that `peer` has announced for `count` sockets.
+
+    Raises:
+        RendezvousError: it has another number of ports.
+    """
+    ports = split_ports(address)
+    if len(ports) != count:
+        raise RendezvousError(
+            f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports",
+            rank=security.rank,
+            size=security.size,
+            peer=peer,
+            remedy="Start all ranks with the same ringreduce.",
+        )
+    return ports
 
 
 # From <linux/tcp.h>: the option, size of struct tcp_info, offset of tcpi_bytes_received.

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import zmq
 
 from ringreduce.pure import schedule
 from ringreduce.transport import inherited
-from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.channel import (
+    Incoming,
+    Outgoing,
+    announced_ports,
+    join_ports,
+    split_ports,
+)
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Connections", "distances"]
@@ -46,17 +50,16 @@ class Connections:
     def __init__(
         self,
         *,
-        rank: int,
-        size: int,
         bind: str,
         frame_bytes_max: int,
         streams: int,
         security: Security,
     ) -> None:
-        self.rank, self.world_size = rank, size
-        self.place, self.members = rank, tuple(range(size))
+        self.place = self.rank = security.rank
+        self.world_size = security.size
+        self.members = tuple(range(security.size))
         self._streams, self._security = streams, security
-        self._distances = distances(size, streams)
+        self._distances = distances(security.size, streams)
         self._addresses: tuple[str, ...] = ()
         self._context = zmq.Context(io_threads=streams)
         self._authenticator = security.authenticator(self._context)
@@ -67,15 +70,10 @@ class Connections:
             for channel in range(len(self._distances)):
                 pulling = Incoming(self._context, bind, *limits, security, _domain(channel))
                 self.incoming.append(pulling)
-        except zmq.ZMQError as error:
+        except BaseException:
             self._authenticator.close()
             self._context.destroy(linger=0)
-            raise RendezvousError(
-                f"cannot listen on {bind}: {error.strerror}",
-                rank=rank,
-                size=size,
-                remedy="The rendezvous host must be one of rank 0's own addresses.",
-            ) from error
+            raise
         self.address = join_ports([pulling.address for pulling in self.incoming])
         self.records = (ChannelRecord * len(self._distances))()
         for record in self.records:
@@ -106,24 +104,8 @@ class Connections:
         del self.incoming[len(self._distances) :]
         for channel, distance in enumerate(self._distances):
             peer = self.members[(self.place + distance) % self.size]
-            where: dict[str, Any] = {"rank": self.rank, "size": self.world_size, "peer": peer}
-            ports = split_ports(addresses[peer])
-            if len(ports) != ports_per_rank:
-                raise RendezvousError(
-                    f"got the address {addresses[peer][:200]!r} of rank {peer}, "
-                    f"which has not {ports_per_rank} ports",
-                    **where,
-                    remedy="Start all ranks with the same ringreduce.",
-                )
-            try:
-                pushing = Outgoing(self._context, ports[channel], peer, self._security)
-            except zmq.ZMQError as error:
-                why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
-                raise RendezvousError(
-                    f"cannot connect to rank {peer} at {ports[channel][:200]!r}: {why}",
-                    **where,
-                    remedy=f"Read rank {peer}'s log.",
-                ) from error
+            ports = announced_ports(addresses[peer], ports_per_rank, peer, self._security)
+            pushing = Outgoing(self._context, ports[channel], peer, self._security)
             self.outgoing.append(pushing)
             self.records[channel].sender = pushing.socket.underlying
             self.records[channel].receiver = self.incoming[channel].socket.underlying

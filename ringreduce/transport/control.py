@@ -20,10 +20,9 @@ from collections.abc import Collection, Sequence
 import zmq
 
 from ringreduce.transport import inherited
-from ringreduce.transport.channel import Incoming, Outgoing, join_ports, split_ports
+from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["CONTROL_CHANNELS", "Control"]
@@ -53,13 +52,12 @@ class Control:
     def __init__(
         self,
         *,
-        rank: int,
-        size: int,
         bind: str,
         message_bytes_max: int,
         link_timeout_s: float,
         security: Security,
     ) -> None:
+        rank, size = self._rank, self._size = security.rank, security.size
         self._link_timeout_ms = int(link_timeout_s * 1000)
         self.neighbours = sorted({(rank - 1) % size, (rank + 1) % size})
         self._awake, self._waker = sockets.socketpair()
@@ -73,28 +71,17 @@ class Control:
         try:
             for neighbour in self.neighbours:
                 self._incoming[neighbour] = Incoming(
-                    self._context,
-                    bind,
-                    message_bytes_max,
-                    0,
-                    security,
-                    _domain(neighbour),
+                    *(self._context, bind, message_bytes_max, 0, security, _domain(neighbour)),
                     queue=_QUEUE,
                 )
-        except zmq.ZMQError as error:
+        except BaseException:
             self.close()
-            raise RendezvousError(
-                f"cannot listen on {bind}: {error.strerror}",
-                rank=rank,
-                size=size,
-                remedy="The rendezvous host must be one of rank 0's own addresses.",
-            ) from error
+            raise
         for end in (self._awake, self._waker):
             end.setblocking(False)
         # Each rank lists its sockets in this order: the one for the rank before it, then after.
         order = [self._incoming[(rank - 1) % size], self._incoming[(rank + 1) % size]]
         self.address = join_ports([pulling.address for pulling in order])
-        self._rank, self._size = rank, size
         self._poller = zmq.Poller()
         inherited.watch(self)
 
@@ -105,16 +92,7 @@ class Control:
             RendezvousError: one of `addresses` is not that of a control channel.
         """
         for neighbour in self.neighbours:
-            ports = split_ports(addresses[neighbour])
-            if len(ports) != 2:
-                raise RendezvousError(
-                    f"got the control address {addresses[neighbour][:200]!r} of rank {neighbour}, "
-                    "which has not 2 ports",
-                    rank=self._rank,
-                    size=self._size,
-                    peer=neighbour,
-                    remedy="Start all ranks with the same ringreduce.",
-                )
+            ports = announced_ports(addresses[neighbour], 2, neighbour, self._security)
             is_next = neighbour == (self._rank + 1) % self._size
             pushing = Outgoing(
                 self._context,
@@ -127,10 +105,11 @@ class Control:
             self._outgoing[neighbour] = pushing
             self._authenticator.allow(_domain(neighbour), self._security.credentials(neighbour))
         self._poller.register(self._awake, zmq.POLLIN)
-        ends: list[Incoming | Outgoing] = [*self._incoming.values(), *self._outgoing.values()]
-        for end in ends:
-            for socket in end.sockets_to_poll():
-                self._poller.register(socket, zmq.POLLIN)
+        for pulling in self._incoming.values():
+            self._poller.register(pulling.socket, zmq.POLLIN)
+            self._poller.register(pulling.events, zmq.POLLIN)
+        for pushing in self._outgoing.values():
+            self._poller.register(pushing.events, zmq.POLLIN)
 
     def send(self, message: bytes, but: Collection[int] = ()) -> None:
         """Send `message` to the neighbours that are connected, except `but`, without waiting."""

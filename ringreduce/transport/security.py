@@ -51,6 +51,7 @@ class Security:
         hold_s: how long a connection that arrives before the ranks have met may wait.
 
     Attributes:
+        rank, size: this rank, and the number of ranks in the job.
         mechanism: one of `MECHANISMS`, of the data sockets.
 
     Raises:
@@ -67,7 +68,7 @@ class Security:
         is_encrypted: bool = False,
         hold_s: float = 30.0,
     ) -> None:
-        self._rank, self._size, self._hold_s = rank, size, hold_s
+        self.rank, self.size, self._hold_s = rank, size, hold_s
         self.mechanism = "NULL"
         self._public = self._private = b""
         self._keys: tuple[bytes, ...] = ()
@@ -137,15 +138,15 @@ class Security:
             return
         found = tuple(key.encode(errors="replace") for key in keys)
         if (
-            len(found) != self._size
-            or len(set(found)) != self._size
+            len(found) != self.size
+            or len(set(found)) != self.size
             or not all(_is_key(key) for key in found)
-            or not hmac.compare_digest(found[self._rank], self._public)
+            or not hmac.compare_digest(found[self.rank], self._public)
         ):
             raise RendezvousError(
                 "was told keys that are not one for each rank",
-                rank=self._rank,
-                size=self._size,
+                rank=self.rank,
+                size=self.size,
                 peer=0,
                 remedy="Start all ranks with the same ringreduce and the same secret.",
             )
@@ -170,8 +171,8 @@ class Security:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
         elif self.mechanism == "PLAIN":
-            socket.setsockopt(zmq.PLAIN_USERNAME, str(self._rank).encode())
-            socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self._rank, peer))
+            socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
+            socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self.rank, peer))
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
         """The authenticator of all sockets of `context`; make it before the first ``bind``."""
@@ -182,13 +183,13 @@ class Security:
         if self.mechanism == "CURVE":
             return Credentials(rank, b"CURVE", (z85.decode(self._keys[rank]),))
         if self.mechanism == "PLAIN":
-            password = self._password(rank, self._rank)
+            password = self._password(rank, self.rank)
             return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
         return Credentials(rank, b"NULL", ())
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
         """Rank 0's side of the rendezvous: accept ranks that have the secret; before ``bind``."""
-        _limit(socket, max(_BACKLOG, self._size))
+        _limit(socket, max(_BACKLOG, self.size))
         if self.mechanism == "NULL":
             return Authenticator(None, 0.0)
         authenticator = Authenticator(context, 0.0)

@@ -44,7 +44,7 @@ class ZmqLink:
         segment_bytes: payload of a full frame, equal on all ranks.
         timeout_s: longest wait without any progress.
         streams: connections to the next rank that share its segments, equal on all ranks.
-        security: who may connect; by default anybody.
+        security: this rank, and who may connect.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
@@ -57,21 +57,16 @@ class ZmqLink:
     def __init__(
         self,
         *,
-        rank: int,
-        size: int,
         bind: str,
         segment_bytes: int,
         timeout_s: float,
         streams: int = 1,
-        security: Security | None = None,
+        security: Security,
     ) -> None:
         libzmq.load()
         libzmq.keep_large_blocks()
-        security = security or Security(rank=rank, size=size)
         self.is_encrypted = security.mechanism == "CURVE"
         self._connections = Connections(
-            rank=rank,
-            size=size,
             bind=bind,
             frame_bytes_max=wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX),
             streams=streams,

@@ -210,8 +210,10 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
     program = """
     import socket
+    from ringreduce.transport.security import Security
     from ringreduce.transport.zeromq import ZmqLink
-    link = ZmqLink(rank=0, size=2, bind="tcp://127.0.0.1:*", segment_bytes=4096, timeout_s=5.0)
+    settings = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "timeout_s": 5.0}
+    link = ZmqLink(**settings, security=Security(size=2))
     address = "127.0.0.1", int(link.address.rpartition(":")[2])
     for _ in range(2500):
         socket.create_connection(address, 10).close()
@@ -388,8 +390,6 @@ class Loop:
             member.learn([other.public for other in members])
         segment_bytes = max(64, nbytes)
         self.link = ZmqLink(
-            rank=0,
-            size=2,
             bind="tcp://127.0.0.1:*",
             segment_bytes=segment_bytes,
             timeout_s=10.0,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives.ring import Ring
+from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -27,7 +28,8 @@ WORLD_SIZE = 12
 
 def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
     usual = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "timeout_s": 20.0}
-    return ZmqLink(rank=rank, size=size, **{**usual, **settings})  # type: ignore[arg-type]
+    security = Security(rank=rank, size=size)
+    return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 
 
 @contextmanager
