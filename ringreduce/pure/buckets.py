@@ -66,10 +66,6 @@ class GradientSpec:
         """What must be equal on all ranks."""
         return _NUMBERING.sub("", self.path), self.shape, self.dtype, self.present, self.sparse
 
-    def agrees_with(self, other: GradientSpec) -> bool:
-        """Whether two ranks can reduce this gradient together."""
-        return self.essence == other.essence
-
     def describe(self) -> str:
         """``dense/kernel: float32 of shape (784, 10)``, or ``sparse ...``, or that it has none."""
         kind = f"{self.dtype} of shape {self.shape}" if self.present else "no gradient (None)"
@@ -206,7 +202,7 @@ def first_difference(
 ) -> tuple[str, str] | None:
     """The first of two ranks' `what` that differ, as each describes it; None if all agree."""
     for own, other in zip(ours, theirs, strict=False):
-        if not own.agrees_with(other):
+        if own.essence != other.essence:
             return own.describe(), other.describe()
     if len(ours) == len(theirs):
         return None

@@ -42,7 +42,7 @@ def reduction(op: ReduceOp, dtype: np.dtype) -> int:
         op: MEAN reduces like SUM; divide the result afterwards (`divide`).
         dtype: float32, float64 or an integer type.
     """
-    return _compiled(_REDUCTIONS[op], np.dtype(dtype).name)
+    return int(_compiled(_REDUCTIONS[op], np.dtype(dtype).name).address)
 
 
 def divide(dtype: np.dtype) -> int:
@@ -52,7 +52,8 @@ def divide(dtype: np.dtype) -> int:
     Integers round towards minus infinity.
     """
     name = np.dtype(dtype).name
-    return _compiled(_divide_float if name.startswith("float") else _divide_integer, name)
+    divide = _divide_float if name.startswith("float") else _divide_integer
+    return int(_compiled(divide, name).address)
 
 
 def widen(source: np.ndarray, target: np.ndarray) -> None:
@@ -132,16 +133,12 @@ _REDUCTIONS: dict[ReduceOp, Callable[..., None]] = {
     ReduceOp.PRODUCT: _product,
 }
 
-# Compiled functions must outlive every address that was handed out, so they are never freed.
-_keep: list[object] = []
 
-
+# The cache also keeps compiled functions alive, whose addresses are handed out.
 @cache
-def _compiled(function: Callable[..., None], dtype_name: str) -> int:
+def _compiled(function: Callable[..., None], dtype_name: str) -> Any:
     element = types.CPointer(numba.from_dtype(np.dtype(dtype_name)))
-    kernel = cfunc(types.void(element, element, types.intp), cache=True)(function)
-    _keep.append(kernel)
-    return int(kernel.address)
+    return cfunc(types.void(element, element, types.intp), cache=True)(function)
 
 
 def _call_kernel(

@@ -21,13 +21,7 @@ from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.messages import Heartbeat, Left, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = [
-    "Board",
-    "Flow",
-    "Standing",
-    "Suspicion",
-    "is_dead",
-]
+__all__ = ["Board", "Flow", "Standing", "Suspicion", "is_dead"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +49,12 @@ class Flow:
     Attributes:
         done: the part of its present pass that is done, 0 to 1.
         sent: for each outgoing connection: receiver, channel, and total frames sent.
-        waits: for the connection on which a frame has been due for a while: sender, channel, total
-            frames received, and for how many seconds not one byte has arrived.
+        waits: the connection on which a frame has been due for a while.
     """
 
     done: float = 0.0
     sent: tuple[tuple[int, int, int], ...] = ()
-    waits: tuple[int, int, int, float] | None = None
+    waits: Wait | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +103,6 @@ class Board:
         """The message of a rank that has closed its communicator; None if it has not."""
         return self._left.get(rank)
 
-    def has_left(self, rank: int) -> bool:
-        """Whether that rank has closed its communicator."""
-        return rank in self._left
-
     def absent(self, number: int) -> Left | None:
         """A rank that has left and so will never make call `number`, counted from 0."""
         gone = [left for left in self._left.values() if left.calls <= number]
@@ -129,7 +118,7 @@ class Board:
         for rank in range(self._size):
             if rank == self._rank:
                 continue
-            facts: dict[str, Any] = {"rank": rank, "left": self.has_left(rank)}
+            facts: dict[str, Any] = {"rank": rank, "left": rank in self._left}
             if (seen := self._seen.get(rank)) is not None:
                 heartbeat, age_s = seen.heartbeat, max(0.0, now_s - seen.at_s)
                 facts |= {

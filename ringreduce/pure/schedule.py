@@ -42,7 +42,6 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "chunk_bounds",
-    "chunk_length",
     "exchange",
     "reduce_scatter",
     "segment_count",
@@ -120,12 +119,6 @@ def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
     return tuple(i * base + min(i, longer) for i in range(size + 1))
 
 
-def chunk_length(count: int, size: int, index: int) -> int:
-    """Number of elements in chunk `index` of `count` elements over `size` ranks."""
-    base, longer = divmod(count, size)
-    return base + (1 if index < longer else 0)
-
-
 def segment_count(nbytes: int, segment_bytes: int) -> int:
     """Number of frames of a chunk of `nbytes`; an empty chunk has one, to compare headers."""
     return max(1, -(-nbytes // segment_bytes))
@@ -136,7 +129,7 @@ def reduce_scatter(rank: int, size: int) -> Schedule:
     steps = range(size - 1)
     chunks = tuple((rank - step - 2) % size for step in steps)
     actions = tuple(REDUCE | (FORWARD if step < size - 2 else FINISH) for step in steps)
-    return Schedule((rank - 1) % size if size > 1 else -1, chunks, actions)
+    return Schedule((rank - 1) % size, chunks, actions)
 
 
 def all_gather(rank: int, size: int) -> Schedule:
@@ -144,14 +137,12 @@ def all_gather(rank: int, size: int) -> Schedule:
     steps = range(size - 1)
     chunks = tuple((rank - step - 1) % size for step in steps)
     actions = tuple(FORWARD if step < size - 2 else 0 for step in steps)
-    return Schedule(rank if size > 1 else -1, chunks, actions)
+    return Schedule(rank, chunks, actions)
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
     """Reduce-scatter, then all-gather without a pause between, in 2 (size - 1) steps."""
     scatter, gather = reduce_scatter(rank, size), all_gather(rank, size)
-    if size == 1:
-        return scatter
     # The last reduce-scatter step completes the chunk that the all-gather sends first.
     last = (*scatter.actions[:-1], scatter.actions[-1] | FORWARD)
     return Schedule(scatter.first, scatter.chunks + gather.chunks, last + gather.actions)
@@ -162,8 +153,6 @@ def broadcast(rank: int, size: int, root: int) -> Schedule:
 
     The segments are pipelined: the last rank is done size - 2 segments after the first.
     """
-    if size == 1:
-        return Schedule(-1, (), ())
     distance = (rank - root) % size
     if distance == 0:
         return Schedule(0, (), ())

@@ -15,7 +15,7 @@ import msgspec
 
 from ringreduce.pure import messages
 from ringreduce.pure.liveness import Board, Flow, Standing
-from ringreduce.pure.messages import Abort, Acknowledgement, Heartbeat, Heartbeats, Left, Sent, Wait
+from ringreduce.pure.messages import Abort, Acknowledgement, Heartbeat, Heartbeats, Left, Sent
 from ringreduce.pure.notification import abort_error, encode_abort, left_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
@@ -104,7 +104,7 @@ class Watch:
 
     def is_owed(self, lost: Collection[int]) -> bool:
         """Whether a neighbour that is still there has not acknowledged the last announcement."""
-        gone = {n for n in self._unacknowledged if self.board.has_left(n)} | set(lost)
+        gone = {n for n in self._unacknowledged if self.board.left(n)} | set(lost)
         return bool(self._unacknowledged - gone)
 
     def tick(self, now_s: float) -> None:
@@ -153,7 +153,7 @@ class Watch:
         self._lost = {n: since for n, since in self._lost.items() if n in lost}
         for neighbour in lost:
             since_s = self._lost.setdefault(neighbour, now_s)
-            if self.is_closing or self.cause is not None or self.board.has_left(neighbour):
+            if self.is_closing or self.cause is not None or self.board.left(neighbour):
                 continue
             silent_s = self.board.silent_s(neighbour, since_s)
             # A rank that was silent before will not announce that it leaves.
@@ -222,7 +222,7 @@ class Watch:
             since_s=max(0.0, now_s - standing.since_s),
             done=flow.done,
             sent=tuple(sent),
-            wait=None if flow.waits is None else Wait(*flow.waits),
+            wait=flow.waits,
         )
 
     def _look_for_absence(self, standing: Standing, now_s: float) -> list[Action]:

@@ -20,6 +20,7 @@ import enum
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 __all__ = [
     "HEADER_BYTES",
-    "HEADER_WORDS",
     "WIRE_VERSION",
     "Header",
     "Kind",
@@ -40,8 +40,28 @@ __all__ = [
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
 WIRE_VERSION = 2
-HEADER_WORDS = 8
-HEADER_BYTES = 8 * HEADER_WORDS
+HEADER_BYTES = 64
+# The words above as they are in memory.
+_LAYOUT = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "u1"),
+        ("kind", "u1"),
+        ("dtype", "u1"),
+        ("op", "u1"),
+        ("job", "<u8"),
+        ("epoch", "<u4"),
+        ("rank", "<u4"),
+        ("sequence", "<u8"),
+        ("count", "<u8"),
+        ("step", "<u4"),
+        ("segment", "<u4"),
+        ("nbytes", "<u4"),
+        ("checksum", "<u4"),
+        ("signature", "<u8"),
+    ]
+)
+_NAMES = _LAYOUT.names or ()
 
 
 class Kind(enum.IntEnum):
@@ -99,46 +119,14 @@ class Header:
 
 def encode(header: Header) -> np.ndarray:
     """Encode `header` as 8 words, dtype uint64, in a new array."""
-    return np.array(
-        [
-            header.magic
-            | header.version << 32
-            | header.kind << 40
-            | header.dtype << 48
-            | header.op << 56,
-            header.job,
-            header.epoch | header.rank << 32,
-            header.sequence,
-            header.count,
-            header.step | header.segment << 32,
-            header.nbytes | header.checksum << 32,
-            header.signature,
-        ],
-        dtype="<u8",
-    )
+    fields = vars(header)
+    return np.array([tuple(fields[name] for name in _NAMES)], _LAYOUT).view("<u8")
 
 
-def decode(words: np.ndarray) -> Header:
-    """Decode 8 words, dtype uint64; never fails, whatever they contain."""
-    first, job, who, sequence, count, where, payload, signature = (int(word) for word in words)
-    low = 0xFFFFFFFF
-    return Header(
-        kind=first >> 40 & 0xFF,
-        job=job,
-        rank=who >> 32,
-        sequence=sequence,
-        dtype=first >> 48 & 0xFF,
-        op=first >> 56,
-        epoch=who & low,
-        count=count,
-        step=where & low,
-        segment=where >> 32,
-        nbytes=payload & low,
-        checksum=payload >> 32,
-        signature=signature,
-        magic=first & low,
-        version=first >> 32 & 0xFF,
-    )
+def decode(words: Any) -> Header:
+    """Decode 64 bytes, or whatever begins with them; never fails, whatever they contain."""
+    row = np.frombuffer(words, _LAYOUT, count=1)[0]
+    return Header(**dict(zip(_NAMES, row.item(), strict=True)))
 
 
 def signature_of(*parts: object) -> int:

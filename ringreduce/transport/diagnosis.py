@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import zmq
 
 from ringreduce.pure import wire
@@ -13,7 +12,7 @@ from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_e
 from ringreduce.transport import records
 from ringreduce.transport.base import Call, ExchangeCall
 from ringreduce.transport.connections import Connections
-from ringreduce.transport.records import LinkRecord, words_of
+from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.stalls import Interruption, mismatch_error, timeout_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
@@ -99,7 +98,7 @@ class Diagnosis:
     def error(self, status: int, call: Call) -> RingReduceError:
         """The error for a status that a loop has returned."""
         record = self._record
-        received = wire.decode(words_of(record.received))
+        received = wire.decode(record.received)
         peer, _ = self._source()
         where = self.where(call, peer)
         if status == records.CONTROL:
@@ -177,7 +176,7 @@ class Diagnosis:
                     break
                 if len(frame) < wire.HEADER_BYTES:
                     continue
-                header = wire.decode(np.frombuffer(frame, np.uint64, wire.HEADER_WORDS))
+                header = wire.decode(frame)
                 theirs = header.magic, header.version, header.job
                 ours = wire.MAGIC, wire.WIRE_VERSION, self.job
                 if theirs == ours and header.kind >= wire.Kind.ABORT:

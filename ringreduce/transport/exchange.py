@@ -20,8 +20,9 @@ import numpy as np
 from numba import carray
 
 from ringreduce.pure.checksum import crc32c
+from ringreduce.pure.wire import HEADER_BYTES
 from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq_msg_init_size
-from ringreduce.transport.loop import HEADER_BYTES, receive_header, send_message, verify
+from ringreduce.transport.loop import receive_header, send_message, verify
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 
 # The longest frame of an exchange, which may hold the rows of many ranks; receivers refuse longer

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 from ringreduce.pure.liveness import Flow
+from ringreduce.pure.messages import Wait
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.records import LinkRecord
 from ringreduce.vocabulary.config import TIMES
@@ -69,7 +70,7 @@ class FlowMeter:
             waits=self._waits(),
         )
 
-    def _waits(self) -> tuple[int, int, int, float] | None:
+    def _waits(self) -> Wait | None:
         dry, now = self._dry, time.monotonic()
         # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
         # have arrived meanwhile.
@@ -80,4 +81,5 @@ class FlowMeter:
         ):
             return None
         taken = self._connections.records[dry.channel].taken
-        return self._connections.behind(dry.channel)[0], dry.channel, taken, now - dry.since_s
+        sender = self._connections.behind(dry.channel)[0]
+        return Wait(sender, dry.channel, taken, now - dry.since_s)

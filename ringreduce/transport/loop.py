@@ -37,6 +37,7 @@ from ringreduce.pure.checksum import crc32c
 from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE
+from ringreduce.pure.wire import HEADER_BYTES, Kind
 from ringreduce.transport.libzmq import (
     memcpy,
     sched_yield,
@@ -76,15 +77,13 @@ from ringreduce.transport.records import (
 # second message and the wait for its release.
 INLINE_BYTES_MAX = 16384
 
-HEADER_BYTES = 64
-
 _NOT_KNOWN = -1  # no checksum
 _CHANNEL_BYTES = CHANNEL.itemsize
 _RELEASED_AT = ChannelRecord.released.offset
 
 # libzmq's constants: flags, errno values and message properties of the C API.
 _DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
-_FIRST_CONTROL_KIND = 128
+_FIRST_CONTROL_KIND = int(Kind.ABORT)
 _EINTR, _EAGAIN = errno.EINTR, errno.EAGAIN
 # How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50

@@ -110,7 +110,7 @@ class HostCall:
         self.header = header
         self._bounds = np.array(bounds, np.uint64)
         self._call = _Call(
-            header=tuple(int(word) for word in encode(header)),
+            header=tuple(encode(header).tolist()),
             action=action,
             dtype=header.dtype if dtype is None else dtype,
             op=header.op if op is None else op,
@@ -284,7 +284,7 @@ class HostLink:
         if status == _ABORTED:
             return abort_error(self._abort_of(index), **where)
         if status == _MISMATCH:
-            theirs = wire.decode(np.array(facts.theirs[:], np.uint64))
+            theirs = wire.decode(facts.theirs)
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
             if wire.will_be_explained(theirs, ours) and (payload := self._await_abort(index)):
                 return abort_error(payload, **where)
