@@ -295,10 +295,10 @@ def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: 
         signal.signal(signal.SIGUSR1, lambda *_: go.set())
         go.wait()
     if RANK == 1:
-        before = ring._collectives.sequence
+        before = ring._recorder.standing()
 
         def watch():
-            while ring._collectives.sequence == before:
+            while ring._recorder.standing() == before:
                 os.sched_yield()
             say("waits")
 
