@@ -66,13 +66,7 @@ class Ring(Collectives):
     """
 
     def __init__(
-        self,
-        link: ZmqLink,
-        *,
-        rank: int,
-        size: int,
-        job: int = 0,
-        mean_over: int | None = None,
+        self, link: ZmqLink, *, rank: int, size: int, job: int = 0, mean_over: int | None = None
     ) -> None:
         self._link, self.links = link, (link,)
         self._rank, self._size, self._job = rank, size, job
@@ -145,7 +139,8 @@ class Ring(Collectives):
     ) -> None:
         """Fill `flat` with every rank's chunk; ``flat[bounds[r]:bounds[r + 1]]`` is rank r's."""
         count = bounds[1]
-        if self._is_small(count * flat.itemsize) and bounds == _even_bounds(count, self._size):
+        is_even = all(bound == count * rank for rank, bound in enumerate(bounds))
+        if is_even and self._is_small(count * flat.itemsize):
             own = self._exchanging(kind, flat.dtype, flat.dtype, count, None, signature)
             own.rows[0] = flat[count * self._rank : count * (self._rank + 1)]
             self._exchange(own)
@@ -256,8 +251,3 @@ class Ring(Collectives):
 
 
 _BYTE = np.dtype(np.uint8)
-
-
-def _even_bounds(count: int, size: int) -> tuple[int, ...]:
-    """Bounds of `size` chunks of `count` elements each."""
-    return tuple(range(0, count * size + 1, count)) if count else (0,) * (size + 1)

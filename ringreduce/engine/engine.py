@@ -111,7 +111,6 @@ class Engine:
         self._plans: dict[int, Callable[[BucketItem], None]] = {}
         self._unwanted: set[int] = set()
         self._posted = 0
-        self._closed = False
         self.reducing_s = 0.0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -188,7 +187,6 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._lock:
-            self._closed = True
             left, self._work = self._work, {}
         for work in left.values():
             work._fail(ClosedError("was closed before this collective had begun"))

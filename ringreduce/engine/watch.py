@@ -23,12 +23,7 @@ from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watching import Action, Ended, Log, Send, Watch
 from ringreduce.transport.control import Control
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import (
-    MismatchError,
-    PeerError,
-    PeerTimeoutError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerTimeoutError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["Watcher"]
@@ -138,19 +133,14 @@ class Watcher:
         for neighbour, payload in messages:
             self._carry_out(watch.receive(neighbour, payload, now))
         self._send_waiting()
-        lost = control.lost()
-        ended = [neighbour for neighbour in lost if control.has_ended(neighbour)]
-        self._carry_out(watch.look_for_losses(lost, ended, self._recorder.standing(), now))
+        self._carry_out(watch.look_for_losses(control.lost(), self._recorder.standing(), now))
         if not self._is_locked:
             # Nobody else needs to connect once both neighbours have sent a heartbeat.
             self._is_locked = control.lock()
         if now >= watch.due_s:
-            self._beat(now)
+            standing, flow = self._recorder.standing(), self._collectives.flow()
+            self._carry_out(watch.beat(standing, flow, self._collectives.traffic(), now))
         self._send_waiting()
-
-    def _beat(self, now: float) -> None:
-        standing, flow = self._recorder.standing(), self._collectives.flow()
-        self._carry_out(self._watch.beat(standing, flow, self._collectives.traffic(), now))
 
     def _send_waiting(self) -> None:
         while self._waiting:

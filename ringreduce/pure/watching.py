@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        neighbours: Sequence[int],
-        link_timeout_s: float,
-        now_s: float,
+        self, rank: int, size: int, neighbours: Sequence[int], link_timeout_s: float, now_s: float
     ) -> None:
         self._rank, self._size, self._neighbours = rank, size, tuple(neighbours)
         self._link_timeout_s = link_timeout_s
@@ -145,19 +140,19 @@ class Watch:
         return actions
 
     def look_for_losses(
-        self, lost: Collection[int], ended: Collection[int], standing: Standing, now_s: float
+        self, lost: Mapping[int, bool], standing: Standing, now_s: float
     ) -> list[Action]:
-        """Handle lost connections of neighbours; from those in `ended` nothing more can arrive."""
+        """Handle lost connections of neighbours; True: nothing more can arrive from that one."""
         # A connection looks lost for a moment when its first message arrives before its event;
         # forget that, so that it does not count when the connection is really lost.
         self._lost = {n: since for n, since in self._lost.items() if n in lost}
-        for neighbour in lost:
+        for neighbour, has_ended in lost.items():
             since_s = self._lost.setdefault(neighbour, now_s)
             if self.is_closing or self.cause is not None or self.board.left(neighbour):
                 continue
             silent_s = self.board.silent_s(neighbour, since_s)
             # A rank that was silent before will not announce that it leaves.
-            is_over = neighbour in ended or silent_s >= TIMES.silent_s
+            is_over = has_ended or silent_s >= TIMES.silent_s
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
                 self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
                 continue

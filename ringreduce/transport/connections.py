@@ -48,12 +48,7 @@ class Connections:
     """
 
     def __init__(
-        self,
-        *,
-        bind: str,
-        frame_bytes_max: int,
-        streams: int,
-        security: Security,
+        self, *, bind: str, frame_bytes_max: int, streams: int, security: Security
     ) -> None:
         self.place = self.rank = security.rank
         self.world_size = security.size

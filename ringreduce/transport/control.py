@@ -50,12 +50,7 @@ class Control:
     """
 
     def __init__(
-        self,
-        *,
-        bind: str,
-        message_bytes_max: int,
-        link_timeout_s: float,
-        security: Security,
+        self, *, bind: str, message_bytes_max: int, link_timeout_s: float, security: Security
     ) -> None:
         rank, size = self._rank, self._size = security.rank, security.size
         self._link_timeout_ms = int(link_timeout_s * 1000)
@@ -140,19 +135,14 @@ class Control:
             pushing.read_events()
         return messages
 
-    def lost(self) -> list[int]:
-        """Neighbours with an ended connection, either way; their messages have been read."""
-        return [
-            neighbour
-            for neighbour in self.neighbours
-            if self._outgoing[neighbour].is_lost
-            or self._incoming[neighbour].is_lost(self._sources.get(neighbour, -1), False)
-        ]
-
-    def has_ended(self, neighbour: int) -> bool:
-        """Whether nothing more can arrive from a lost neighbour."""
-        source = self._sources.get(neighbour, -1)
-        return source >= 0 and self._incoming[neighbour].is_lost(source, False)
+    def lost(self) -> dict[int, bool]:
+        """Neighbours with an ended connection, and whether nothing more can arrive from them."""
+        lost = {}
+        for neighbour, pulling in self._incoming.items():
+            has_ended = pulling.is_lost(self._sources.get(neighbour, -1), False)
+            if has_ended or self._outgoing[neighbour].is_lost:
+                lost[neighbour] = has_ended
+        return lost
 
     def read_events(self) -> None:
         """Process the events of all connections."""

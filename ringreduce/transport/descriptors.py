@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 from collections.abc import Iterator
 
 import zmq
@@ -32,10 +33,6 @@ def reserve(count: int, *, rank: int, size: int) -> None:
     Raises:
         ConfigError: the hard limit is too low for that.
     """
-    try:
-        import resource
-    except ImportError:  # No such limits here.
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         is_open = len(os.listdir("/proc/self/fd"))

@@ -24,10 +24,10 @@ from numba import carray, cfunc, types
 from ringreduce.vocabulary.errors import NativeError
 
 __all__ = [
-    "count_release_address",
     "keep_large_blocks",
     "load",
     "memcpy",
+    "release_callback",
     "sched_yield",
     "usleep",
     "zmq_errno",
@@ -70,8 +70,8 @@ usleep = _declare("usleep", _int, types.uint32)
 
 
 @cache
-def load() -> str:
-    """Make libzmq's functions known to compiled code; return the path of the library.
+def load() -> None:
+    """Make libzmq's functions known to compiled code.
 
     Raises:
         NativeError: the libzmq that pyzmq uses was not found or has no public symbols.
@@ -81,7 +81,7 @@ def load() -> str:
         try:
             if hasattr(ctypes.CDLL(path), "zmq_msg_init_data"):
                 llvmlite.binding.load_library_permanently(path)
-                return path
+                return
         except (OSError, RuntimeError) as error:
             tried.append(f"{path} ({error})")
             continue
@@ -97,17 +97,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @cache
-def keep_large_blocks() -> bool:
-    """Make glibc's malloc reuse blocks of up to 4 MiB; return whether it accepted that.
+def keep_large_blocks() -> None:
+    """Make glibc's malloc reuse blocks of up to 4 MiB; with another C library do nothing.
 
     libzmq allocates each large message it receives. By default glibc maps and unmaps each such
     block, and the page faults are expensive: 16 MiB took 15.2 ms with them and 12.3 ms without
     (docs/performance.md). Affects the whole process.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False  # Another C library: slower, not wrong.
-    return bool(mallopt(_M_MMAP_THRESHOLD, 4 << 20) and mallopt(_M_TRIM_THRESHOLD, 64 << 20))
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def _candidates() -> Iterator[str]:
@@ -131,15 +131,11 @@ def _count_release(data: Any, counter: Any) -> None:
 
 
 @cache
-def _release_callback() -> Any:
-    signature = types.void(types.voidptr, types.CPointer(types.int64))
-    return cfunc(signature, cache=True)(_count_release)
-
-
-def count_release_address() -> int:
-    """Address of libzmq's free function for borrowed buffers: adds 1 to the int64 at its hint.
+def release_callback() -> Any:
+    """The free function of borrowed buffers: adds 1 to the int64 at its hint.
 
     Only one I/O thread of libzmq runs it for an open socket, so the count has one writer and needs
     no atomics; the reader asks only whether it has reached a number yet.
     """
-    return int(_release_callback().address)
+    signature = types.void(types.voidptr, types.CPointer(types.int64))
+    return cfunc(signature, cache=True)(_count_release)

@@ -39,7 +39,6 @@ _MEETING = "meeting"
 
 _BACKLOG = 128
 _KEY_BYTES = 32
-_KEY_TEXT = 40
 
 
 class Security:
@@ -236,8 +235,6 @@ def _enforce(socket: zmq.Socket[Any], domain: str) -> None:
 
 
 def _is_key(text: bytes) -> bool:
-    if len(text) != _KEY_TEXT:
-        return False
     try:
         return len(z85.decode(text)) == _KEY_BYTES
     except (KeyError, ValueError, struct.error):

@@ -20,12 +20,7 @@ import numpy as np
 
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
-from ringreduce.pure.notification import (
-    ABORT_BYTES_MAX,
-    abort_error,
-    encode_abort,
-    goodbye_error,
-)
+from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, encode_abort, goodbye_error
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.base import Traffic
@@ -33,11 +28,7 @@ from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
 from ringreduce.transport.stalls import Interruption, Stall, mismatch_error, timeout_error
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import (
-    PeerLostError,
-    ProtocolError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.errors import PeerLostError, ProtocolError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
 __all__ = ["HostCall", "HostLink"]
@@ -236,14 +227,12 @@ class HostLink:
                 peer = int(facts.peer)
                 due = f"rank {self._members[peer]} on the same host"
                 raise timeout_error(due, waited_s, self._timeout_s, **self._where(call, peer))
-            late = (index for index in self._mesh.gone() if not self._has_arrived(index))
+            arrived = self._functions["shm_has_arrived"]
+            late = (i for i in self._mesh.gone() if not arrived(self._group, i))
             stall.lost = next(late, None)
             status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
             raise self._error(status, call)
-
-    def _has_arrived(self, index: int) -> bool:
-        return bool(self._functions["shm_has_arrived"](self._group, index))
 
     def _look(self) -> _Facts:
         self._functions["shm_look"](self._group, ctypes.addressof(self._facts))

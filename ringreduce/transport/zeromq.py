@@ -78,7 +78,7 @@ class ZmqLink:
             channel_count=len(self._connections.records),
             streams=streams,
             segment_bytes=segment_bytes,
-            release=libzmq.count_release_address(),
+            release=libzmq.release_callback().address,
         )
         self._record_address = ctypes.addressof(self._record)
         self._timeout_s = timeout_s
@@ -194,7 +194,8 @@ class ZmqLink:
                     rank = self._connections.rank
                     raise self._interruption.error(**diagnosis.where(call, rank))
                 self._meter.note(is_waiting=status == WAITING)
-                waited_s = stall.seconds(self._progress())
+                released = sum(each.released for each in self._connections.records)
+                waited_s = stall.seconds((self._record.frames, released))
                 if stall.lost is not None:
                     raise diagnosis.lost(call)
                 if waited_s >= self._timeout_s:
@@ -203,9 +204,6 @@ class ZmqLink:
                 status = run(*addresses)
         finally:
             self._meter.end()
-
-    def _progress(self) -> tuple[int, int]:
-        return self._record.frames, sum(each.released for each in self._connections.records)
 
     def abort(self, cause: RingReduceError) -> None:
         """Notify the ranks ahead why this one gives up; they forward it.

@@ -75,7 +75,7 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
 def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Path) -> None:
     program = """
         import gc, logging
-        from ringreduce.engine.watch import Watcher
+        from ringreduce.pure.watching import Watch
 
         logging.disable(logging.CRITICAL)
         ring = join()
@@ -83,10 +83,10 @@ def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Pa
             def fail(*_):
                 raise RuntimeError("a bug")
             watchers = [t for t in threading.enumerate() if "ringreduce watch" in t.name]
-            beat, Watcher._beat = Watcher._beat, fail
+            beat, Watch.beat = Watch.beat, fail
             for watcher in watchers:
                 watcher.join(10)
-            Watcher._beat = beat
+            Watch.beat = beat
             say("ended", watchers=[w.is_alive() for w in watchers])
         attempt("call", lambda: until_error(ring.barrier))
         del ring

@@ -63,23 +63,23 @@ def heartbeat(calls: int = 5, operation: str = "", number: int = 1) -> bytes:
 def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> None:
     watch = a_watch()
     # The first message has come before the event of its connection.
-    assert not watch.look_for_losses([1], [], Here(), 0.0)
+    assert not watch.look_for_losses({1: False}, Here(), 0.0)
     for number in range(1, 20):
         watch.receive(1, heartbeat(number=number), 0.2 * number)
-        assert not watch.look_for_losses([], [], Here(), 0.2 * number)
-    assert not watch.look_for_losses([1], [], Here(), 4.0)
+        assert not watch.look_for_losses({}, Here(), 0.2 * number)
+    assert not watch.look_for_losses({1: False}, Here(), 4.0)
     [error] = errors(watch.receive(1, ABORT, 4.1))
     assert isinstance(error, MismatchError)
     assert "was told by rank 1: rank 1 of 2 is the cause" in str(error)
-    assert not watch.look_for_losses([1], [1], Here(), 9.0)
+    assert not watch.look_for_losses({1: True}, Here(), 9.0)
 
 
-@pytest.mark.parametrize(("ended", "limit_s"), [([], 1.0), ([1], 0.1)])
-def test_a_loss_that_lasts_ends_the_ring(ended: list[int], limit_s: float) -> None:
+@pytest.mark.parametrize(("has_ended", "limit_s"), [(False, 1.0), (True, 0.1)])
+def test_a_loss_that_lasts_ends_the_ring(has_ended: bool, limit_s: float) -> None:
     watch = a_watch()
-    assert not watch.look_for_losses([1], ended, Here(), 0.5)
-    assert not watch.look_for_losses([1], ended, Here(), 0.5 + 0.9 * limit_s)
-    actions = watch.look_for_losses([1], ended, Here(), 0.5 + 1.1 * limit_s)
+    assert not watch.look_for_losses({1: has_ended}, Here(), 0.5)
+    assert not watch.look_for_losses({1: has_ended}, Here(), 0.5 + 0.9 * limit_s)
+    actions = watch.look_for_losses({1: has_ended}, Here(), 0.5 + 1.1 * limit_s)
     assert isinstance(sent(actions)[0], Abort)
     [error] = errors(actions)
     assert isinstance(error, PeerLostError)
@@ -94,7 +94,7 @@ def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
     else:
         watch.is_closing = True
     for at_s in (0.2, 5.0, 10.0):
-        assert not watch.look_for_losses([1], [1], Here(), at_s)
+        assert not watch.look_for_losses({1: True}, Here(), at_s)
 
 
 def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_connection() -> None:
