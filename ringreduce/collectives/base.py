@@ -67,12 +67,8 @@ class Collectives(Protocol):
 
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        found = [link.traffic() for link in self.links]
-        return Traffic(
-            sum(traffic.frames_received for traffic in found),
-            sum(traffic.bytes_sent for traffic in found),
-            sum(traffic.bytes_received for traffic in found),
-        )
+        found = [Traffic(0, 0, 0), *(link.traffic() for link in self.links)]
+        return Traffic(*map(sum, zip(*found, strict=True)))
 
     def flow(self) -> Flow:
         """Progress of the pass over the last link; from any thread."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from ringreduce.transport.records import (
     PASS_STEP,
     ExchangeRecord,
     PassRecord,
-    words_of,
 )
 from ringreduce.vocabulary.errors import RingReduceError
 
@@ -101,12 +100,11 @@ class RingCall(_Call):
             combine=reduction.combine,
             finish=reduction.finish,
             divisor=reduction.divisor.ctypes.data,
+            # The loop fills in step, segment and length for each frame.
+            outgoing=tuple(encode(header).tolist()),
+            incoming=tuple(encode(replace(header, rank=(header.rank - 1) % size)).tolist()),
         )
         self.address = ctypes.addressof(self._record)
-        # The loop fills in step, segment and length for each frame.
-        words_of(self._record.outgoing)[:] = encode(header)
-        self._incoming = words_of(self._record.incoming)
-        self._incoming[:] = encode(replace(header, rank=(header.rank - 1) % size))
 
     def segments(self, segment_bytes: int) -> int:
         """Number of frames of the longest chunk, at least 1."""
@@ -116,9 +114,9 @@ class RingCall(_Call):
         """Write the call's `sequence` number into all headers."""
         self.sequence = self._record.outgoing[3] = self._record.incoming[3] = sequence
 
-    def expected(self, step: int) -> np.ndarray:
-        """The header due in `step`; the loop has filled in segment and length."""
-        return self._incoming
+    def expected(self, step: int) -> Any:
+        """The 8 words of the header due in `step`; the loop has filled in segment and length."""
+        return self._record.incoming
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
         """Distances to the ranks that still need a frame from this one, in or after `step`."""
@@ -151,10 +149,9 @@ class ExchangeCall(_Call):
         self.sequence = sequence
         outgoing[:] = incoming[:] = sequence
 
-    def expected(self, step: int) -> np.ndarray:
-        """The header due in `step`."""
-        header: np.ndarray = self._steps["incoming"][step]
-        return header
+    def expected(self, step: int) -> Any:
+        """The 8 words of the header due in `step`."""
+        return self._steps["incoming"][step]
 
     def sends_to(self, step: int, started: int) -> tuple[int, ...]:
         """Distances to the ranks that still need a frame from this one; `started` are sent."""
@@ -164,8 +161,7 @@ class ExchangeCall(_Call):
 Call = RingCall | ExchangeCall
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Payload that has crossed a link since it was opened, without headers."""
 
     frames_received: int

@@ -42,7 +42,6 @@ __all__ = [
     "LinkRecord",
     "PassRecord",
     "pointer",
-    "words_of",
 ]
 
 # What a loop returns.
@@ -135,11 +134,6 @@ PASS_STEP = np.dtype([("start", "i8"), ("end", "i8"), ("action", "i8")])
 EXCHANGE_STEP = np.dtype(
     [("distance", "i8"), ("count", "i8"), ("outgoing", "u8", (8,)), ("incoming", "u8", (8,))]
 )
-
-
-def words_of(header: Any) -> np.ndarray:
-    """View of the 8 words of a header in a record, dtype uint64."""
-    return np.ctypeslib.as_array(header)
 
 
 def _pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:

@@ -90,7 +90,7 @@ class Mesh:
                 connection.connect(f"\0{names[other]}")
                 if not _is_ours(connection):  # Before it gets our memory.
                     raise ConnectionError("another user's process listens in its place")
-                self._send(connection, job, rank, descriptor)
+                socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
             while len(self._connections) < len(names) - 1:
                 self._accept(members, index, job, descriptor, descriptors, deadline)
             for other in range(index):
@@ -137,16 +137,14 @@ class Mesh:
                 rank, received = answer
                 other = members.index(rank) if rank in members else -1
                 if other > index and other not in self._connections:
-                    self._send(connection, job, members[index], descriptor)
+                    hello = _HELLO.pack(_MAGIC, job, members[index])
+                    socket.send_fds(connection, [hello], [descriptor])
                     self._connections[other], descriptors[other] = connection, received
                     return
                 os.close(received)
         except OSError:
             pass  # A stranger, or a lost connection: the right one may still come.
         connection.close()
-
-    def _send(self, connection: socket.socket, job: int, rank: int, descriptor: int) -> None:
-        socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
 
     def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
         """Rank and segment of the other end; None when it is not of this job."""
@@ -161,7 +159,7 @@ class Mesh:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
             for (descriptor,) in _DESCRIPTOR.iter_unpack(packed)
         ]
-        if len(data) == _HELLO.size and len(received) == 1 and _is_ours(connection):
+        if len(data) == _HELLO.size and len(received) == 1:
             magic, their_job, rank = _HELLO.unpack(data)
             if (magic, their_job) == (_MAGIC, job):
                 return int(rank), received[0]

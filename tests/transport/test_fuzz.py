@@ -235,14 +235,13 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
 
 ERRING = """
 from ringreduce.pure import wire
-from ringreduce.transport.records import words_of
 from ringreduce.transport.zeromq import ZmqLink
 from tests.transport.test_fuzz import ERRORS
 
 def erring(name):
     def run(link, call, buffer, sequence):
         call.number(sequence)
-        header, memory = words_of(call._record.outgoing).copy(), buffer.view(np.uint8)
+        header, memory = np.array(call._record.outgoing), buffer.view(np.uint8)
         start, end = call._record.first_start, call._record.first_end
         header[5], header[6] = call.schedule.offset, end - start
         for parts in ERRORS[name](header, memory[start:end].tobytes()):
