@@ -12,8 +12,6 @@ from ringreduce.transport.base import Reach, Traffic
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Collectives"]
-
 
 class Collectives(Protocol):
     """The collectives of one rank, on arrays that the caller has checked.

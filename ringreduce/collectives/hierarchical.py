@@ -27,8 +27,6 @@ from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-__all__ = ["HierarchicalCollectives"]
-
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
 _HALF_BLOCK = 1 << 22
 # A smaller buffer uses one lane: more would only add messages.

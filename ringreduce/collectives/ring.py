@@ -24,8 +24,6 @@ from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-__all__ = ["Ring"]
-
 # Elements of a half-precision buffer that are widened at a time: a copy of 16 MiB takes little
 # memory and is long enough to fill the pipeline.
 _HALF_BLOCK = 1 << 22

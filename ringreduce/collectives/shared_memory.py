@@ -18,8 +18,6 @@ from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
-__all__ = ["SharedMemoryCollectives"]
-
 # Distinct calls remembered; a model has as many as it has buckets.
 _CALLS_KEPT = 256
 

@@ -33,8 +33,6 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 
-__all__ = ["Engine", "Work"]
-
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["Owner"]
-
 
 class Owner(Protocol):
     """What the engine and the watcher notify of a failure, from their own threads."""

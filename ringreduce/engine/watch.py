@@ -26,8 +26,6 @@ from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerTimeoutError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["Watcher"]
-
 _log = logging.getLogger(__name__)
 
 

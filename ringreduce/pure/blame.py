@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from ringreduce.vocabulary import errors
 
-__all__ = ["Error", "Facts", "Finding", "Reason", "find_culprit"]
-
 # Errors about another rank: the one that raises them is not to blame.
 _ABOUT_OTHERS = ("PeerLostError", "PeerTimeoutError", "PeerError", "RendezvousError")
 # Only in these calls must the amount be equal on all ranks.

@@ -19,17 +19,6 @@ from functools import cached_property
 
 from ringreduce.pure.wire import signature_of
 
-__all__ = [
-    "ALIGNMENT",
-    "INDEX_BYTES",
-    "Bucket",
-    "BucketPlan",
-    "GradientSpec",
-    "Slot",
-    "first_difference",
-    "gathers_rows",
-]
-
 # TensorFlow copies what is not aligned to this many bytes; it is also a cache line.
 ALIGNMENT = 64
 

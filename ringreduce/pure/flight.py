@@ -10,24 +10,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-__all__ = [
-    "FILE_BYTES_MAX",
-    "FORMAT",
-    "FRAMES_MAX",
-    "NAME_MAX",
-    "TEXT_MAX",
-    "THREADS_MAX",
-    "Call",
-    "Dump",
-    "Failure",
-    "Frame",
-    "Stack",
-    "cut",
-    "decode_dump",
-    "encode_dump",
-    "file_name",
-]
-
 # Incremented by every change that an older reader would misunderstand.
 FORMAT = 1
 

@@ -23,17 +23,6 @@ from numba.extending import intrinsic
 
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = [
-    "add_rows",
-    "call_kernel",
-    "divide",
-    "first_nonfinite",
-    "narrow",
-    "reduce_rows",
-    "reduction",
-    "widen",
-]
-
 
 def reduction(op: ReduceOp, dtype: np.dtype) -> int:
     """Address of ``void(target, source, count)`` that reduces `source` into `target`.

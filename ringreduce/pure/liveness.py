@@ -21,8 +21,6 @@ from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.messages import Heartbeat, Left, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = ["Board", "Flow", "Standing", "Suspicion", "is_dead"]
-
 
 @dataclass(frozen=True)
 class Standing:

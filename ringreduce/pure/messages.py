@@ -6,20 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = [
-    "Abort",
-    "Acknowledgement",
-    "Heartbeat",
-    "Heartbeats",
-    "Left",
-    "Message",
-    "Sent",
-    "Wait",
-    "decode",
-    "encode",
-    "message_bytes_max",
-]
-
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]

@@ -14,16 +14,6 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 
-__all__ = [
-    "ABORT_BYTES_MAX",
-    "GOODBYE_BYTES_MAX",
-    "abort_error",
-    "encode_abort",
-    "encode_goodbye",
-    "goodbye_error",
-    "left_error",
-]
-
 # Longer text of an error is cut off.
 ABORT_BYTES_MAX = 16384
 # The end of a long exception text is worth little.

@@ -12,16 +12,6 @@ import numpy as np
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code
 
-__all__ = [
-    "OBJECT_BYTES_MAX",
-    "bounds_of",
-    "checked_lengths",
-    "checked_root",
-    "decode",
-    "encode",
-    "flat_view",
-]
-
 # Objects are settings, file names, metrics; larger data travels as arrays.
 OBJECT_BYTES_MAX = 64 << 20
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Placement", "place"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -31,22 +31,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = [
-    "FINISH",
-    "FORWARD",
-    "REDUCE",
-    "Action",
-    "Exchange",
-    "Schedule",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "chunk_bounds",
-    "exchange",
-    "reduce_scatter",
-    "segment_count",
-]
-
 # What a rank does with a chunk that arrives; bits of `Schedule.actions`.
 REDUCE = 1  # combine it with this rank's own chunk; without this bit it replaces that chunk
 FINISH = 2  # the chunk is complete: apply the last pass (the division of a mean)

@@ -20,8 +20,6 @@ from ringreduce.pure.notification import abort_error, encode_abort, left_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
 
-__all__ = ["Action", "Ended", "Log", "Send", "Watch"]
-
 # A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
 # A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.

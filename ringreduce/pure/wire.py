@@ -26,18 +26,6 @@ import numpy as np
 
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
-__all__ = [
-    "HEADER_BYTES",
-    "WIRE_VERSION",
-    "Header",
-    "Kind",
-    "decode",
-    "disagreement",
-    "encode",
-    "signature_of",
-    "will_be_explained",
-]
-
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
 WIRE_VERSION = 2
 HEADER_BYTES = 64

@@ -9,8 +9,6 @@ import socket
 from ringreduce.vocabulary.config import Config, host_and_port
 from ringreduce.vocabulary.errors import RendezvousError
 
-__all__ = ["endpoint", "is_loopback", "listens_on_loopback", "resolve", "unreachable"]
-
 _ENDPOINT = re.compile(r"tcp://(\[[^\]]*\]|[^:]*):")
 
 

@@ -21,8 +21,6 @@ from ringreduce.transport.records import (
 )
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["NO_REDUCTION", "Call", "ExchangeCall", "Reach", "Reduction", "RingCall", "Traffic"]
-
 
 class Reduction(NamedTuple):
     """How to reduce elements: the last arguments of `pure.kernels.reduce_rows`.

@@ -21,8 +21,6 @@ from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import OVERHEAD_BYTES, Security
 from ringreduce.vocabulary.errors import RendezvousError
 
-__all__ = ["Incoming", "Outgoing", "announced_ports", "join_ports", "split_ports"]
-
 # Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
 # memory and make no measurable difference (docs/performance.md).
 RECEIVE_QUEUE_FRAMES = 4

@@ -28,8 +28,6 @@ from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["Connections", "distances"]
-
 
 class Connections:
     """A link's pairs of sockets, by channel: first the streams, then the longer distances.

@@ -25,8 +25,6 @@ from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["CONTROL_CHANNELS", "Control"]
-
 # Most pairs of sockets that it has.
 CONTROL_CHANNELS = 2
 

@@ -12,8 +12,6 @@ import zmq
 
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
-__all__ = ["needed", "reserve", "shortage_explained"]
-
 # Of a pair of sockets: the two, two monitors with two ends each, a listener, two connections.
 _PER_CHANNEL = 9
 # A connection at the rendezvous; one connection, a segment and a spare within the host.

@@ -23,8 +23,6 @@ from ringreduce.vocabulary.errors import (
 )
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["Diagnosis"]
-
 
 class Diagnosis:
     """Finds the errors of one link; `interruption` ends the wait for an explanation."""

@@ -13,8 +13,6 @@ import socket
 import struct
 import sys
 
-__all__ = ["shut"]
-
 # Missing in Python's socket module. The number holds on all Linux platforms but a few (alpha, mips,
 # parisc, sparc), where it is refused or has no effect.
 _SO_ATTACH_FILTER = 26

@@ -11,8 +11,6 @@ from ringreduce.transport.connections import Connections
 from ringreduce.transport.records import LinkRecord
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = ["FlowMeter"]
-
 
 class _Dry(NamedTuple):
     """A channel on which a frame is due; `arrived` counts its bytes, unchanged since `since_s`."""

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["Inheritable", "close_connections", "watch"]
-
 # On Linux; on other systems.
 _DESCRIPTORS = ("/proc/self/fd", "/dev/fd")
 

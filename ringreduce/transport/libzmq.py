@@ -23,26 +23,6 @@ from numba import carray, cfunc, types
 
 from ringreduce.vocabulary.errors import NativeError
 
-__all__ = [
-    "keep_large_blocks",
-    "load",
-    "memcpy",
-    "release_callback",
-    "sched_yield",
-    "usleep",
-    "zmq_errno",
-    "zmq_msg_close",
-    "zmq_msg_data",
-    "zmq_msg_get",
-    "zmq_msg_init",
-    "zmq_msg_init_data",
-    "zmq_msg_init_size",
-    "zmq_msg_more",
-    "zmq_msg_recv",
-    "zmq_msg_send",
-    "zmq_msg_size",
-]
-
 
 def _declare(name: str, result: Any, *arguments: Any) -> Any:
     return types.ExternalFunction(name, result(*arguments))

@@ -13,8 +13,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["unwatch", "watch"]
-
 _numbers = itertools.count()
 
 

@@ -19,31 +19,6 @@ from numba.extending import intrinsic
 
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 
-__all__ = [
-    "CHANNEL",
-    "CONTROL",
-    "CORRUPT",
-    "DONE",
-    "DRAINING",
-    "EXCHANGE",
-    "EXCHANGE_STEP",
-    "FAILED",
-    "FOREIGN",
-    "LINK",
-    "MISMATCH",
-    "MISSHAPEN",
-    "NO_SOURCE",
-    "PASS",
-    "PASS_STEP",
-    "UNSENDABLE",
-    "WAITING",
-    "ChannelRecord",
-    "ExchangeRecord",
-    "LinkRecord",
-    "PassRecord",
-    "pointer",
-]
-
 # What a loop returns.
 DONE = 0
 WAITING = 1  # nothing arrived for one receive timeout, or a signal came

@@ -30,8 +30,6 @@ from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["MECHANISMS", "OVERHEAD_BYTES", "Security"]
-
 MECHANISMS = ("NULL", "PLAIN", "CURVE")
 # CURVE adds 33 bytes to a message.
 OVERHEAD_BYTES = 64

@@ -19,8 +19,6 @@ import numpy as np
 
 from ringreduce.effects import native
 
-__all__ = ["Heap", "Segment", "functions", "heap_bytes"]
-
 _ALIGNMENT = 4096
 # Address space for registered arrays; only what is used takes memory. No known host's memory has
 # room for more, and it leaves 47 bits of address space for hundreds of ranks.

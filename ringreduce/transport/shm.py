@@ -31,8 +31,6 @@ from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, ProtocolError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["HostCall", "HostLink"]
-
 _log = logging.getLogger(__name__)
 
 # Of each half of a segment's staging. Both fit the second-level cache, and each half costs one wait

@@ -15,8 +15,6 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 
-__all__ = ["Interruption", "Stall", "mismatch_error", "timeout_error"]
-
 
 class Interruption:
     """Ends a call in another thread, when that thread next checks the clock."""

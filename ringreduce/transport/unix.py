@@ -21,8 +21,6 @@ from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
 
-__all__ = ["Mesh", "memory_domain"]
-
 # Magic, job, sender's rank.
 _HELLO = struct.Struct("<8sQQ")
 _DESCRIPTOR = struct.Struct("i")

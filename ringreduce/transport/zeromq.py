@@ -29,8 +29,6 @@ from ringreduce.transport.stalls import Interruption, Stall
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
-__all__ = ["ZmqLink"]
-
 _Loop = Callable[[int, int, int], int]
 
 
