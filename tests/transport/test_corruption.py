@@ -117,7 +117,7 @@ class _Work:
 
         def through_the_forwarder(link: ZmqLink, **options: Any) -> None:
             listen(link, **options)
-            if options["rank"] == 1:
+            if options["security"].rank == 1:
                 stand_before(link, flip)
 
         monkeypatch.setattr(ZmqLink, "__init__", through_the_forwarder)
