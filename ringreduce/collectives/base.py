@@ -8,7 +8,9 @@ import numpy as np
 
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.wire import Kind
-from ringreduce.transport.base import Reach, Traffic
+from ringreduce.transport.calls import Traffic
+from ringreduce.transport.shm import HostLink
+from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -25,7 +27,7 @@ class Collectives(Protocol):
         links: what they communicate over, within the host first; none in a world of one.
     """
 
-    links: tuple[Reach, ...]
+    links: tuple[HostLink | ZmqLink, ...]
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -59,7 +61,10 @@ class Collectives(Protocol):
             link.interrupt(cause)
 
     def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye and free everything; at most about a second. Never raises."""
+        """Say `goodbye`, from `pure.notification.encode_goodbye`, and free everything.
+
+        Takes at most about a second. Never raises.
+        """
         for link in reversed(self.links):
             link.close(goodbye)
 

@@ -19,7 +19,7 @@ import numpy as np
 from ringreduce.collectives.base import Collectives
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.base import NO_REDUCTION, ExchangeCall, Reduction, RingCall
+from ringreduce.transport.calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half

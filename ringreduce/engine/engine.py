@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.handoff import (
@@ -24,7 +24,6 @@ from ringreduce.effects.handoff import (
     RoundFailed,
     open_queue,
 )
-from ringreduce.engine.owner import Owner
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -91,6 +90,16 @@ class Work(Generic[_Result]):
     def _end(self) -> None:
         del self._run  # and with it the array, where nobody else has it
         self._over.set()
+
+
+class Owner(Protocol):
+    """The communicator, as the engine and the watcher notify it from their threads."""
+
+    def fail(self, error: RingReduceError) -> object:
+        """This rank has failed with `error`: notify all ranks."""
+
+    def ring_ended(self, error: RingReduceError) -> None:
+        """The ring has ended with `error`, and the other ranks know. Takes no lock."""
 
 
 class Engine:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
-from ringreduce.engine.owner import Owner
+from ringreduce.engine.engine import Owner
 from ringreduce.pure.messages import Abort, Left
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watching import Action, Ended, Log, Send, Watch

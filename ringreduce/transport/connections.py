@@ -74,11 +74,6 @@ class Connections:
         inherited.watch(self)
 
     @property
-    def size(self) -> int:
-        """Number of ranks in the ring."""
-        return len(self.members)
-
-    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return bool(self._context.closed)
@@ -91,12 +86,12 @@ class Connections:
         """
         self.members, self.place = tuple(members), tuple(members).index(self.rank)
         ports_per_rank = len(self._distances)
-        self._distances = distances(self.size, self._streams)
+        self._distances = distances(len(self.members), self._streams)
         for unneeded in self.incoming[len(self._distances) :]:
             unneeded.close()
         del self.incoming[len(self._distances) :]
         for channel, distance in enumerate(self._distances):
-            peer = self.members[(self.place + distance) % self.size]
+            peer = self.members[(self.place + distance) % len(self.members)]
             ports = announced_ports(addresses[peer], ports_per_rank, peer, self._security)
             pushing = Outgoing(self._context, ports[channel], peer, self._security)
             self.outgoing.append(pushing)
@@ -121,7 +116,7 @@ class Connections:
 
     def behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and the address where that rank listens."""
-        place = (self.place - self._distances[channel]) % self.size
+        place = (self.place - self._distances[channel]) % len(self.members)
         return self.members[place], split_ports(self._addresses[place])[channel]
 
     def read_events(self) -> None:

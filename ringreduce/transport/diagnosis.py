@@ -10,7 +10,7 @@ import zmq
 from ringreduce.pure import wire
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_error
 from ringreduce.transport import records
-from ringreduce.transport.base import Call, ExchangeCall
+from ringreduce.transport.calls import Call, ExchangeCall
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.stalls import Interruption, mismatch_error, timeout_error
@@ -150,7 +150,7 @@ class Diagnosis:
 
     def _name(self, place: int) -> str:
         """Name, for errors, of the rank with index `place` in this ring, as in a header."""
-        if place < self._connections.size:
+        if place < len(self._connections.members):
             return f"rank {self._connections.members[place]}"
         return f"a rank at place {place}, which is beyond this ring,"
 

@@ -23,7 +23,7 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, encode_abort, goodbye_error
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
-from ringreduce.transport.base import Traffic
+from ringreduce.transport.calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
 from ringreduce.transport.stalls import Interruption, Stall, mismatch_error, timeout_error
 from ringreduce.transport.unix import Mesh, memory_domain

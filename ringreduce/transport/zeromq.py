@@ -19,7 +19,7 @@ from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import encode_abort
 from ringreduce.transport import exchange, libzmq, loop
-from ringreduce.transport.base import Call, ExchangeCall, RingCall, Traffic
+from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import Diagnosis
 from ringreduce.transport.flow import FlowMeter

@@ -23,8 +23,7 @@ from ringreduce.communicator import communicator as communicator_module
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
 from ringreduce.effects.handoff import BucketItem
-from ringreduce.engine.engine import Engine, Work
-from ringreduce.engine.owner import Owner
+from ringreduce.engine.engine import Engine, Owner, Work
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (

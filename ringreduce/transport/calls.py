@@ -1,4 +1,4 @@
-"""The calls that a collective hands to a transport, and what every transport promises."""
+"""The calls that a collective hands to a link over sockets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.pure.liveness import Flow
 from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.records import (
@@ -19,7 +18,6 @@ from ringreduce.transport.records import (
     ExchangeRecord,
     PassRecord,
 )
-from ringreduce.vocabulary.errors import RingReduceError
 
 
 class Reduction(NamedTuple):
@@ -165,25 +163,3 @@ class Traffic(NamedTuple):
     frames_received: int
     bytes_sent: int
     bytes_received: int
-
-
-class Reach(Protocol):
-    """A way to communicate with other ranks, over any medium."""
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Notify the next ranks why this one gives up; at most about a second. Never raises."""
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make a call in another thread raise soon: `cause`, or that this rank closed."""
-
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say `goodbye`, from `pure.notification.encode_goodbye`, and free sockets and threads.
-
-        Takes at most about a second. Never raises.
-        """
-
-    def traffic(self) -> Traffic:
-        """What has crossed the link so far."""
-
-    def flow(self) -> Flow:
-        """Progress of the present call; from any thread."""
