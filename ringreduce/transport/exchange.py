@@ -21,7 +21,7 @@ from numba import carray
 
 from ringreduce.pure.checksum import crc32c
 from ringreduce.pure.wire import HEADER_BYTES
-from ringreduce.transport.libzmq import memcpy, zmq_msg_close, zmq_msg_data, zmq_msg_init_size
+from ringreduce.transport import libzmq
 from ringreduce.transport.loop import receive_header, send_message, verify
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 
@@ -49,12 +49,12 @@ def run(link_address: Any, call_address: Any, rows: Any) -> Any:
         channel = channels[number]
         nbytes = step.count * call.row_bytes
         if link.started == link.step:
-            zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + nbytes))
-            data = zmq_msg_data(msg)
+            libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + nbytes))
+            data = libzmq.msg_data(msg)
             if link.checked != 0:
                 step.outgoing[6] = np.uint64(nbytes) | (crc32c(rows, nbytes) << np.uint64(32))
-            memcpy(data, step.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
-            memcpy(data + HEADER_BYTES, rows, np.uint64(nbytes))
+            libzmq.memcpy(data, step.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
+            libzmq.memcpy(data + HEADER_BYTES, rows, np.uint64(nbytes))
             status = send_message(link, channel, number, msg, 0)
             if status != DONE:
                 return status
@@ -63,11 +63,11 @@ def run(link_address: Any, call_address: Any, rows: Any) -> Any:
         status = receive_header(link, channel, number, msg, step.incoming, nbytes, False)
         if status != DONE:
             return status
-        payload = zmq_msg_data(msg) + HEADER_BYTES
+        payload = libzmq.msg_data(msg) + HEADER_BYTES
         status = verify(link, payload, nbytes)
         if status == DONE:
-            memcpy(rows + step.distance * call.row_bytes, payload, np.uint64(nbytes))
-        zmq_msg_close(msg)
+            libzmq.memcpy(rows + step.distance * call.row_bytes, payload, np.uint64(nbytes))
+        libzmq.msg_close(msg)
         if status != DONE:
             return status
         link.frames += 1

@@ -30,20 +30,20 @@ def _declare(name: str, result: Any, *arguments: Any) -> Any:
 
 _address, _int = types.intp, types.intc
 
-# Each is documented in the libzmq manual page of its name; a message is a zmq_msg_t, 64 bytes.
-zmq_errno = _declare("zmq_errno", _int)
-zmq_msg_init = _declare("zmq_msg_init", _int, _address)
-zmq_msg_init_size = _declare("zmq_msg_init_size", _int, _address, types.uintp)
-zmq_msg_init_data = _declare(
+# Each is documented in the manual page of its C name; a message is a zmq_msg_t, 64 bytes.
+errno = _declare("zmq_errno", _int)
+msg_init = _declare("zmq_msg_init", _int, _address)
+msg_init_size = _declare("zmq_msg_init_size", _int, _address, types.uintp)
+msg_init_data = _declare(
     "zmq_msg_init_data", _int, _address, _address, types.uintp, _address, _address
 )
-zmq_msg_send = _declare("zmq_msg_send", _int, _address, _address, _int)
-zmq_msg_recv = _declare("zmq_msg_recv", _int, _address, _address, _int)
-zmq_msg_data = _declare("zmq_msg_data", _address, _address)
-zmq_msg_size = _declare("zmq_msg_size", types.uintp, _address)
-zmq_msg_more = _declare("zmq_msg_more", _int, _address)
-zmq_msg_get = _declare("zmq_msg_get", _int, _address, _int)
-zmq_msg_close = _declare("zmq_msg_close", _int, _address)
+msg_send = _declare("zmq_msg_send", _int, _address, _address, _int)
+msg_recv = _declare("zmq_msg_recv", _int, _address, _address, _int)
+msg_data = _declare("zmq_msg_data", _address, _address)
+msg_size = _declare("zmq_msg_size", types.uintp, _address)
+msg_more = _declare("zmq_msg_more", _int, _address)
+msg_get = _declare("zmq_msg_get", _int, _address, _int)
+msg_close = _declare("zmq_msg_close", _int, _address)
 memcpy = _declare("memcpy", _address, _address, _address, types.uintp)
 sched_yield = _declare("sched_yield", _int)
 usleep = _declare("usleep", _int, types.uint32)

@@ -38,22 +38,7 @@ from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE
 from ringreduce.pure.wire import HEADER_BYTES, Kind
-from ringreduce.transport.libzmq import (
-    memcpy,
-    sched_yield,
-    usleep,
-    zmq_errno,
-    zmq_msg_close,
-    zmq_msg_data,
-    zmq_msg_get,
-    zmq_msg_init,
-    zmq_msg_init_data,
-    zmq_msg_init_size,
-    zmq_msg_more,
-    zmq_msg_recv,
-    zmq_msg_send,
-    zmq_msg_size,
-)
+from ringreduce.transport import libzmq
 from ringreduce.transport.records import (
     CHANNEL,
     CONTROL,
@@ -132,24 +117,24 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
             )
             if status != DONE:
                 return status
-            payload = zmq_msg_data(first_msg) + HEADER_BYTES
+            payload = libzmq.msg_data(first_msg) + HEADER_BYTES
             if separate:
                 # Parts of one message arrive together, so this does not wait.
-                zmq_msg_init(second_msg)
-                if zmq_msg_recv(second_msg, channels[stream].receiver, 0) < 0:
-                    zmq_msg_close(first_msg)
+                libzmq.msg_init(second_msg)
+                if libzmq.msg_recv(second_msg, channels[stream].receiver, 0) < 0:
+                    libzmq.msg_close(first_msg)
                     return _receive_failed(link)
-                if zmq_msg_size(second_msg) != nbytes or zmq_msg_more(second_msg) != 0:
-                    zmq_msg_close(first_msg)
-                    zmq_msg_close(second_msg)
+                if libzmq.msg_size(second_msg) != nbytes or libzmq.msg_more(second_msg) != 0:
+                    libzmq.msg_close(first_msg)
+                    libzmq.msg_close(second_msg)
                     return MISSHAPEN
-                payload = zmq_msg_data(second_msg)
+                payload = libzmq.msg_data(second_msg)
 
             status = verify(link, payload, nbytes)
             if status != DONE:
                 if separate:
-                    zmq_msg_close(second_msg)
-                zmq_msg_close(first_msg)
+                    libzmq.msg_close(second_msg)
+                libzmq.msg_close(first_msg)
                 return status
 
             target = buffer + start
@@ -157,12 +142,12 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
                 if step.action & REDUCE:
                     call_kernel(call.combine, target, payload, nbytes // call.itemsize)
                 else:
-                    memcpy(target, payload, np.uint64(nbytes))
+                    libzmq.memcpy(target, payload, np.uint64(nbytes))
                 if step.action & FINISH and call.finish != 0:
                     call_kernel(call.finish, target, call.divisor, nbytes // call.itemsize)
             if separate:
-                zmq_msg_close(second_msg)
-            zmq_msg_close(first_msg)
+                libzmq.msg_close(second_msg)
+            libzmq.msg_close(first_msg)
             link.frames += 1
             link.bytes_received += nbytes
             # Before sending: if the send fails, this segment must not be expected again.
@@ -184,11 +169,11 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     for _ in range(_DRAIN_YIELDS):
         if _is_released(channels, link.streams):
             return DONE
-        sched_yield()
+        libzmq.sched_yield()
     for _ in range(_DRAIN_SLEEPS):
         if _is_released(channels, link.streams):
             return DONE
-        usleep(np.uint32(_DRAIN_SLEEP_US))
+        libzmq.usleep(np.uint32(_DRAIN_SLEEP_US))
     return DRAINING
 
 
@@ -207,9 +192,9 @@ def post(link_address: Any, channel: Any, frame: Any, nbytes: Any) -> Any:
 def send_message(link: Any, channel: Any, number: Any, msg: Any, flags: Any) -> Any:
     """Queue the message at address `msg` on `channel` without waiting; return DONE or a failure."""
     link.channel = number
-    if zmq_msg_send(msg, channel.sender, _DONTWAIT | flags) < 0:
-        link.errno = zmq_errno()
-        zmq_msg_close(msg)
+    if libzmq.msg_send(msg, channel.sender, _DONTWAIT | flags) < 0:
+        link.errno = libzmq.errno()
+        libzmq.msg_close(msg)
         # The queue is unbounded, so EAGAIN can only mean that there is no connection.
         return UNSENDABLE if link.errno == _EAGAIN else FAILED
     if flags & _SNDMORE == 0:
@@ -228,13 +213,13 @@ def receive_header(
     behind it, and a second part if `is_more`.
     """
     link.channel = number
-    zmq_msg_init(msg)
-    if zmq_msg_recv(msg, channel.receiver, 0) < 0:
+    libzmq.msg_init(msg)
+    if libzmq.msg_recv(msg, channel.receiver, 0) < 0:
         return _receive_failed(link)
-    channel.source = zmq_msg_get(msg, _SRCFD)
+    channel.source = libzmq.msg_get(msg, _SRCFD)
     status = _check(link, msg, expected, inline_bytes, is_more)
     if status != DONE:
-        zmq_msg_close(msg)
+        libzmq.msg_close(msg)
         return status
     channel.taken += 1
     return DONE
@@ -290,11 +275,11 @@ def _send(
     inline_bytes = 0 if separate else nbytes
 
     msg = link.message.ctypes.data
-    zmq_msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
-    data = zmq_msg_data(msg)
-    memcpy(data, call.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
+    libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
+    data = libzmq.msg_data(msg)
+    libzmq.memcpy(data, call.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
     if inline_bytes > 0:
-        memcpy(data + HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
+        libzmq.memcpy(data + HEADER_BYTES, buffer + start, np.uint64(inline_bytes))
     flags = _SNDMORE if separate else 0
     status = send_message(link, channels[number], number, msg, flags)
     if status == DONE and separate:
@@ -309,7 +294,7 @@ def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> An
     """Queue `nbytes` at address `memory` without a copy; return DONE or a failure."""
     msg = link.message.ctypes.data
     counter = channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
-    zmq_msg_init_data(msg, memory, np.uint64(nbytes), link.release, counter)
+    libzmq.msg_init_data(msg, memory, np.uint64(nbytes), link.release, counter)
     channels[number].borrowed += 1
     return send_message(link, channels[number], number, msg, 0)
 
@@ -318,18 +303,18 @@ def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> An
 def _check(link: Any, msg: Any, expected: Any, inline_bytes: Any, is_more: Any) -> Any:
     """Compare the header in `msg` with the one due; copy it to the link's record."""
     received = link.received
-    size = np.int64(zmq_msg_size(msg))
+    size = np.int64(libzmq.msg_size(msg))
     if size < HEADER_BYTES:
         received[:] = 0
         return FOREIGN
-    data = zmq_msg_data(msg)
-    memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
+    data = libzmq.msg_data(msg)
+    libzmq.memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
     low_40_bits = np.uint64(0xFFFFFFFFFF)
     if (received[0] ^ expected[0]) & low_40_bits != 0 or received[1] != expected[1]:
         return FOREIGN
     if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
         link.control_bytes = min(size - HEADER_BYTES, ABORT_BYTES_MAX)
-        memcpy(link.control.ctypes.data, data + HEADER_BYTES, np.uint64(link.control_bytes))
+        libzmq.memcpy(link.control.ctypes.data, data + HEADER_BYTES, np.uint64(link.control_bytes))
         return CONTROL
     for word in range(8):
         difference = received[word] ^ expected[word]
@@ -337,12 +322,12 @@ def _check(link: Any, msg: Any, expected: Any, inline_bytes: Any, is_more: Any) 
             difference &= np.uint64(0xFFFFFFFF)
         if difference != 0:
             return MISMATCH
-    if size != HEADER_BYTES + inline_bytes or (zmq_msg_more(msg) != 0) != is_more:
+    if size != HEADER_BYTES + inline_bytes or (libzmq.msg_more(msg) != 0) != is_more:
         return MISSHAPEN
     return DONE
 
 
 @numba.njit(nogil=True, cache=True)
 def _receive_failed(link: Any) -> Any:
-    link.errno = zmq_errno()
+    link.errno = libzmq.errno()
     return WAITING if link.errno == _EAGAIN or link.errno == _EINTR else FAILED
