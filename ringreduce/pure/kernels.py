@@ -130,7 +130,8 @@ def _compiled(function: Callable[..., None], dtype_name: str) -> Any:
     return cfunc(types.void(element, element, types.intp), cache=True)(function)
 
 
-def _call_kernel(
+@intrinsic
+def call_kernel(
     typing: Any, kernel: Any, target: Any, source: Any, count: Any
 ) -> tuple[Signature, Callable[..., Any]]:
     """Call the kernel at address `kernel`: ``void(void *target, void *source, intp count)``."""
@@ -143,8 +144,6 @@ def _call_kernel(
 
     return types.void(types.intp, types.intp, types.intp, types.intp), build
 
-
-call_kernel = intrinsic(_call_kernel)
 
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 
@@ -225,7 +224,8 @@ def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
     return words.size
 
 
-def _half_to_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
+@intrinsic
+def _from_half(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
     """float32 value of a float16 given as its 16 bits (LLVM's half; F16C where the CPU has it)."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -235,7 +235,8 @@ def _half_to_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any
     return types.float32(types.uint16), build
 
 
-def _float_to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
+@intrinsic
+def _to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
     """16 bits of the float16 nearest to a float32, ties to even."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -243,10 +244,6 @@ def _float_to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., An
         return builder.bitcast(half, ir.IntType(16))
 
     return types.uint16(types.float32), build
-
-
-_from_half = intrinsic(_half_to_float)
-_to_half = intrinsic(_float_to_half)
 
 
 @numba.njit(nogil=True, cache=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -40,10 +41,7 @@ def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np
 
 def bounds_of(lengths: Sequence[int]) -> tuple[int, ...]:
     """Where parts of these lengths begin when laid end to end, and where the last ends."""
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return tuple(bounds)
+    return tuple(itertools.accumulate(lengths, initial=0))
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
