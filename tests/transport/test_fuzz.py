@@ -39,7 +39,7 @@ from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
 from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door, loop, records
-from ringreduce.transport.base import RingCall
+from ringreduce.transport.calls import RingCall
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
