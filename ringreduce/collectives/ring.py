@@ -240,7 +240,6 @@ class Ring(Collectives):
             kind=kind,
             job=self._job,
             rank=self._rank,
-            sequence=0,
             dtype=dtype_code(dtype),
             op=op,
             count=count,

@@ -110,7 +110,6 @@ class SharedMemoryCollectives(Collectives):
             kind=kind,
             job=self._job,
             rank=self._rank,
-            sequence=0,
             dtype=dtype_code(named[0]),
             op=named[1],
             count=count,

@@ -78,7 +78,7 @@ class Header:
     kind: int
     job: int
     rank: int
-    sequence: int
+    sequence: int = 0
     dtype: int = 0
     op: int = 0
     epoch: int = 0

@@ -12,12 +12,7 @@ import numpy as np
 
 from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
 from ringreduce.pure.wire import Header, Kind, encode
-from ringreduce.transport.records import (
-    EXCHANGE_STEP,
-    PASS_STEP,
-    ExchangeRecord,
-    PassRecord,
-)
+from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecord, PassRecord
 
 
 class Reduction(NamedTuple):
@@ -43,7 +38,7 @@ class _Call:
     Attributes:
         header: what agrees on all ranks, except the sequence number.
         address: of the record with the parameters of the compiled loop.
-        steps: number of chunks, or rows of an exchange, that this rank receives.
+        steps: number of chunks, or frames of an exchange, that this rank receives.
     """
 
     address: int

@@ -36,7 +36,7 @@ from numba import carray
 from ringreduce.pure.checksum import crc32c
 from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.notification import ABORT_BYTES_MAX
-from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE
+from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE, segment_count
 from ringreduce.pure.wire import HEADER_BYTES, Kind
 from ringreduce.transport import libzmq
 from ringreduce.transport.records import (
@@ -73,6 +73,8 @@ _EINTR, _EAGAIN = errno.EINTR, errno.EAGAIN
 # How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 
+_segment_count = numba.njit(nogil=True, cache=True)(segment_count)
+
 
 @numba.njit(nogil=True, cache=True)
 def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
@@ -88,7 +90,7 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     second_msg = first_msg + 64
 
     if call.first_start >= 0:
-        segments = _segments(call.first_start, call.first_end, link.segment_bytes)
+        segments = _segment_count(call.first_end - call.first_start, link.segment_bytes)
         while link.started < segments:
             status = _send(
                 link, channels, call, buffer, call.first_start, call.first_end, link.started,
@@ -101,7 +103,7 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     while link.step < call.step_count:
         step = steps[link.step]
         number = link.step + call.offset
-        segments = _segments(step.start, step.end, link.segment_bytes)
+        segments = _segment_count(step.end - step.start, link.segment_bytes)
         while link.segment < segments:
             segment = link.segment
             stream = segment % link.streams
@@ -233,12 +235,6 @@ def verify(link: Any, payload: Any, nbytes: Any) -> Any:
     checksum = crc32c(payload, nbytes)
     link.computed = np.int64(checksum)
     return DONE if checksum == link.received[6] >> np.uint64(32) else CORRUPT
-
-
-@numba.njit(nogil=True, cache=True)
-def _segments(start: Any, end: Any, segment_bytes: Any) -> Any:
-    """`schedule.segment_count` of a chunk, for compiled callers."""
-    return max(1, -(-(end - start) // segment_bytes))
 
 
 @numba.njit(nogil=True, cache=True)

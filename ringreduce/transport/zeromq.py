@@ -233,7 +233,7 @@ class ZmqLink:
         """
         known = self._connections
         job = self._diagnosis.job
-        header = wire.Header(kind=kind, job=job, rank=known.place, sequence=0, nbytes=len(payload))
+        header = wire.Header(kind=kind, job=job, rank=known.place, nbytes=len(payload))
         frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
         self._lent.append(frame)
         deadline = time.monotonic() + linger_s
