@@ -66,7 +66,7 @@ def sparse_gradients_become_dense():
             [keras.Input((3,)), keras.layers.Embedding(7, 2), keras.layers.GlobalMaxPooling1D()]
         )
         wrapped = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
-        model.compile(optimizer=wrapped, loss="mse", jit_compile=jit)
+        model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, run_eagerly=not jit)
         model.fit(inputs, np.ones((2, 2)), verbose=0)
         ends.append(model)
     say("sparse", digest=digest(ends[0].get_weights()), difference=difference(*ends))

@@ -68,7 +68,9 @@ def optimizers_in_functions(case, ways, **options):
         model = Two(inner, **options)
         for optimizer, net in zip(model.optimizers, model.nets, strict=True):
             optimizer.build(net.trainable_variables)
-        model.compile(optimizer=model.optimizers[0], jit_compile=outer is compiled)
+        # The reference eagerly: tracing it would take longer.
+        how = {"run_eagerly": True} if way == "plain" else {"jit_compile": outer is compiled}
+        model.compile(optimizer=model.optimizers[0], **how)
         model.fit(inputs, targets, batch_size=4, epochs=2, shuffle=False, verbose=0)
         ends[way] = model
     say(

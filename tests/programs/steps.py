@@ -38,6 +38,11 @@ def make_model(*layers, seed=5):
     return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
 
 
+def fit_alone(model, optimizer, arrays, batch):
+    """What the ranks must come to, by plain Keras; eagerly, since tracing takes longer."""
+    return fit(model, optimizer, arrays, batch, run_eagerly=True)
+
+
 def fit(model, optimizer, arrays, batch, callbacks=(), **options):
     model.compile(optimizer=optimizer, loss=LOSS, **options)
     model.fit(*arrays, batch_size=batch, shuffle=False, verbose=0, callbacks=list(callbacks))
@@ -110,7 +115,7 @@ def accumulation(name, make, **options):
     optimizer = rr.DistributedOptimizer(make(), accumulate_steps=3)
     fit(model, optimizer, own(arrays, 4), 4, **options)
     whole = [array[: 6 * comm.size * 4] for array in arrays]
-    fit(alone, make(), whole, 3 * comm.size * 4)
+    fit_alone(alone, make(), whole, 3 * comm.size * 4)
     say(
         f"accumulation {name}",
         digest=digest(model.get_weights()),
@@ -189,7 +194,7 @@ def accumulated_sparse_gradients(sparse_as_dense):
     )
     fit(model, optimizer, (index[:, comm.rank], np.zeros((2, 3, 2))), 1)
     every = index.reshape(-1, 3)
-    fit(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
+    fit_alone(alone, keras.optimizers.SGD(1.0), (every, np.zeros((len(every), 3, 2))), len(every))
     case = f"accumulated {'dense' if sparse_as_dense else 'sparse'}"
     say(case, digest=digest(model.get_weights()), difference=difference(model, alone))
 
@@ -277,7 +282,7 @@ def schedules():
         model, alone = make_model(), make_model()
         optimizer = rr.DistributedOptimizer(make(), accumulate_steps=steps)
         fit(model, optimizer, own(arrays, 4), 4)
-        fit(alone, make(), arrays, 4 * comm.size * steps)
+        fit_alone(alone, make(), arrays, 4 * comm.size * steps)
         rate = float(optimizer.learning_rate)
         say(f"schedule {steps}", difference=difference(model, alone), rate=rate)
 
@@ -356,7 +361,7 @@ def frozen_layers():
     same = all((a == b).all() for a, b in zip(before, frozen.get_weights(), strict=True))
     alone = make_model()
     alone.layers[0].trainable = False
-    fit(alone, keras.optimizers.SGD(0.1), arrays, 4 * comm.size)
+    fit_alone(alone, keras.optimizers.SGD(0.1), arrays, 4 * comm.size)
     say(
         "frozen", digest=digest(model.get_weights()), same=same, difference=difference(model, alone)
     )
@@ -376,7 +381,7 @@ def several_models():
             model.fit(*own(arrays, 4), batch_size=4, shuffle=False, verbose=0)
         for model, optimizer in zip(alone, plain, strict=True):
             if not model.compiled:
-                model.compile(optimizer=optimizer, loss=LOSS)
+                model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
             model.fit(*arrays, batch_size=4 * comm.size, shuffle=False, verbose=0)
     say(
         "several",
