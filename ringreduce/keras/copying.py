@@ -1,8 +1,8 @@
 """Copies a Keras optimizer with its state, without the model.
 
 An optimizer's state belongs to the variables it was built for. A copy is for other variables, of a
-copied model or another process, known only when it is built. Until then it keeps the values;
-Keras's own copies (`KerasSaveable.__reduce__`) lose them, with a warning.
+copied model or another process, known only when it is built. Until then it has its state for
+stand-ins; Keras's own copies (`KerasSaveable.__reduce__`) lose it, with a warning.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["CopiedState", "Description"]
+__all__ = ["Description", "built_like"]
 
 
 @dataclass(frozen=True)
@@ -54,76 +55,52 @@ class _VariableSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """An optimizer as plain values; `built_for` is empty if it is not built."""
+    """An optimizer as plain values; `built_for` is None if it is not built."""
 
     optimizer_class: type
     config: dict[str, Any]
-    built_for: tuple[_VariableSpec, ...]
+    built_for: tuple[_VariableSpec, ...] | None
     values: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, optimizer: Any, copied: CopiedState | None = None) -> Description:
-        """Describe `optimizer` with its variables' present values, or those in `copied`."""
-        if copied is None:
-            known = optimizer._trainable_variables if optimizer.built else ()
-            built_for, variables = tuple(map(_VariableSpec.of, known)), optimizer.variables
-        else:
-            built_for, variables = copied.built_for, copied.variables
-        values = tuple(np.array(v.numpy()) for v in variables)
+    def of(cls, optimizer: Any) -> Description:
+        """Describe `optimizer` with its variables' present values."""
+        built_for = None
+        if optimizer.built:
+            built_for = tuple(map(_VariableSpec.of, optimizer._trainable_variables))
+        values = tuple(np.array(v.numpy()) for v in optimizer.variables)
         return cls(type(optimizer), optimizer.get_config(), built_for, values)
 
-    def remake(self) -> tuple[Any, CopiedState | None]:
-        """An optimizer that is not built, and the state to give it when it is, or None."""
+    def remake(self) -> Any:
+        """An optimizer like it, built for stand-ins if it was built."""
         optimizer = _from_config(self.optimizer_class, self.config)
-        variables, state = list(optimizer.variables), None
-        if self.built_for:
-            holder = _from_config(self.optimizer_class, self.config)
-            early = set(map(id, holder.variables))
-            holder.build([spec.stand_in() for spec in self.built_for])
-            _assign(holder.variables, self.values)
-            # In the order of `values`; the new optimizer's own variables where it has them already.
-            own = iter(variables)
-            variables = [next(own) if id(v) in early else v for v in holder.variables]
-            state = CopiedState(variables, self.built_for, holder)
-        _assign(variables, self.values)
-        return optimizer, state
+        if self.built_for is not None:
+            optimizer.build([spec.stand_in() for spec in self.built_for])
+        for variable, value in zip(optimizer.variables, self.values, strict=True):
+            variable.assign(value)
+        return optimizer
 
 
-class CopiedState:
-    """The state of a copy that is not built yet.
+def built_like(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """An optimizer with the configuration and the state of `optimizer`, built for `variables`.
 
-    `variables` are the copy's own that exist already, and others that only hold values. `built_for`
-    is the original's. `holder` is a built optimizer that has the values.
+    Raises:
+        ConfigError: `variables` are not like those that `optimizer` is built for.
     """
-
-    def __init__(
-        self, variables: Sequence[Any], built_for: tuple[_VariableSpec, ...], holder: Any
-    ) -> None:
-        self.variables, self.built_for, self.holder = list(variables), built_for, holder
-
-    def build(self, optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Build `optimizer`, the copy; return each new variable with the one that holds its value.
-
-        Raises:
-            ConfigError: `variables` are not like those the original was built for.
-        """
-        early = set(map(id, optimizer.variables))
-        optimizer.build(list(variables))
-        created = [v for v in optimizer.variables if id(v) not in early]
-        holding = [v for v in self.variables if id(v) not in early]
-        ours, theirs = ([tuple(v.shape) for v in some] for some in (created, holding))
+    # Outside of the function being traced, at whose end alone new variables would get values.
+    with tf.init_scope():
+        made = _from_config(type(optimizer), optimizer.get_config())
+        made.build(list(variables))
+        ours, theirs = ([tuple(v.shape) for v in one.variables] for one in (made, optimizer))
         if ours != theirs:
             raise ConfigError(
                 f"the copy of an optimizer ({optimizer.name}) is built for other variables "
                 f"than its original: it gets state of shapes {ours}, and has {theirs}",
                 remedy="Use it with a model like the original's, or make a new optimizer.",
             )
-        return list(zip(created, holding, strict=True))
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        for variable, like in zip(made.variables, optimizer.variables, strict=True):
+            variable.assign(like.numpy())
+    return made
 
 
 def _from_config(optimizer_class: Any, config: dict[str, Any]) -> Any:

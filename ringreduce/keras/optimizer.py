@@ -134,8 +134,7 @@ class DistributedOptimizer(Wrapper):
                 raise ConfigError(f"{name} is {value}; accepted: 1 and more")
         how = gradient_op(op)
         turn_inside_out()
-        super().__init__(learning_rate=0.0, name=inner.name)
-        self._stand_for(inner)
+        super().__init__(inner)
         self._communicator = communicator
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
@@ -187,13 +186,20 @@ class DistributedOptimizer(Wrapper):
         if self._deferred is not None:
             self._deferred.append((grads, variables))
             return
-        if not self._inner.built and variables is not None:
+        if not self.built and variables is not None:
             # As the inner `apply` would, so that variables get the same names.
             with keras.name_scope(self._inner.name, caller=self._inner):
                 self.build_inner(variables)
-        known = variables or self._inner._trainable_variables
+        known = variables
+        if known is None:
+            known = self._inner._trainable_variables if self.built else []
         if len(grads) != len(known):
-            self._refuse_number(grads, variables)
+            if variables is None:
+                keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
+            raise ConfigError(
+                f"got {len(grads)} gradients for {len(known)} variables",
+                remedy="Pass one for each variable, None where there is none.",
+            )
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
         if not self._initial.are_given:
             self._local.check(self._inner)
@@ -212,16 +218,6 @@ class DistributedOptimizer(Wrapper):
             yield self._deferred
         finally:
             self._deferred = None
-
-    def _refuse_number(self, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Raise Keras's own error where gradients come without variables, else a ConfigError."""
-        if variables is None:
-            self._inner.apply(gradients)
-        raise ConfigError(
-            f"got {len(gradients)} gradients for "
-            f"{len(variables or self._inner._trainable_variables)} variables",
-            remedy="Pass one for each variable, None where there is none.",
-        )
 
     def _kind_of(self, variable: Any) -> Kind:
         if variable in self._local:
@@ -257,19 +253,15 @@ class DistributedOptimizer(Wrapper):
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the inner optimizer's variables and give all ranks rank 0's values."""
-        if not self._inner.built:
+        if not self.built:
             self.build_inner(variables)
-        if tf.executing_eagerly() and self._is_formed():
+        if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
-
-    def _is_formed(self) -> bool:
-        return self._communicator is not None or is_initialized()
 
     def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
         """Give all ranks rank 0's values; return the gradients to reduce."""
         # All variables that it may ever train, those frozen now included.
         every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
-        self._give()
         state = self.shared(self._inner.variables)
         return self._initial.give(self.shared([*every.values()]), gradients, self._ring(), state)
 
@@ -296,7 +288,7 @@ class DistributedOptimizer(Wrapper):
 
     def around(self, inner: Any) -> DistributedOptimizer:
         """Another wrapper around `inner` with the same options and local variables."""
-        if self._copied is not None:
+        if self._has_stand_ins:
             raise ConfigError(
                 f"the copy of an optimizer ({self.name}) gets a loss scale before it is built, "
                 "and would lose its state",
@@ -327,7 +319,7 @@ class DistributedOptimizer(Wrapper):
                 "the copy would be is not known",
                 remedy="Make a new one, and register the other model's variables with it.",
             )
-        return Description.of(self._inner, self._copied)
+        return Description.of(self._inner)
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self._inner!r}>"
@@ -354,7 +346,7 @@ def _copy(
     description: Description, communicator: Communicator | None, options: dict[str, Any]
 ) -> DistributedOptimizer:
     """A wrapped optimizer from its description; pickles refer to this function."""
-    inner, state = description.remake()
+    inner = description.remake()
     optimizer = DistributedOptimizer(inner, communicator, **options)
-    optimizer._copied = state
+    optimizer._has_stand_ins = inner.built
     return optimizer
