@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,10 @@ __all__ = [
     "broadcast_object",
     "reduce_scatter",
 ]
+
+# Dtypes that cannot travel, and those, with all their values, in which they do. A sum of uint16
+# that is too large wraps in the cast back, as other integers do.
+_CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}
 
 
 @tf.autograph.experimental.do_not_convert
@@ -60,7 +65,7 @@ def all_reduce(
     def reduced(leaf: Any) -> Any:
         if isinstance(leaf, tf.IndexedSlices):
             return _reduced_slices(leaf, ring, op)
-        return collectives.all_reduce(leaf, ring, op)
+        return _carried(leaf, lambda value: collectives.all_reduce(value, ring, op), op)
 
     return tf.nest.map_structure(reduced, tensor)
 
@@ -75,11 +80,25 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
             size=ring.size,
             remedy="Use sum or mean, or tf.convert_to_tensor first.",
         )
-    values = collectives.all_gather(slices.values, ring)
+    values = all_gather(slices.values, ring)
     if how is ReduceOp.MEAN:
         values = values / tf.cast(ring.size, values.dtype)
-    indices = collectives.all_gather(slices.indices, ring)
+    indices = all_gather(slices.indices, ring)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str = "max") -> Any:
+    """The result of `collective` on `tensor`; uint16 and bool travel in another dtype."""
+    value = tf.convert_to_tensor(tensor)
+    carrier = _CARRIERS.get(value.dtype.name)
+    if carrier is None:
+        return collective(value)
+    if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ArrayError(
+            f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}",
+            remedy='Use op="max" for any, op="min" for all, or count with tf.cast.',
+        )
+    return tf.cast(collective(tf.cast(value, carrier)), value.dtype)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -97,7 +116,8 @@ def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
     Raises:
         As `all_reduce`.
     """
-    return collectives.all_gather(tensor, communicator or default_communicator())
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: collectives.all_gather(value, ring))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -115,7 +135,8 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
     Raises:
         As `all_reduce`; ArrayError also when `root` is no rank.
     """
-    return collectives.broadcast(tensor, communicator or default_communicator(), root)
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: collectives.broadcast(value, ring, root))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -135,7 +156,8 @@ def reduce_scatter(
     Raises:
         As `all_reduce`; ArrayError also for a tensor without dimensions.
     """
-    return collectives.reduce_scatter(tensor, communicator or default_communicator(), op)
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: collectives.reduce_scatter(value, ring, op), op)
 
 
 def barrier(communicator: Communicator | None = None) -> None:

@@ -21,7 +21,6 @@ mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.tensorflow import numbering, xla
 from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.carriers import carried
 from ringreduce.tensorflow.places import is_in_loop
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
@@ -44,19 +42,16 @@ _Sign = Callable[..., int]
 
 
 @tf.autograph.experimental.do_not_convert
-def all_reduce(tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM) -> Any:
-    """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run."""
-    return carried(tensor, lambda value: _all_reduce(value, communicator, op), op)
-
-
-@tf.autograph.experimental.do_not_convert
-def _all_reduce(
+def all_reduce(
     tensor: Any,
     communicator: Communicator,
     op: ReduceOp | str = ReduceOp.SUM,
     of: Any = numbering.NONE,
 ) -> Any:
-    """`all_reduce`; with `of`, as the gradient of the collective with that number."""
+    """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run.
+
+    With `of`, it is the gradient of the collective with that number.
+    """
     how, value = reduce_op(op), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
@@ -72,7 +67,7 @@ def _all_reduce(
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
             _require_gradient(communicator, "all_reduce", how)
-            return _all_reduce(upstream, communicator, how, number)
+            return all_reduce(upstream, communicator, how, number)
 
         return result, gradient
 
@@ -81,21 +76,13 @@ def _all_reduce(
 
 @tf.autograph.experimental.do_not_convert
 def all_gather(
-    tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None
-) -> Any:
-    """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
-    return carried(tensor, lambda value: _all_gather(value, communicator, counts=counts))
-
-
-@tf.autograph.experimental.do_not_convert
-def _all_gather(
     tensor: Any,
     communicator: Communicator,
     *,
     counts: Sequence[int] | None = None,
     of: Any = numbering.NONE,
 ) -> Any:
-    """`all_gather`; `of` as for `_all_reduce`."""
+    """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
     value = _checked(tensor)
     if value.shape.rank == 0:
         value = tf.reshape(value, (1,))
@@ -115,7 +102,7 @@ def _all_gather(
 
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            each = known or _all_gather(
+            each = known or all_gather(
                 tf.shape(value, out_type=tf.int64)[0], communicator, of=number
             )
             own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
@@ -126,13 +113,8 @@ def _all_gather(
     return gathered(value)
 
 
-@tf.autograph.experimental.do_not_convert
-def broadcast(tensor: Any, communicator: Communicator, root: int = 0) -> Any:
+def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     """`ringreduce.keras.broadcast`."""
-    return carried(tensor, lambda value: _broadcast(value, communicator, root))
-
-
-def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     source, value = checked_root(root, communicator.rank, communicator.size), _checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
@@ -147,7 +129,7 @@ def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
 
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            total = _all_reduce(upstream, communicator, of=number)
+            total = all_reduce(upstream, communicator, of=number)
             # A choice, not a condition: all ranks must compute gradients of gradients too.
             return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
@@ -156,15 +138,8 @@ def _broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     return sent(value)
 
 
-@tf.autograph.experimental.do_not_convert
-def reduce_scatter(
-    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM
-) -> Any:
+def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
     """`ringreduce.keras.reduce_scatter`."""
-    return carried(tensor, lambda value: _reduce_scatter(value, communicator, op), op)
-
-
-def _reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
     how, value = reduce_op(op), _checked(tensor)
     if value.shape.rank == 0:
         raise ArrayError(
@@ -195,7 +170,7 @@ def _reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str)
             _require_gradient(communicator, "reduce_scatter", how)
             rows = value.shape[0]
             counts = None if rows is None else _counts(communicator, rows)
-            whole = _all_gather(upstream, communicator, counts=counts, of=number)
+            whole = all_gather(upstream, communicator, counts=counts, of=number)
             whole = tf.ensure_shape(whole, value.shape)
             return whole / communicator.size if how is ReduceOp.MEAN else whole
 
@@ -225,7 +200,7 @@ def _own_rows_of_sum(
 
         @xla.compiled_alike
         def gradient(upstream: Any) -> Any:
-            return _all_gather(upstream, communicator, counts=known, of=number), None
+            return all_gather(upstream, communicator, counts=known, of=number), None
 
         return result, gradient
 
@@ -319,5 +294,5 @@ def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) 
 
 def _counts(communicator: Communicator, rows: int) -> list[int]:
     """How many of `rows` rows `reduce_scatter` leaves each rank."""
-    bounds = chunk_bounds(rows, communicator.size)
-    return [end - start for start, end in pairwise(bounds)]
+    counts: list[int] = np.diff(chunk_bounds(rows, communicator.size)).tolist()
+    return counts
