@@ -19,26 +19,6 @@ ABSENT = frozenset(
     for what in ("mpi", "gloo", "nccl", "cuda", "rocm", "ddl", "ccl", "sycl")
     for state in ("built", "enabled")
 ) | {"mpi_threads_supported"}
-_PROVIDED = ABSENT | {
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "broadcast_",
-    "broadcast_object_fn",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "local_rank_op",
-    "local_size_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
-}
 
 _NAMES = {
     "Adasum": "there is none",
@@ -95,7 +75,10 @@ def advice_on_name(name: str) -> str:
     plain = f"module 'ringreduce.keras' has no attribute {name!r}"
     if name not in _NAMES:
         return plain
-    where = ", or import ringreduce.keras.horovod, which has it" if name in _PROVIDED else ""
+    from ringreduce.keras import horovod  # Which imports `ringreduce.keras`.
+
+    is_there = name in ABSENT or name in horovod.__all__
+    where = ", or import ringreduce.keras.horovod, which has it" if is_there else ""
     return f"{plain}: {_NAMES[name]}{where} ({_PAGE})"
 
 

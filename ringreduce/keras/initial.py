@@ -20,6 +20,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
+from ringreduce.keras.weighting import Kind, weighted
 from ringreduce.tensorflow.calls import call
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -158,8 +159,4 @@ def _without_others(gradients: list[Any], usable: bool, ring: Communicator) -> l
         *(ring.rank, ring.size, ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    # No product where the rank is left out: zero times infinity is not zero.
-    return [
-        None if g is None else tf.convert_to_tensor(g) * factor if usable else tf.zeros_like(g)
-        for g in gradients
-    ]
+    return [weighted(gradient, Kind.MEAN, factor) for gradient in gradients]

@@ -24,9 +24,6 @@ from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceE
 
 __all__ = ["call"]
 
-# What the calls of a function need, kept as long as the function may run.
-_calls: weakref.WeakKeyDictionary[Any, list[_Call]] = weakref.WeakKeyDictionary()
-
 
 def call(
     communicator: Communicator,
@@ -60,73 +57,59 @@ def call(
     while isinstance(graph, ControlFlowFuncGraph):
         graph = graph.outer_graph
     kinds = [(tuple(shape), tf.as_dtype(dtype)) for shape, dtype in results]
-    made = _Call(communicator, what, run, arguments, kinds)
-    _calls.setdefault(graph, []).append(made)
-    return made.add(arguments)
+    number = _register(communicator, what, run, arguments, kinds)
+    # As long as the function may run.
+    weakref.finalize(graph, communicator.engine.forget, number).atexit = False
+    started = xla.start(number, 0, arguments, order.token(communicator))
+    *found, token = xla.wait(number, 0, kinds, [started])
+    order.follow(communicator, token)
+    return found
 
 
-class _Call:
-    """One call of `run` in a graph; lives as long as that function."""
+def _register(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+) -> int:
+    """Have the engine call `run` in memory of ours; return the number of that with the engine."""
+    spans, kinds, end = [], [], 0
+    for shape, dtype in (*((tuple(t.shape), t.dtype) for t in arguments), *results):
+        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
+        nbytes = math.prod(shape) * numpy_dtype.itemsize
+        spans.append((end, nbytes))
+        kinds.append((shape, numpy_dtype))
+        end += nbytes + -nbytes % ALIGNMENT
+    memory = communicator.empty(end, np.uint8)
+    arrays = [
+        memory[start : start + nbytes].view(dtype).reshape(shape)
+        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
+    ]
+    count = len(arguments)
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        what: str,
-        run: Callable[..., Sequence[Any]],
-        arguments: Sequence[Any],
-        results: Sequence[tuple[tuple[int, ...], Any]],
-    ) -> None:
-        self._communicator = communicator
-        self._results = results
-        places, end = [], 0
-        for given, kind in (*((tuple(t.shape), t.dtype) for t in arguments), *results):
-            numpy_dtype = np.dtype(kind.as_numpy_dtype)
-            nbytes = math.prod(given) * numpy_dtype.itemsize
-            places.append((end, nbytes, given, numpy_dtype))
-            end += nbytes + -nbytes % ALIGNMENT
-        memory = communicator.empty(end, np.uint8)
-        arrays = [
-            memory[start : start + nbytes].view(numpy_dtype).reshape(given)
-            for start, nbytes, given, numpy_dtype in places
-        ]
-        count = len(arguments)
-        spans = [(start, nbytes) for start, nbytes, *_ in places]
-        engine = communicator.engine
-        assert engine.native is not None
-        self._number = engine.native.register([Layout(memory, end, spans[:count], spans[count:])])
+    def reduce(_: BucketItem) -> None:
+        try:
+            returned = run(*arrays[:count])
+        except RingReduceError as error:
+            if communicator.failure is None:
+                raise RoundFailed(str(error)) from error
+            raise
+        for result, value in zip(arrays[count:], returned, strict=True):
+            found = np.asarray(value)
+            if found.shape != result.shape:
+                raise MismatchError(
+                    f"got a result of shape {found.shape} where {result.shape} was compiled, as if "
+                    "tensors had the shape of this rank's on all ranks",
+                    rank=communicator.rank,
+                    size=communicator.size,
+                    operation=what,
+                    remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
+                )
+            np.copyto(result, found)
 
-        def reduce(_: BucketItem) -> None:
-            try:
-                returned = run(*arrays[:count])
-            except RingReduceError as error:
-                if communicator.failure is None:
-                    raise RoundFailed(str(error)) from error
-                raise
-            for result, value in zip(arrays[count:], returned, strict=True):
-                found = np.asarray(value)
-                if found.shape != result.shape:
-                    raise _other_shape(communicator, what, result.shape, found.shape)
-                np.copyto(result, found)
-
-        engine.serve(self._number, reduce)
-        weakref.finalize(self, engine.forget, self._number).atexit = False
-
-    def add(self, arguments: Sequence[Any]) -> list[Any]:
-        """Add the call to the graph that is being traced."""
-        started = xla.start(self._number, 0, arguments, order.token(self._communicator))
-        *found, token = xla.wait(self._number, 0, self._results, [started])
-        order.follow(self._communicator, token)
-        return found
-
-
-def _other_shape(
-    communicator: Communicator, what: str, expected: tuple[int, ...], found: tuple[int, ...]
-) -> MismatchError:
-    return MismatchError(
-        f"got a result of shape {found} where {expected} was compiled, as if tensors had the shape "
-        "of this rank's on all ranks",
-        rank=communicator.rank,
-        size=communicator.size,
-        operation=what,
-        remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
-    )
+    engine = communicator.engine
+    assert engine.native is not None
+    number = engine.native.register([Layout(memory, end, spans[:count], spans[count:])])
+    engine.serve(number, reduce)
+    return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -86,9 +85,7 @@ def _as_number(digest: Any) -> int:
 
 def _usual(values: Sequence[int]) -> int:
     """The value of most ranks; of several equally common ones rank 0's, if it is among them."""
-    often = Counter(values).most_common()
-    most = [value for value, count in often if count == often[0][1]]
-    return values[0] if values[0] in most else most[0]
+    return max(values, key=lambda value: (values.count(value), value == values[0]))
 
 
 def _minority(values: Sequence[int]) -> list[int]:
