@@ -24,7 +24,6 @@ from ringreduce.communicator.process import (
 )
 from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
-from ringreduce.keras.compression import Compression
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.initial import broadcast_variables
@@ -46,6 +45,7 @@ from ringreduce.keras.tensors import (
 )
 from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow import verify_replicas
+from ringreduce.tensorflow.codecs import Compression
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = [

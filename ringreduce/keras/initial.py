@@ -67,6 +67,7 @@ class InitialValues:
         self,
         variables: Sequence[Any],
         gradients: list[Any],
+        kinds: Sequence[Kind],
         ring: Communicator,
         state: Sequence[Any] = (),
     ) -> list[Any]:
@@ -74,8 +75,8 @@ class InitialValues:
 
         Collective where there are any. While tracing, random generators that the function has used
         get different states on all ranks, where they have the same. `state` are further variables,
-        on which gradients do not depend. Returns the gradients to reduce: `gradients`, unless this
-        is an eager step and some rank had other values.
+        on which gradients do not depend. Returns the gradients to use: `gradients`, of `kinds`,
+        unless this is an eager step and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
@@ -99,7 +100,7 @@ class InitialValues:
             self._without_value.pop(key, None)
         if not tf.executing_eagerly():
             return gradients
-        return _without_others(gradients, not differed, ring)
+        return _without_others(gradients, kinds, not differed, ring)
 
     def _require(self, ring: Communicator) -> list[Any]:
         """Raise if a step runs whose variables had no values when it was traced, nor since."""
@@ -144,7 +145,9 @@ def _by_identity(variables: Iterable[Any]) -> dict[int, Any]:
     return {id(plain): plain for plain in map(plain_variable, variables)}
 
 
-def _without_others(gradients: list[Any], usable: bool, ring: Communicator) -> list[Any]:
+def _without_others(
+    gradients: list[Any], kinds: Sequence[Kind], usable: bool, ring: Communicator
+) -> list[Any]:
     """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
     if ring.size == 1:
         return gradients
@@ -159,4 +162,7 @@ def _without_others(gradients: list[Any], usable: bool, ring: Communicator) -> l
         *(ring.rank, ring.size, ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
-    return [weighted(gradient, Kind.MEAN, factor) for gradient in gradients]
+    return [
+        gradient if kind is Kind.LOCAL else weighted(gradient, kind, factor)
+        for gradient, kind in zip(gradients, kinds, strict=True)
+    ]

@@ -201,10 +201,10 @@ class DistributedOptimizer(Wrapper):
                 remedy="Pass one for each variable, None where there is none.",
             )
         grads = [as_gradient(one, variable) for one, variable in zip(grads, known, strict=True)]
+        kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
             self._local.check(self._inner)
-            grads = self._synchronize(known, grads)
-        kinds = [self._kind_of(variable) for variable in known]
+            grads = self._synchronize(known, grads, kinds)
         step = Step(grads, known, kinds, weighting.current())
         self._strategy.take(
             step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
@@ -258,12 +258,14 @@ class DistributedOptimizer(Wrapper):
         if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
 
-    def _synchronize(self, variables: Sequence[Any], gradients: list[Any]) -> list[Any]:
-        """Give all ranks rank 0's values; return the gradients to reduce."""
+    def _synchronize(
+        self, variables: Sequence[Any], gradients: list[Any], kinds: Sequence[Kind]
+    ) -> list[Any]:
+        """Give all ranks rank 0's values; return the gradients to use."""
         # All variables that it may ever train, those frozen now included.
         every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
-        state = self.shared(self._inner.variables)
-        return self._initial.give(self.shared([*every.values()]), gradients, self._ring(), state)
+        shared, state = self.shared([*every.values()]), self.shared(self._inner.variables)
+        return self._initial.give(shared, gradients, kinds, self._ring(), state)
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""

@@ -14,10 +14,10 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from ringreduce.keras.weighting import Kind, gradient_op, of_mean, weighted
+from ringreduce.keras.strategies import Reducer, Step
+from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
-from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -129,30 +129,20 @@ class DistributedGradientTape:
                 which is a `tf.errors.UnknownError` too.
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
-        gradients, flat = tf.nest.flatten(own), tf.nest.flatten(sources)
-        gradients = [as_gradient(g, source) for g, source in zip(gradients, flat, strict=True)]
-        paths = [_name(source, number) for number, source in enumerate(flat)]
+        flat = tf.nest.flatten(sources)
+        gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
+        kinds = [Kind.LOCAL if _identity(source) in self._local else Kind.MEAN for source in flat]
         ring = self._communicator or default_communicator()
         kept = _kept_for(ring)
-        is_local = [_identity(source) in self._local for source in flat]
-        shared = [None if local else g for g, local in zip(gradients, is_local, strict=True)]
-        variables = [
+        shared = [
             source
-            for source, local in zip(flat, is_local, strict=True)
-            if isinstance(source, (tf.Variable, keras.Variable)) and not local
+            for source, kind in zip(flat, kinds, strict=True)
+            if isinstance(source, (tf.Variable, keras.Variable)) and kind is Kind.MEAN
         ]
-        shared = kept.initial.give(variables, shared, ring)
-        if (weight := weighting.current()) is not None:
-            shared = [weighted(gradient, Kind.MEAN, weight.factor) for gradient in shared]
-            counts = tf.math.sign(weight.own)
-            gradients = [weighted(gradient, Kind.LOCAL, counts) for gradient in gradients]
-        reducer = kept.bridge(self._options)
-        found = [
-            reducer.own(gradient) if local else of_mean(mean, self._op, ring)
-            for gradient, mean, local in zip(
-                gradients, reducer.mean(ring, shared, paths), is_local, strict=True
-            )
-        ]
+        gradients = kept.initial.give(shared, gradients, kinds, ring)
+        step = Step(gradients, flat, kinds, weighting.current())
+        reducer = Reducer(kept.bridge(self._options), ring, self._op)
+        found = reducer.reduce(step.weighted(), flat, kinds)
         return tf.nest.pack_sequence_as(own, found)
 
     def register_local_source(self, source: Any) -> None:
@@ -197,9 +187,3 @@ def _kept_for(communicator: Communicator) -> _Kept:
                 del _kept[known]
         _kept[communicator] = _Kept()
     return _kept[communicator]
-
-
-def _name(source: Any, number: int) -> str:
-    """A source in messages: the path of a variable; names of tensors differ between ranks."""
-    is_variable = isinstance(source, (tf.Variable, keras.Variable))
-    return path_of(source) if is_variable else f"source {number}"

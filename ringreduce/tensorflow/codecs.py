@@ -8,33 +8,47 @@ import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["CODECS", "Codec"]
+__all__ = ["Codec", "Compression"]
 
-# 16-bit floats are added in float32 (`ringreduce.pure.kernels`), and the sum is divided before it
-# is rounded: only a gradient or a mean can overflow the dtype, not a sum.
-CODECS: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
+_DTYPES: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
+
+
+class Compression:
+    """What `DistributedOptimizer(compression=...)` accepts; the names are Horovod's.
+
+    Sums are made in float32 and divided before they are rounded, so that only a single gradient or
+    a mean can be too large for the dtype.
+
+    Attributes:
+        none: gradients travel as they are.
+        fp16: as float16: 11 significant bits, at most 65504, coarser below 6e-5. Meant for a scaled
+            loss (mixed_float16), where overflow becomes infinity and all ranks skip the step.
+        bf16: as bfloat16: 8 significant bits, and the range of float32.
+    """
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
 
 
 class Codec:
-    """Rounds 32- and 64-bit gradients as `CODECS` says; ConfigError if it has no such name."""
+    """Rounds 32- and 64-bit gradients; ConfigError if `name` is none of `Compression`."""
 
     def __init__(self, name: str) -> None:
-        if name not in CODECS:
-            raise ConfigError(f"compression is {name!r}; accepted: {', '.join(CODECS)}")
-        self._dtype = CODECS[name]
+        if name not in _DTYPES:
+            raise ConfigError(f"compression is {name!r}; accepted: {', '.join(_DTYPES)}")
+        self._dtype = _DTYPES[name]
 
     def encode(self, gradient: Any) -> Any:
         """`gradient`, a tensor, `tf.IndexedSlices` or None, as it travels."""
-        if gradient is None or self._dtype is None or gradient.dtype not in _ROUNDED:
+        is_wide = gradient is not None and gradient.dtype in (tf.float32, tf.float64)
+        if self._dtype is None or not is_wide:
             return gradient
         return _cast(gradient, self._dtype)
 
     def decode(self, mean: Any, gradient: Any) -> Any:
         """`mean` in the dtype of the `gradient` that was encoded."""
         return None if gradient is None else _cast(mean, gradient.dtype)
-
-
-_ROUNDED = (tf.float32, tf.float64)
 
 
 def _cast(gradient: Any, dtype: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The step waits for it. It is one function, not one per bucket: stateful ops run in program order, so
 several would not overlap, and each that blocks holds a thread that another may need. The means are
-views of a bucket's memory, which TensorFlow then owns.
+views of a bucket's memory, which TensorFlow then owns. Sparse gradients come after it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,19 @@ class PythonRoute:
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The means of the plan's dense gradients and of its sparse ones, in their order."""
-        parts = self._sparse.parts(slices)
         # One more result than means, so that ranks without gradients are compared too.
-        results = [((), tf.int32)]
-        results += [(gradient.shape, gradient.dtype) for gradient in dense]
-        results += self._sparse.results(parts)
-        _, *means = call(
-            self._reducer.communicator, "reduce gradients", self._run, [*dense, *parts], results
-        )
-        return means[: len(dense)], self._sparse.joined(slices, means[len(dense) :])
+        results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
+        communicator = self._reducer.communicator
+        _, *means = call(communicator, "reduce gradients", self._run, dense, results)
+        return means, self._sparse.mean(communicator, self._reducer.plan, slices)
 
     def _run(self, *arrays: np.ndarray) -> list[Any]:
-        communicator, plan = self._reducer.communicator, self._reducer.plan
         started = time.perf_counter()
         try:
             self._reducer.begin_step()
-            means = self._reduce(arrays[: len(plan.present)])
-            if plan.sparse:
-                means += self._sparse.reduce(communicator, plan, arrays[len(plan.present) :])
+            means = self._reduce(arrays)
         finally:
-            communicator.blocked_for(time.perf_counter() - started)
+            self._reducer.communicator.blocked_for(time.perf_counter() - started)
         return [np.int32(len(means)), *means]
 
     def _reduce(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -148,37 +148,23 @@ class SparseMean:
         def run(*arrays: np.ndarray) -> list[np.ndarray]:
             started = time.perf_counter()
             try:
-                return self.reduce(communicator, plan, arrays)
+                return self._reduce(communicator, plan, arrays)
             finally:
                 communicator.blocked_for(time.perf_counter() - started)
 
-        parts = self.parts(slices)
-        return self.joined(
-            slices, call(communicator, "reduce gradients", run, parts, self.results(parts))
-        )
-
-    @staticmethod
-    def parts(slices: Sequence[tf.IndexedSlices]) -> list[Any]:
-        """Indices and values of each of `slices`, alternating: what `reduce` takes and returns."""
-        return [tensor for one in slices for tensor in (one.indices, one.values)]
-
-    @staticmethod
-    def results(parts: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """The static shapes and dtypes of what `reduce` returns for `parts`."""
-        return [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
-
-    @staticmethod
-    def joined(slices: Sequence[tf.IndexedSlices], parts: Sequence[Any]) -> list[Any]:
-        """The means of `slices` from their `parts`."""
+        # Indices and values of each, alternating.
+        parts = [tensor for one in slices for tensor in (one.indices, one.values)]
+        results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
+        means = call(communicator, "reduce gradients", run, parts, results)
         return [
             tf.IndexedSlices(values, indices, one.dense_shape)
-            for one, indices, values in zip(slices, parts[::2], parts[1::2], strict=True)
+            for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
         ]
 
-    def reduce(
+    def _reduce(
         self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Indices and values of the means, alternating as in `parts`, in new memory."""
+        """Indices and values of the means, alternating as in `arrays`, in new memory."""
         specs = [plan.gradients[index] for index in plan.sparse]
         own = [
             _merged(communicator, spec, indices, values)

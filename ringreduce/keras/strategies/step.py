@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import keras
+import tensorflow as tf
+
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.weighting import Kind, Weight, of_mean
+from ringreduce.keras.weighting import Kind, Weight, of_mean, weighted
 from ringreduce.tensorflow import GradientBridge, path_of
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.types import ReduceOp
@@ -17,11 +20,11 @@ __all__ = ["Reducer", "Step", "Strategy"]
 
 @dataclass(frozen=True)
 class Step:
-    """One call of `DistributedOptimizer.apply`.
+    """One call of `DistributedOptimizer.apply`, or `DistributedGradientTape.gradient`.
 
     Attributes:
         gradients: this rank's: tensors, `tf.IndexedSlices` or None.
-        variables, kinds: theirs, equal on all ranks.
+        variables, kinds: theirs, equal on all ranks; for a tape also other sources.
         weight: this rank's weight in the mean; None: all ranks are equal.
     """
 
@@ -29,6 +32,16 @@ class Step:
     variables: Sequence[Any]
     kinds: Sequence[Kind]
     weight: Weight | None
+
+    def weighted(self) -> Sequence[Any]:
+        """The gradients, so that their plain mean over all ranks is the weighted one."""
+        if self.weight is None:
+            return self.gradients
+        counts = {Kind.MEAN: self.weight.factor, Kind.LOCAL: tf.math.sign(self.weight.own)}
+        return [
+            weighted(gradient, kind, counts.get(kind, self.weight.own))
+            for gradient, kind in zip(self.gradients, self.kinds, strict=True)
+        ]
 
 
 class Strategy(Protocol):
@@ -57,7 +70,8 @@ class Reducer:
             for gradient, kind in zip(gradients, kinds, strict=True)
         ]
         if Kind.MEAN in kinds:
-            means = self._bridge.mean(self._communicator, means, list(map(path_of, variables)))
+            paths = [_name(variable, number) for number, variable in enumerate(variables)]
+            means = self._bridge.mean(self._communicator, means, paths)
         final = []
         for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
             if kind is Kind.MAXIMUM and gradient is not None:
@@ -67,3 +81,9 @@ class Reducer:
             else:
                 final.append(of_mean(mean, self._op, self._communicator))
         return final
+
+
+def _name(variable: Any, number: int) -> str:
+    """A variable's path; of another source of a tape its number: names differ between ranks."""
+    is_variable = isinstance(variable, (tf.Variable, keras.Variable))
+    return path_of(variable) if is_variable else f"source {number}"
