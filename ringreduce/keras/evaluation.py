@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -78,39 +78,22 @@ def evaluate(
     """
     ring = communicator or default_communicator()
     share = _share_of((x, y, sample_weight), batch_size, steps, ring)
+    run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
+    own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
-        return model.evaluate(
-            x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps=steps,
-            verbose=verbose,
-            callbacks=callbacks,
-            return_dict=return_dict,
-        )
+        return run(**own, steps=steps, verbose=verbose, return_dict=return_dict)
     logs: dict[str, Any] = {}
     states = MetricStates()
     if share.is_empty:
         # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
-    own_x, own_y, own_weight = share.parts
     with _averages_of_rank_0(model, ring):
         if not share.is_empty:
-            logs = model.evaluate(
-                own_x,
-                y=own_y,
-                sample_weight=own_weight,
-                batch_size=batch_size,
-                verbose=verbose if ring.rank == 0 else 0,
-                callbacks=callbacks,
-                return_dict=True,
-            )
+            logs = run(**own, verbose=verbose if ring.rank == 0 else 0, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
     names = [] if share.is_empty else _in_order(model, logs)
-    own = {"entries": entries_of(logs, states.results), "names": names}
-    gathered = ring.all_gather_object(own)
+    gathered = ring.all_gather_object({"entries": entries_of(logs, states.results), "names": names})
     together = combined_results(model, states, ring)
     result = {**logs, **merged([theirs["entries"] for theirs in gathered], together)}
     if return_dict:
@@ -315,16 +298,13 @@ def _gathered(batches: Sequence[np.ndarray], ring: Communicator) -> np.ndarray:
     """All ranks' batches of one output; batch i is the next of rank i mod size."""
     rest, dtype = batches[0].shape[1:], batches[0].dtype
     width = math.prod(rest) * dtype.itemsize
-    own = np.concatenate(batches)
+    own = np.ascontiguousarray(np.concatenate(batches))
     # As bytes, so that every dtype travels.
-    as_bytes = np.ascontiguousarray(own).reshape(-1).view(np.uint8).reshape(len(own), width)
+    as_bytes = own.reshape(-1).view(np.uint8).reshape(len(own), width)
     counts = ring.all_gather_object([len(batch) for batch in batches])
-    rows = ring.all_gather(as_bytes)
-    if not width:
-        return np.empty((sum(map(sum, counts)), *rest), dtype)
-    bounds = np.cumsum([n for theirs in counts for n in theirs])
-    pieces = iter(np.split(rows, bounds[:-1]))
-    queues = [deque(itertools.islice(pieces, len(theirs))) for theirs in counts]
-    longest = max(map(len, queues))
-    ordered = [queue.popleft() for _ in range(longest) for queue in queues if queue]
-    return np.ascontiguousarray(np.concatenate(ordered)).reshape(-1).view(dtype).reshape(-1, *rest)
+    rows = ring.all_gather(as_bytes).reshape(-1).view(dtype).reshape(sum(map(sum, counts)), *rest)
+    ends = np.cumsum([n for theirs in counts for n in theirs])
+    pieces = iter(np.split(rows, ends[:-1]))
+    by_rank = [list(itertools.islice(pieces, len(theirs))) for theirs in counts]
+    in_order = itertools.chain.from_iterable(itertools.zip_longest(*by_rank))
+    return np.concatenate([piece for piece in in_order if piece is not None])

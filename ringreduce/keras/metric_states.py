@@ -40,14 +40,6 @@ class MetricStates:
     values: Sequence[np.ndarray] = ()
     results: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def layout(self) -> list[list[Any]]:
-        """Path, dtype, shape and aggregation of each variable."""
-        return [
-            [v.path, value.dtype.name, list(value.shape), v.aggregation]
-            for v, value in zip(self.variables, self.values, strict=True)
-        ]
-
 
 def states_of(model: Any, batches: int) -> MetricStates:
     """A copy of what the metrics of `model` hold after `batches` batches; nothing travels."""
@@ -76,8 +68,13 @@ def combined_results(
     Raises:
         MismatchError: the ranks' metrics differ; on all ranks.
     """
-    own = [states.batches, states.layout]
-    gathered = agree(communicator, own, _difference, "averaging of metrics")
+    own_layout = [
+        [v.path, value.dtype.name, list(value.shape), v.aggregation]
+        for v, value in zip(states.variables, states.values, strict=True)
+    ]
+    gathered = agree(
+        communicator, [states.batches, own_layout], _difference, "averaging of metrics"
+    )
     counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
     if not counted:
         return {}

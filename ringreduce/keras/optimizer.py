@@ -38,17 +38,12 @@ from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
 __all__ = ["DistributedOptimizer"]
-
-# Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
-# sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
-BUCKET_BYTES = 4 << 20
-# The last layers' gradients come first; the sooner they travel, the more is hidden.
-FIRST_BUCKET_BYTES = 256 << 10
 
 
 class DistributedOptimizer(Wrapper):
@@ -129,28 +124,20 @@ class DistributedOptimizer(Wrapper):
         for name in others:
             raise TypeError(advice_on_option(name))
         refuse_unusable(inner)
-        for name, value in (("bucket_bytes", bucket_bytes), ("accumulate_steps", accumulate_steps)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; accepted: 1 and more")
+        if accumulate_steps < 1:
+            raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
         how = gradient_op(op)
         turn_inside_out()
         super().__init__(inner)
         self._communicator = communicator
-        self._options: dict[str, Any] = {
+        of_bridge: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "check_numerics": check_numerics,
-            "accumulate_steps": accumulate_steps,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
-            "op": how,
         }
-        self._bridge = GradientBridge(
-            bucket_bytes,
-            min(bucket_bytes, FIRST_BUCKET_BYTES),
-            check_numerics=check_numerics,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-        )
+        self._options = {**of_bridge, "accumulate_steps": accumulate_steps, "op": how}
+        self._bridge = GradientBridge(**of_bridge)
         self._strategy: Strategy = (
             Accumulate(accumulate_steps) if accumulate_steps > 1 else EveryStep()
         )

@@ -13,10 +13,10 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.initial import InitialValues, plain_variable
-from ringreduce.keras.optimizer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ringreduce.keras.strategies import Reducer, Step
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -69,8 +69,6 @@ class DistributedGradientTape:
         local_variables: Sequence[Any] = (),
         op: ReduceOp | str = ReduceOp.MEAN,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
         if tape is None:
             tape = tf.GradientTape(persistent, watch_accessed_variables)
         elif not isinstance(tape, tf.GradientTape):
@@ -87,7 +85,6 @@ class DistributedGradientTape:
         self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
-            "first_bytes": min(bucket_bytes, FIRST_BUCKET_BYTES),
             "check_numerics": check_numerics,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,

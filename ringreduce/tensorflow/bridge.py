@@ -29,8 +29,13 @@ from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
-__all__ = ["GradientBridge"]
+__all__ = ["BUCKET_BYTES", "GradientBridge"]
 
+# Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
+# sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
+BUCKET_BYTES = 4 << 20
+# The last layers' gradients come first; the sooner they travel, the more is hidden.
+_FIRST_BUCKET_BYTES = 256 << 10
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
 
@@ -46,21 +51,24 @@ class GradientBridge:
     """Averages lists of gradients over all ranks.
 
     The arguments are those of `DistributedOptimizer`; `first_bytes` is the size of the first
-    bucket.
+    bucket, if that is less.
 
     Raises:
-        ConfigError: there is no such `check_numerics` or `compression`.
+        ConfigError: `bucket_bytes` is less than 1; there is no such `check_numerics` or
+            `compression`.
     """
 
     def __init__(
         self,
         bucket_bytes: int,
-        first_bytes: int | None = None,
+        first_bytes: int = _FIRST_BUCKET_BYTES,
         check_numerics: str = "off",
         compression: str = "none",
         sparse_as_dense: bool = False,
     ) -> None:
-        self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
+        self._bucket_bytes, self._first_bytes = bucket_bytes, min(bucket_bytes, first_bytes)
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
         self._sparse = SparseMean(self._numerics)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
+from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.vocabulary.errors import ConfigError
@@ -176,14 +176,10 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
-    if communicator.size == 1:
-        return
-    variables = [v for v in getattr(model.optimizer, "variables", ()) if v.name == "learning_rate"]
-    own = np.array([float(v.numpy()) for v in variables], np.float64)
-    rates = communicator.broadcast(own.copy())
-    for variable, before, rate in zip(variables, own, rates, strict=True):
-        if before.tobytes() != rate.tobytes():
-            variable.assign(rate)
+    if communicator.size > 1:
+        variables = getattr(model.optimizer, "variables", ())
+        rates = [variable for variable in variables if variable.name == "learning_rate"]
+        bridge.broadcast_variables(rates, communicator)
 
 
 def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:

@@ -91,36 +91,25 @@ class MetricAverage(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the values in `logs`."""
         training = self._training or states_of(self.model, self._batches)
-        validation, validation_batches = self._validation, self._validation_batches
+        validation, validated = self._validation, self._validation_batches
         self._forget()
         ring = self._communicator or default_communicator()
-        if ring.size > 1:
-            logs = {} if logs is None else logs
-            logs.update(_averaged(self.model, logs, training, validation, validation_batches, ring))
-            self._latest = dict(logs)
+        if ring.size == 1:
+            return
+        logs = {} if logs is None else logs
+        results = {**training.results, **_as_validation(validation.results)}
+        own = {"entries": entries_of(logs, results), "validated": validated}
+        gathered = agree(ring, own, _difference, "averaging of metrics")
+        together = combined_results(self.model, training, ring)
+        if any(theirs["validated"] for theirs in gathered):
+            together.update(_as_validation(combined_results(self.model, validation, ring)))
+        logs.update(merged([theirs["entries"] for theirs in gathered], together))
+        self._latest = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Replace the values here too: Keras passes those from before the last `on_epoch_end`."""
         if logs is not None:
             logs.update(self._latest)
-
-
-def _averaged(
-    model: Any,
-    logs: Mapping[str, Any],
-    training: MetricStates,
-    validation: MetricStates,
-    validation_batches: int | None,
-    ring: Communicator,
-) -> dict[str, Any]:
-    """All ranks' values of what is in `logs`, and in those of ranks that had data to validate."""
-    local = {**training.results, **_as_validation(validation.results)}
-    own = {"entries": entries_of(logs, local), "validated": validation_batches}
-    gathered = agree(ring, own, _difference, "averaging of metrics")
-    together = combined_results(model, training, ring)
-    if any(theirs["validated"] for theirs in gathered):
-        together.update(_as_validation(combined_results(model, validation, ring)))
-    return merged([theirs["entries"] for theirs in gathered], together)
 
 
 def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
