@@ -302,7 +302,7 @@ BREAKAGES = (
     ),
     Breakage(
         "callbacks-all-want-to-stop",
-        "ringreduce/keras/callbacks/stopping.py",
+        "ringreduce/keras/callbacks/together.py",
         "ring.all_reduce(wants, ReduceOp.MAX)",
         "ring.all_reduce(wants, ReduceOp.MIN)",
         "A rank that stops alone leaves the others waiting for it.",

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.vocabulary.errors import MismatchError, RingReduceError
+from ringreduce.vocabulary.errors import MismatchError
 
-__all__ = ["Difference", "agree", "disagreement"]
+__all__ = ["Difference", "agree"]
 
 
 class Difference(NamedTuple):
@@ -39,19 +39,14 @@ def agree(
     """
     gathered = communicator.all_gather_object(own, signature=signature)
     if (found := compare(gathered)) is not None:
-        raise disagreement(communicator, found, operation)
-    return gathered
-
-
-def disagreement(communicator: Communicator, found: Difference, operation: str) -> RingReduceError:
-    """The error for a difference that every rank has found; it breaks the communicator."""
-    return communicator.fail(
-        MismatchError(
-            found.text,
-            rank=communicator.rank,
-            size=communicator.size,
-            peer=found.peer,
-            operation=operation,
-            remedy=found.remedy,
+        raise communicator.fail(
+            MismatchError(
+                found.text,
+                rank=communicator.rank,
+                size=communicator.size,
+                peer=found.peer,
+                operation=operation,
+                remedy=found.remedy,
+            )
         )
-    )
+    return gathered

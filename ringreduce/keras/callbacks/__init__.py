@@ -3,17 +3,14 @@
 from typing import NoReturn
 
 from ringreduce.keras.advice import advice_on_callback
-from ringreduce.keras.callbacks.broadcast import Broadcast
-from ringreduce.keras.callbacks.forwarding import OnRankZero
+from ringreduce.keras.callbacks.broadcast import Broadcast, VerifyReplicas
 from ringreduce.keras.callbacks.learning_rate import (
     LearningRateSchedule,
     LearningRateWarmup,
     linear_scaling,
 )
 from ringreduce.keras.callbacks.metric_average import MetricAverage
-from ringreduce.keras.callbacks.stopping import StopTogether
-from ringreduce.keras.callbacks.together import Together
-from ringreduce.keras.callbacks.verify import VerifyReplicas
+from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together
 
 __all__ = [
     "Broadcast",

@@ -1,4 +1,4 @@
-"""Gives all ranks one rank's weights and optimizer state."""
+"""Gives all ranks one rank's weights and optimizer state, and compares those of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringreduce.keras.wrappable import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Broadcast", "broadcast_state", "count_built", "shared_state"]
+__all__ = ["Broadcast", "VerifyReplicas", "broadcast_state"]
 
 
 class Broadcast(keras.callbacks.Callback):
@@ -51,7 +51,8 @@ class Broadcast(keras.callbacks.Callback):
             )
         if ring.size == 1:
             return
-        built = count_built(self.model, ring)
+        own = np.array([int(bool(self.model.built))], np.int64)
+        built = int(ring.all_reduce(own, ReduceOp.SUM)[0])
         self._is_due = built < ring.size
         if self._is_due and self._root:
             raise ConfigError(
@@ -72,19 +73,47 @@ class Broadcast(keras.callbacks.Callback):
             broadcast_state(self.model, self._root, ring)
 
 
-def count_built(model: Any, communicator: Communicator) -> int:
-    """The number of ranks on which `model` is built. Collective."""
-    built = np.array([int(bool(model.built))], np.int64)
-    return int(communicator.all_reduce(built, ReduceOp.SUM)[0])
+class VerifyReplicas(keras.callbacks.Callback):
+    """Stops training with a `MismatchError` when the ranks' weights are no longer equal.
+
+    Compares trainable variables and the optimizer's, local ones excepted, every `every` batches and
+    at the end of training. Each comparison hashes all weights, at about 1 GB/s. Batches are counted
+    over all epochs, and with ``steps_per_execution`` as often as Keras reports one, so that all
+    ranks compare at the same step.
+
+    Raises:
+        ConfigError: `every` is less than 1.
+    """
+
+    def __init__(self, every: int, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        if every < 1:
+            raise ConfigError(f"every is {every}; accepted: 1 and more")
+        self._every, self._communicator = every, communicator
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count, and compare after every `every` batches."""
+        self._batches += 1
+        if self._batches % self._every == 0:
+            self._verify()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the final weights."""
+        self._verify()
+
+    def _verify(self) -> None:
+        state = _shared_state(self.model, self.model.trainable_variables)
+        bridge.verify_replicas(state, self._communicator)
 
 
 def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
     """Give `model` and its optimizer, without local variables, rank `root`'s values. Collective."""
     # Not `model.variables`, which has the states of random generators.
-    bridge.broadcast_variables(shared_state(model, model.weights), communicator, root)
+    bridge.broadcast_variables(_shared_state(model, model.weights), communicator, root)
 
 
-def shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
+def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
     """`weights` of `model` and all variables of its optimizer, without local ones."""
     optimizer = model.optimizer
     every = [*weights, *([] if optimizer is None else optimizer.variables)]

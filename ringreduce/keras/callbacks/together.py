@@ -1,8 +1,8 @@
-"""Runs callbacks so that all ranks act alike."""
+"""Runs callbacks so that all ranks act alike, and on rank 0 alone those that write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,16 +11,14 @@ import numpy as np
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.callbacks.broadcast import broadcast_state
-from ringreduce.keras.callbacks.forwarding import Forwarding, OnRankZero, checked
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
-from ringreduce.keras.callbacks.stopping import StopTogether
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Together"]
+__all__ = ["OnRankZero", "StopTogether", "Together"]
 
 # Orbax is optional in Keras.
 _WRITERS = tuple(
@@ -29,7 +27,93 @@ _WRITERS = tuple(
 ) + tuple(filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]))
 
 
-class Together(Forwarding):
+class _Forwarding(keras.callbacks.Callback):
+    """Interface: a callback whose hooks call those of its members, in order."""
+
+    def members(self) -> Sequence[Any]:
+        """The callbacks that act on this rank."""
+        raise NotImplementedError
+
+
+def _forwarding(hook: str) -> Callable[..., None]:
+    def forward(self: _Forwarding, *arguments: Any, **options: Any) -> None:
+        getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
+        for member in self.members():
+            getattr(member, hook)(*arguments, **options)
+
+    forward.__name__ = hook
+    forward.__doc__ = f"Calls `{hook}` of each member."
+    return forward
+
+
+# Not written out, so that a hook which a later Keras adds is forwarded too.
+for _hook in dir(keras.callbacks.Callback):
+    if _hook.startswith(("on_", "set_")):
+        setattr(_Forwarding, _hook, _forwarding(_hook))
+
+
+class OnRankZero(_Forwarding):
+    """Lets a callback act on rank 0 only, such as one that writes files.
+
+    On other ranks none of its hooks is called, so it must not make collective calls itself. Within
+    `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
+    all ranks.
+
+    Raises:
+        ConfigError: `callback` is no Keras callback.
+    """
+
+    def __init__(self, callback: Any, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self.callback = _checked(callback)
+        self._communicator = communicator
+
+    def members(self) -> Sequence[Any]:
+        """The callback on rank 0, nothing elsewhere."""
+        ring = self._communicator or default_communicator()
+        return [self.callback] if ring.rank == 0 else []
+
+
+def _checked(callback: Any) -> Any:
+    """Return `callback` if it is a Keras callback, else raise ConfigError."""
+    if not isinstance(callback, keras.callbacks.Callback):
+        raise ConfigError(f"got {callback!r}, which is no keras.callbacks.Callback")
+    return callback
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Stops training on all ranks after the same batch, when any rank wants to stop.
+
+    Without it a rank that sets ``model.stop_training`` leaves alone, and the others' next step
+    fails. Put it after the callbacks that may stop training (EarlyStopping, TerminateOnNaN).
+    `Together` does that itself.
+
+    Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
+    epoch: 8 bytes each, tens of microseconds within a host.
+    """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self._communicator = communicator
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Agree whether this was the last batch."""
+        self._agree()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Agree whether this was the last epoch."""
+        self._agree()
+
+    def _agree(self) -> None:
+        ring = self._communicator or default_communicator()
+        if ring.size > 1:
+            wants = np.array([int(bool(self.model.stop_training))], np.int64)
+            ring.all_reduce(wants, ReduceOp.MAX)
+            if wants[0]:
+                self.model.stop_training = True
+
+
+class Together(_Forwarding):
     """The recommended way to use any callbacks: it runs them so that all ranks act alike.
 
         model.fit(data, callbacks=[rr.callbacks.Together([
@@ -65,7 +149,7 @@ class Together(Forwarding):
     def __init__(self, callbacks: Any, communicator: Communicator | None = None) -> None:
         super().__init__()
         self._communicator = communicator
-        self.callbacks = [checked(callback) for callback in keras.tree.flatten(callbacks)]
+        self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
         self._members = [
             MetricAverage(communicator),
             *(
