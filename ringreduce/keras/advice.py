@@ -70,28 +70,29 @@ _OPTIONS = {
 }
 
 
+def _text(plain: str, advice: str | None) -> str:
+    return plain if advice is None else f"{plain}: {advice} ({_PAGE})"
+
+
 def advice_on_name(name: str) -> str:
     """Text of the AttributeError when ``ringreduce.keras`` has no `name`."""
-    plain = f"module 'ringreduce.keras' has no attribute {name!r}"
-    if name not in _NAMES:
-        return plain
-    from ringreduce.keras import horovod  # Which imports `ringreduce.keras`.
+    advice = _NAMES.get(name)
+    if advice is not None:
+        from ringreduce.keras import horovod  # Which imports `ringreduce.keras`.
 
-    is_there = name in ABSENT or name in horovod.__all__
-    where = ", or import ringreduce.keras.horovod, which has it" if is_there else ""
-    return f"{plain}: {_NAMES[name]}{where} ({_PAGE})"
+        if name in ABSENT or name in horovod.__all__:
+            advice += ", or import ringreduce.keras.horovod, which has it"
+    return _text(f"module 'ringreduce.keras' has no attribute {name!r}", advice)
 
 
 def advice_on_callback(name: str) -> str:
     """Text of the AttributeError when ``ringreduce.keras.callbacks`` has no `name`."""
-    plain = f"module 'ringreduce.keras.callbacks' has no attribute {name!r}"
-    if name != "BestModelCheckpoint":
-        return plain
     best = "put keras.callbacks.ModelCheckpoint(path, save_best_only=True) into Together"
-    return f"{plain}: {best} ({_PAGE})"
+    advice = best if name == "BestModelCheckpoint" else None
+    return _text(f"module 'ringreduce.keras.callbacks' has no attribute {name!r}", advice)
 
 
 def advice_on_option(name: str) -> str:
     """Text of the TypeError when ``DistributedOptimizer`` takes no `name`."""
     plain = f"DistributedOptimizer got an unexpected keyword argument {name!r}"
-    return f"{plain}: {_OPTIONS[name]} ({_PAGE})" if name in _OPTIONS else plain
+    return _text(plain, _OPTIONS.get(name))

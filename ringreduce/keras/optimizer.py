@@ -191,7 +191,10 @@ class DistributedOptimizer(Wrapper):
         kinds = [self._kind_of(variable) for variable in known]
         if not self._initial.are_given:
             self._local.check(self._inner)
-            grads = self._synchronize(known, grads, kinds)
+            # All variables that it may ever train, those frozen now included.
+            every = self.shared([*self._inner._trainable_variables, *known])
+            state = self.shared(self._inner.variables)
+            grads = self._initial.give(every, grads, kinds, self._ring(), state)
         step = Step(grads, known, kinds, weighting.current())
         self._strategy.take(
             step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
@@ -244,15 +247,6 @@ class DistributedOptimizer(Wrapper):
             self.build_inner(variables)
         if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
-
-    def _synchronize(
-        self, variables: Sequence[Any], gradients: list[Any], kinds: Sequence[Kind]
-    ) -> list[Any]:
-        """Give all ranks rank 0's values; return the gradients to use."""
-        # All variables that it may ever train, those frozen now included.
-        every = {id(v): v for v in (*self._inner._trainable_variables, *variables)}
-        shared, state = self.shared([*every.values()]), self.shared(self._inner.variables)
-        return self._initial.give(shared, gradients, kinds, self._ring(), state)
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""

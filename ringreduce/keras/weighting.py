@@ -165,21 +165,20 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
         if not total[0] > 0:
             if compiling:
                 # XLA may already have run whatever does not depend on it.
-                raise communicator.fail(_nobody_has_data(communicator))
+                raise communicator.fail(
+                    ConfigError(
+                        "has no data in this step, as all ranks: a step that XLA compiles cannot "
+                        "be given up",
+                        rank=communicator.rank,
+                        size=communicator.size,
+                        operation="exchange of weights",
+                        remedy="Give the dataset a fixed length (dataset.apply(tf.data."
+                        "experimental.assert_cardinality(n))), or leave jit_compile=True out.",
+                    )
+                )
             raise StopIteration("no rank has any data left")
         return (np.float32(total[0]),)
 
     what = "exchange how much each rank's batch counts"
     [average] = call(communicator, what, mean, [own], [((), tf.float32)])
     return Weight(own, average)
-
-
-def _nobody_has_data(communicator: Communicator) -> ConfigError:
-    return ConfigError(
-        "has no data in this step, as all ranks: a step that XLA compiles cannot be given up",
-        rank=communicator.rank,
-        size=communicator.size,
-        operation="exchange of weights",
-        remedy="Give the dataset a fixed length (dataset.apply(tf.data.experimental."
-        "assert_cardinality(n))), or leave jit_compile=True out.",
-    )

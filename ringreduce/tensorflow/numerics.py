@@ -7,19 +7,19 @@ result, 1 / size of it: finite gradients may have a sum that overflows.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
-from ringreduce.pure.buckets import BucketPlan, GradientSpec
+from ringreduce.pure.buckets import GradientSpec
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.vocabulary.errors import ConfigError, NumericsError
 
-__all__ = ["MODES", "BucketValues", "NumericsCheck", "RowValues"]
+__all__ = ["MODES", "NumericsCheck", "Values"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,13 +46,17 @@ class NumericsCheck:
         self._step += 1
         self._is_bad = False
 
-    def check_own(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
+    def check_own(self, communicator: Communicator, values: Values) -> None:
         """Check this rank's `values` before they are reduced.
 
         Raises:
             NumericsError: one is not finite, and the mode is "raise"; on all ranks.
         """
-        if self._mode == "off" or self._is_bad or (found := values.find(0, len(values))) is None:
+        if (
+            self._mode == "off"
+            or self._is_bad
+            or (found := values.find(0, values.elements.size)) is None
+        ):
             return
         self._report(
             communicator,
@@ -62,7 +66,7 @@ class NumericsCheck:
             "logarithm of, and at the learning rate.",
         )
 
-    def check_mean(self, communicator: Communicator, values: BucketValues | RowValues) -> None:
+    def check_mean(self, communicator: Communicator, values: Values) -> None:
         """Check this rank's share of the means in `values`, in mode "raise" only.
 
         In other modes the rank with the bad gradient has reported it; this costs nearly as much as
@@ -73,7 +77,7 @@ class NumericsCheck:
         """
         if self._mode != "raise":
             return
-        bounds = chunk_bounds(len(values), communicator.size)
+        bounds = chunk_bounds(values.elements.size, communicator.size)
         found = values.find(bounds[communicator.rank], bounds[communicator.rank + 1])
         if found is not None:
             self._report(
@@ -81,7 +85,7 @@ class NumericsCheck:
                 None,
                 # All gradients were finite: `check_own` would have ended this step.
                 f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
-                f"each rank's was finite: their sum overflows {values.dtype.name}",
+                f"each rank's was finite: their sum overflows {values.elements.dtype.name}",
                 "Look at the learning rate, and clip what grows.",
             )
 
@@ -106,64 +110,31 @@ class NumericsCheck:
 
 
 @dataclass(frozen=True)
-class BucketValues:
-    """The elements of the plan's bucket number `bucket`; `values` has the shape (count,)."""
+class Values:
+    """Elements to check, and what they are of.
 
-    plan: BucketPlan
-    bucket: int
-    values: np.ndarray
+    Attributes:
+        elements: shape (count,), contiguous.
+        parts: gradients, each with the position of its first element; of a sparse one there are
+            rows with these indices only.
+    """
 
-    def __len__(self) -> int:
-        """The number of elements."""
-        return self.values.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of an element."""
-        return self.values.dtype
+    elements: np.ndarray
+    parts: Sequence[tuple[GradientSpec, int, np.ndarray | None]]
 
     def find(self, start: int, end: int) -> str | None:
         """Describe the first element in `start` to `end` that is not finite; None if all are."""
-        if kernels.first_nonfinite(self.values[start:end]) < 0:
+        if kernels.first_nonfinite(self.elements[start:end]) < 0:
             return None
         # This is rare. Search gradient by gradient, since padding between them does not count.
-        for slot in self.plan.buckets[self.bucket].slots:
-            first = max(start, slot.start)
-            last = max(first, min(end, slot.start + slot.count))
-            index = kernels.first_nonfinite(self.values[first:last])
+        for spec, begin, indices in self.parts:
+            shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
+            first = max(start, begin)
+            last = max(first, min(end, begin + math.prod(shape)))
+            index = kernels.first_nonfinite(self.elements[first:last])
             if index >= 0:
-                spec = self.plan.gradients[slot.gradient]
-                place = np.unravel_index(first + index - slot.start, spec.shape)
-                return _described(self.values[first + index], place, spec)
+                place = [int(i) for i in np.unravel_index(first + index - begin, shape)]
+                if indices is not None:
+                    place[0] = int(indices[place[0]])
+                return f"{float(self.elements[first + index])} at {place} of {spec.describe()}"
         return None
-
-
-@dataclass(frozen=True)
-class RowValues:
-    """Rows of a sparse gradient, shape (n, ...), contiguous, and their indices, shape (n,)."""
-
-    spec: GradientSpec
-    indices: np.ndarray
-    rows: np.ndarray
-
-    def __len__(self) -> int:
-        """The number of rows."""
-        return len(self.indices)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of an element."""
-        return self.rows.dtype
-
-    def find(self, start: int, end: int) -> str | None:
-        """Describe the first element in rows `start` to `end` that is not finite; None: all are."""
-        rows = self.rows[start:end]
-        index = kernels.first_nonfinite(rows.reshape(-1))
-        if index < 0:
-            return None
-        row, *within = np.unravel_index(index, rows.shape)
-        return _described(rows.reshape(-1)[index], (self.indices[start + row], *within), self.spec)
-
-
-def _described(value: Any, place: Sequence[Any], spec: GradientSpec) -> str:
-    return f"{float(value)} at {[int(i) for i in place]} of {spec.describe()}"

@@ -6,7 +6,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan
-from ringreduce.tensorflow.numerics import BucketValues, NumericsCheck
+from ringreduce.tensorflow.numerics import NumericsCheck, Values
 from ringreduce.tensorflow.plans import AgreedPlans
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -25,6 +25,10 @@ class BucketReducer:
     ) -> None:
         self.communicator, self.plan, self.numerics = communicator, plan, numerics
         self._agreed = agreed
+        self._parts = [
+            [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
+            for bucket in plan.buckets
+        ]
 
     def begin_step(self) -> None:
         """Begin a step; compares the plan with every rank's before its first use.
@@ -43,7 +47,7 @@ class BucketReducer:
         Raises:
             RingReduceError: as `Communicator.all_reduce`; NumericsError as `NumericsCheck`.
         """
-        looked_at = BucketValues(self.plan, bucket, values)
+        looked_at = Values(values, self._parts[bucket])
         self.numerics.check_own(self.communicator, looked_at)
         self.communicator.all_reduce(values, ReduceOp.MEAN, signature=self.plan.signature)
         self.numerics.check_mean(self.communicator, looked_at)

@@ -27,7 +27,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
 from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.numerics import NumericsCheck, RowValues
+from ringreduce.tensorflow.numerics import NumericsCheck, Values
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
@@ -171,7 +171,7 @@ class SparseMean:
             for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
         ]
         for spec, (indices, rows) in zip(specs, own, strict=True):
-            self._numerics.check_own(communicator, RowValues(spec, indices, _shaped(rows, spec)))
+            self._numerics.check_own(communicator, _to_check(spec, indices, rows))
         # All ranks' numbers of rows, as a sum, since only reductions check a signature.
         counts = np.zeros((communicator.size, len(own)), np.int64)
         counts[communicator.rank] = [len(indices) for indices, _ in own]
@@ -187,8 +187,8 @@ class SparseMean:
                 indices, rows = _mean_of_rows(gathered[place])
             else:
                 indices, rows = self._mean_of_tables(communicator, plan, spec, own[place])
-            values = _shaped(rows, spec)
-            self._numerics.check_mean(communicator, RowValues(spec, indices, values))
+            self._numerics.check_mean(communicator, _to_check(spec, indices, rows))
+            values = rows.reshape(len(rows), *spec.shape[1:])
             means += indices.astype(arrays[2 * place].dtype, copy=False), values
         return means
 
@@ -276,8 +276,8 @@ def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
     return rising, _narrowed(total, dtype)
 
 
-def _shaped(rows: np.ndarray, spec: GradientSpec) -> np.ndarray:
-    return rows.reshape(len(rows), *spec.shape[1:])
+def _to_check(spec: GradientSpec, indices: np.ndarray, rows: np.ndarray) -> Values:
+    return Values(rows.reshape(-1), [(spec, 0, indices)])
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
