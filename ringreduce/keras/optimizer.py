@@ -32,11 +32,10 @@ from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.copying import Description
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
-from ringreduce.keras.loss_scale import turn_inside_out
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable
-from ringreduce.keras.wrapper import Wrapper
+from ringreduce.keras.wrapper import Wrapper, turn_inside_out
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient

@@ -7,14 +7,16 @@ so files are those of the plain one. A subclass defines what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from inspect import isfunction
 from typing import Any
 
 import keras
+from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.keras.copying import built_like
 
-__all__ = ["Wrapper"]
+__all__ = ["Wrapper", "turn_inside_out"]
 
 
 class Wrapper(keras.optimizers.Optimizer):
@@ -103,3 +105,26 @@ for _base in keras.optimizers.Optimizer.__mro__:
 for _name in _methods:
     if not _name.startswith("__") and _name not in vars(Wrapper):
         setattr(Wrapper, _name, _forwarding(_name))
+
+
+@cache
+def turn_inside_out() -> None:
+    """From now on ``LossScaleOptimizer(distributed)`` returns a DistributedOptimizer around it.
+
+    ``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer`, which skips
+    a step whose gradients are not finite. If it were outside, a rank with an infinity would skip
+    the reduction and the others would wait forever (tensorflow#46863). Inside, it sees means: one
+    rank's infinity is in all of them, so all ranks skip the same steps and keep equal scales.
+    """
+    plain_new = LossScaleOptimizer.__new__
+
+    def make(cls: type, inner_optimizer: Any = None, *arguments: Any, **options: Any) -> Any:
+        if not isinstance(inner_optimizer, Wrapper):
+            return plain_new(cls)
+        inner = inner_optimizer._inner
+        if isinstance(inner, LossScaleOptimizer):
+            return inner_optimizer
+        # The result is no instance of `cls`, so Python does not call `__init__` on it.
+        return inner_optimizer.around(cls(inner, *arguments, **options))
+
+    LossScaleOptimizer.__new__ = make
