@@ -60,18 +60,11 @@ def all_reduce(
         signature = sign("all_reduce of a tensor", array.shape)
         return communicator.all_reduce(array, how, signature=signature)
 
-    @tf.custom_gradient
-    def reduced(value: Any) -> Any:
-        result, number = _numbered(communicator, "reduce a tensor", run, value, value.shape, of=of)
+    def gradient(upstream: Any, number: Any) -> Any:
+        _require_gradient(communicator, "all_reduce", how)
+        return all_reduce(upstream, communicator, how, number)
 
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            _require_gradient(communicator, "all_reduce", how)
-            return all_reduce(upstream, communicator, how, number)
-
-        return result, gradient
-
-    return reduced(value)
+    return _collective(communicator, "reduce a tensor", run, gradient, value, value.shape, of=of)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -92,25 +85,18 @@ def all_gather(
     def run(array: np.ndarray, sign: _Sign) -> Any:
         return communicator.all_gather(array, signature=sign("all_gather of tensors"))
 
-    @tf.custom_gradient
-    def gathered(value: Any) -> Any:
-        known = None if counts is None else list(counts)
-        if known is None and xla.is_compiling() and value.shape[0] is not None:
-            known = [value.shape[0]] * communicator.size
-        shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
-        result, number = _numbered(communicator, "gather tensors", run, value, shape, of=of)
+    known = None if counts is None else list(counts)
+    if known is None and xla.is_compiling() and value.shape[0] is not None:
+        known = [value.shape[0]] * communicator.size
+    shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
 
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            each = known or all_gather(
-                tf.shape(value, out_type=tf.int64)[0], communicator, of=number
-            )
-            own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
-            return tf.ensure_shape(own, value.shape)
+    def gradient(upstream: Any, number: Any) -> Any:
+        rows = tf.shape(value, out_type=tf.int64)[0]
+        each = known or all_gather(rows, communicator, of=number)
+        own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
+        return tf.ensure_shape(own, value.shape)
 
-        return result, gradient
-
-    return gathered(value)
+    return _collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
 
 
 def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
@@ -123,19 +109,12 @@ def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
         signature = sign("broadcast of a tensor", array.shape)
         return communicator.broadcast(array, source, signature=signature)
 
-    @tf.custom_gradient
-    def sent(value: Any) -> Any:
-        result, number = _numbered(communicator, "broadcast a tensor", run, value, value.shape)
+    def gradient(upstream: Any, number: Any) -> Any:
+        total = all_reduce(upstream, communicator, of=number)
+        # A choice, not a condition: all ranks must compute gradients of gradients too.
+        return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            total = all_reduce(upstream, communicator, of=number)
-            # A choice, not a condition: all ranks must compute gradients of gradients too.
-            return tf.where(communicator.rank == source, total, tf.zeros_like(total))
-
-        return result, gradient
-
-    return sent(value)
+    return _collective(communicator, "broadcast a tensor", run, gradient, value, value.shape)
 
 
 def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
@@ -155,28 +134,19 @@ def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) 
         bounds = chunk_bounds(array.shape[0], communicator.size)
         return _reduce_rows(communicator, array, bounds, how, sign)
 
-    @tf.custom_gradient
-    def scattered(value: Any) -> Any:
-        shape = value.shape
-        if shape.rank:
-            rows = shape[0]
-            if rows is not None:
-                rows = _counts(communicator, rows)[communicator.rank]
-            shape = tf.TensorShape([rows]).concatenate(shape[1:])
-        result, number = _numbered(communicator, "reduce a tensor", run, value, shape)
+    counts, shape = None, value.shape
+    if shape.rank and shape[0] is not None:
+        counts = np.diff(chunk_bounds(shape[0], communicator.size)).tolist()
+    if shape.rank:
+        shape = tf.TensorShape([counts and counts[communicator.rank]]).concatenate(shape[1:])
 
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            _require_gradient(communicator, "reduce_scatter", how)
-            rows = value.shape[0]
-            counts = None if rows is None else _counts(communicator, rows)
-            whole = all_gather(upstream, communicator, counts=counts, of=number)
-            whole = tf.ensure_shape(whole, value.shape)
-            return whole / communicator.size if how is ReduceOp.MEAN else whole
+    def gradient(upstream: Any, number: Any) -> Any:
+        _require_gradient(communicator, "reduce_scatter", how)
+        whole = all_gather(upstream, communicator, counts=counts, of=number)
+        whole = tf.ensure_shape(whole, value.shape)
+        return whole / communicator.size if how is ReduceOp.MEAN else whole
 
-        return result, gradient
-
-    return scattered(value)
+    return _collective(communicator, "reduce a tensor", run, gradient, value, shape)
 
 
 def _own_rows_of_sum(
@@ -192,19 +162,13 @@ def _own_rows_of_sum(
         bounds = bounds_of(counts.tolist())
         return _reduce_rows(communicator, array, bounds, ReduceOp.SUM, sign)
 
-    @tf.custom_gradient
-    def summed(tensor: Any, counts: Any) -> Any:
-        shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
-        what = "reduce a tensor"
-        result, number = _numbered(communicator, what, run, tensor, shape, counts, of=of)
+    def gradient(upstream: Any, number: Any) -> Any:
+        return all_gather(upstream, communicator, counts=known, of=number)
 
-        @xla.compiled_alike
-        def gradient(upstream: Any) -> Any:
-            return all_gather(upstream, communicator, counts=known, of=number), None
-
-        return result, gradient
-
-    return summed(tensor, tf.convert_to_tensor(counts, tf.int64))
+    shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
+    given = tf.convert_to_tensor(counts, tf.int64)
+    what = "reduce a tensor"
+    return _collective(communicator, what, run, gradient, tensor, shape, given, of=of)
 
 
 def _reduce_rows(
@@ -233,27 +197,25 @@ def _reduce_rows(
     return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
 
 
-def _numbered(
+def _collective(
     communicator: Communicator,
     what: str,
     run: Callable[..., np.ndarray],
+    gradient: Callable[[Any, Any], Any],
     value: Any,
     shape: Any,
     *others: Any,
     of: Any = numbering.NONE,
-) -> tuple[Any, Any]:
-    """`call` for a collective that has a gradient.
+) -> Any:
+    """The result of `run`, of `shape`, as a tensor with a gradient.
 
     Args:
         run: gets the arrays of `value` and of `others`, and a function that makes the signature.
+        gradient: of `value`, from the upstream gradient and the number that it is to name: an int64
+            scalar, or UNKNOWN.
         of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
-
-    Returns:
-        The result, and the number for its gradient to name: an int64 scalar, or UNKNOWN.
     """
     numbers = numbering.of(communicator)
-    of_gradient = of is not numbering.NONE
-    others = (*others, tf.convert_to_tensor(of, tf.int64))
 
     def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
         *given, origin = arrays
@@ -261,12 +223,26 @@ def _numbered(
         # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
         return run(*map(np.array, given), sign), np.int64(number)
 
-    results = [(shape, value.dtype), ((), tf.int64)]
-    given = [value, *others]
-    result, number = call(communicator, what, numbered, given, results, of_gradient=of_gradient)
-    # XLA cannot pass on what a loop keeps for its gradient; and there the order of a backward pass
-    # follows from that of the forward pass.
-    return result, numbering.UNKNOWN if xla.is_compiling() and is_in_loop() else number
+    @tf.custom_gradient
+    def called(*given: Any) -> Any:
+        arguments = [*given, tf.convert_to_tensor(of, tf.int64)]
+        results = [(shape, value.dtype), ((), tf.int64)]
+        of_gradient = of is not numbering.NONE
+        result, number = call(
+            communicator, what, numbered, arguments, results, of_gradient=of_gradient
+        )
+        if xla.is_compiling() and is_in_loop():
+            # XLA cannot pass on what a loop keeps for its gradient; and there the order of a
+            # backward pass follows from that of the forward pass.
+            number = numbering.UNKNOWN
+
+        @xla.compiled_alike
+        def back(upstream: Any) -> Any:
+            return gradient(upstream, number), *(None for _ in others)
+
+        return result, back
+
+    return called(value, *others)
 
 
 def _checked(tensor: Any) -> Any:
@@ -290,9 +266,3 @@ def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) 
         size=communicator.size,
         remedy="Use sum or mean, or tf.stop_gradient where no gradient is needed.",
     )
-
-
-def _counts(communicator: Communicator, rows: int) -> list[int]:
-    """How many of `rows` rows `reduce_scatter` leaves each rank."""
-    counts: list[int] = np.diff(chunk_bounds(rows, communicator.size)).tolist()
-    return counts
