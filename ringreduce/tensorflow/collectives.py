@@ -4,10 +4,8 @@ They run in program order (`ringreduce.tensorflow.order`), including those of th
 of the bridge; the communicator first waits for what its engine was given. So ranks that run the
 same program make the same calls in the same order. Nothing travels while tracing.
 
-But TensorFlow chooses the order of a backward pass by more than the program: for gradients of
-several targets, by how much else the tape has recorded. So a collective of a backward pass carries
-the number of the one whose gradient it is. Ranks that reach different ones have different
-signatures, which is a `MismatchError` (`ringreduce.tensorflow.numbering`).
+A collective of a backward pass carries the number of the one whose gradient it is, since TensorFlow
+chooses the order of a backward pass by more than the program (`ringreduce.tensorflow.numbering`).
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses; the
 mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of the mean loss:
