@@ -29,7 +29,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import weighting
 from ringreduce.keras.advice import advice_on_option
-from ringreduce.keras.copying import Description
+from ringreduce.keras.copying import describe, remake
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
@@ -294,14 +294,14 @@ class DistributedOptimizer(Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _copy(self._describe(), self._communicator, dict(self._options))
 
-    def _describe(self) -> Description:
+    def _describe(self) -> tuple[Any, ...]:
         if self._local:
             raise ConfigError(
                 f"an optimizer ({self.name}) with local variables cannot be copied: which those of "
                 "the copy would be is not known",
                 remedy="Make a new one, and register the other model's variables with it.",
             )
-        return Description.of(self._inner)
+        return describe(self._inner)
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self._inner!r}>"
@@ -325,10 +325,10 @@ def _named_after(inner: type) -> type[DistributedOptimizer]:
 
 
 def _copy(
-    description: Description, communicator: Communicator | None, options: dict[str, Any]
+    description: tuple[Any, ...], communicator: Communicator | None, options: dict[str, Any]
 ) -> DistributedOptimizer:
     """A wrapped optimizer from its description; pickles refer to this function."""
-    inner = description.remake()
+    inner = remake(*description)
     optimizer = DistributedOptimizer(inner, communicator, **options)
     optimizer._has_stand_ins = inner.built
     return optimizer
