@@ -37,7 +37,8 @@ class _Forwarding(keras.callbacks.Callback):
 
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: _Forwarding, *arguments: Any, **options: Any) -> None:
-        getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
+        if hook.startswith("set_"):
+            getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
         for member in self.members():
             getattr(member, hook)(*arguments, **options)
 
