@@ -20,41 +20,45 @@ ABSENT = frozenset(
     for state in ("built", "enabled")
 ) | {"mpi_threads_supported"}
 
-_NAMES = {
-    "Adasum": "there is none",
+# What `ringreduce.keras.horovod` has.
+_PROVIDED = {
     "Average": 'write op="mean"; for gradients that is the default',
     "Max": 'write op="max"',
     "Min": 'write op="min"',
-    "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
     "Product": 'write op="product"',
     "Sum": 'write op="sum"',
     "allgather": "use all_gather(tensor)",
     "allgather_object": "use all_gather_object(value)",
     "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
-    "alltoall": "there is none",
-    "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
-    "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
-    "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
     "broadcast_": "use broadcast_variables(variables, root_rank)",
-    "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
     "broadcast_object_fn": "use broadcast_object(value, root_rank)",
     "grouped_allgather": "use all_gather(tensor) of each",
     "grouped_allreduce": 'use all_reduce([...], op="mean")',
     "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
-    "is_homogeneous": "compare all_gather_object(local_size())",
     "local_rank_op": "use local_rank()",
     "local_size_op": "use local_size()",
+    "rank_op": "use rank()",
+    "reducescatter": 'use reduce_scatter(tensor, op="mean")',
+    "size_op": "use size()",
+    **dict.fromkeys(ABSENT, "there is no such transport here"),
+}
+_NAMES = {
+    **_PROVIDED,
+    "Adasum": "there is none",
+    "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
+    "alltoall": "there is none",
+    "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
+    "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
+    "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
+    "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
+    "is_homogeneous": "compare all_gather_object(local_size())",
     "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",
     "ProcessSet": _GROUPS,
     "add_process_set": _GROUPS,
     "global_process_set": _GROUPS,
-    "rank_op": "use rank()",
-    "reducescatter": 'use reduce_scatter(tensor, op="mean")',
     "remove_process_set": _GROUPS,
-    "size_op": "use size()",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
-    **dict.fromkeys(ABSENT, "there is no such transport here"),
 }
 _OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
@@ -77,11 +81,8 @@ def _text(plain: str, advice: str | None) -> str:
 def advice_on_name(name: str) -> str:
     """Text of the AttributeError when ``ringreduce.keras`` has no `name`."""
     advice = _NAMES.get(name)
-    if advice is not None:
-        from ringreduce.keras import horovod  # Which imports `ringreduce.keras`.
-
-        if name in ABSENT or name in horovod.__all__:
-            advice += ", or import ringreduce.keras.horovod, which has it"
+    if name in _PROVIDED:
+        advice = f"{advice}, or import ringreduce.keras.horovod, which has it"
     return _text(f"module 'ringreduce.keras' has no attribute {name!r}", advice)
 
 
