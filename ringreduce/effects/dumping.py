@@ -18,6 +18,7 @@ from typing import Any
 from ringreduce._version import __version__
 from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
+from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
 from ringreduce.pure.flight import FORMAT, NAME_MAX, Dump, Failure, cut, encode_dump, file_name
 from ringreduce.vocabulary.config import Config
@@ -50,7 +51,7 @@ class FlightFile:
         # Absolute: the program may change its working folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
-            signals.add(self)
+            listener.add(self)
 
     def dump(self, why: str) -> Path | None:
         """Replace the file, whole or not at all; from any thread, never raises.
@@ -78,7 +79,7 @@ class FlightFile:
     def close(self) -> None:
         """Stop dumping on SIGUSR1; calling it again does nothing."""
         if self._process == os.getpid():
-            signals.remove(self)
+            listener.remove(self)
 
     def _taken(self, why: str) -> Dump:
         recorder = self._recorder
@@ -103,7 +104,7 @@ class FlightFile:
             failure=self._failure(when - now),
             peers=self._peers(),
             entries=recorder.entries(),
-            stacks=stacks(asking=(__file__, signals.__file__), unless=signals.listening_thread()),
+            stacks=stacks(asking=(__file__, signals.__file__), unless=listener.thread),
         )
 
     def _failure(self, wall: float) -> Failure | None:

@@ -27,37 +27,14 @@ from typing import Protocol
 
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = ["Dumps", "add", "listening_thread", "remove"]
+__all__ = ["Dumps", "listener"]
 
 
 class Dumps(Protocol):
-    """What `add` takes."""
+    """What the listener takes."""
 
     def dump(self, why: str) -> object:
         """Write the file; never raises."""
-
-
-def add(file: Dumps) -> None:
-    """Dump `file` on SIGUSR1 from now on, unless the program handles the signal itself.
-
-    Only a weak reference is kept. Only the main thread can set the handler; from another thread
-    this works if one was set before.
-    """
-    _files.add(file)
-    _listener.start()
-
-
-def remove(file: Dumps) -> None:
-    """Stop dumping `file`; does nothing if it was not added."""
-    if file in _files:
-        _files.discard(file)
-        _listener.stop()
-
-
-def listening_thread() -> int | None:
-    """Identity of the thread that waits for the signal, if there is one."""
-    thread = _listener.thread
-    return None if thread is None else thread.ident
 
 
 class _Listener:
@@ -65,12 +42,18 @@ class _Listener:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._files: weakref.WeakSet[Dumps] = weakref.WeakSet()
         self.thread: threading.Thread | None = None
         # Both ends of a pipe; the second is the wakeup descriptor.
         self._ends: tuple[int, int] | None = None
 
-    def start(self) -> None:
-        """Handle SIGUSR1 from now on, if this is the main thread and the program does not."""
+    def add(self, file: Dumps) -> None:
+        """Dump `file` on SIGUSR1 from now on, unless the program handles the signal itself.
+
+        Only a weak reference is kept. Only the main thread can set the handler; from another thread
+        this works if one was set before.
+        """
+        self._files.add(file)
         if threading.current_thread() is not threading.main_thread():
             return
         with self._lock:
@@ -94,14 +77,20 @@ class _Listener:
             self._close_ends()
             return
         self.thread = threading.Thread(
-            target=_read, args=(source,), name="ringreduce flight recorder", daemon=True
+            target=self._read, args=(source,), name="ringreduce flight recorder", daemon=True
         )
         self.thread.start()
 
-    def stop(self) -> None:
-        """End the thread. Only in the main thread are its descriptors closed too."""
+    def remove(self, file: Dumps) -> None:
+        """Stop dumping `file`; does nothing if it was not added.
+
+        After the last one the thread ends; only in the main thread are its descriptors closed too.
+        """
+        if file not in self._files:
+            return
+        self._files.discard(file)
         with self._lock:
-            if len(_files) or self.thread is None or self._ends is None:
+            if len(self._files) or self.thread is None or self._ends is None:
                 return  # Another communicator was made meanwhile, or there is no thread.
             thread, self.thread = self.thread, None
             with contextlib.suppress(BlockingIOError):
@@ -124,7 +113,20 @@ class _Listener:
             target = self._ends[1]
             if _set_wakeup(target, ours=target) == target:
                 return
-        _dump_all()
+        self._dump_all()
+
+    def _read(self, source: int) -> None:
+        """The thread: dump on each SIGUSR1 until a 0 arrives."""
+        while True:
+            numbers = os.read(source, 4096)
+            if signal.SIGUSR1 in numbers:
+                self._dump_all()
+            if not numbers or 0 in numbers:
+                return
+
+    def _dump_all(self) -> None:
+        for file in list(self._files):
+            file.dump("SIGUSR1")
 
     def end(self) -> None:
         """Ignore SIGUSR1: Python is about to restore its default action, which kills."""
@@ -150,25 +152,8 @@ def _set_wakeup(descriptor: int, ours: int) -> int:
     return before
 
 
-def _read(source: int) -> None:
-    """The thread: dump on each SIGUSR1 until a 0 arrives."""
-    while True:
-        numbers = os.read(source, 4096)
-        if signal.SIGUSR1 in numbers:
-            _dump_all()
-        if not numbers or 0 in numbers:
-            return
-
-
-def _dump_all() -> None:
-    for file in list(_files):
-        file.dump("SIGUSR1")
-
-
-_files: weakref.WeakSet[Dumps] = weakref.WeakSet()
-_listener = _Listener()
-
+listener = _Listener()
 
 # Registered before the closing of the communicators, so it runs after that.
-atexit.register(_listener.end)
-os.register_at_fork(after_in_child=_listener.forget)
+atexit.register(listener.end)
+os.register_at_fork(after_in_child=listener.forget)

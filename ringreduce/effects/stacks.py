@@ -22,7 +22,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")
 
 
-def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
+def stacks(*, asking: Collection[str], unless: threading.Thread | None) -> list[Stack]:
     """Each thread's stack, the main thread's first.
 
     Leaves out the calling thread's innermost frames in the files `asking`, and the thread `unless`.
@@ -32,7 +32,7 @@ def stacks(*, asking: Collection[str], unless: int | None) -> list[Stack]:
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     result = []
     for thread, frame in frames[:THREADS_MAX]:
-        if thread == unless:
+        if unless is not None and thread == unless.ident:
             continue
         name = cut(names.get(thread, f"thread {thread}"), NAME_MAX)
         # A few more than are kept, since the callers' are left out below.
