@@ -61,7 +61,6 @@ class Worker:
 
     Attributes:
         exit_s: when it ended, on `time.monotonic`; None while it runs.
-        was_stopped: whether the launcher has ended it.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.exit_s: float | None = None
-        self.was_stopped = False
+        self._was_stopped = False
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._traceback_s: float | None = None
         self._process = subprocess.Popen(
@@ -115,7 +114,7 @@ class Worker:
 
     def stop(self, number: int) -> None:
         """End it; its exit code then is not a failure."""
-        self.was_stopped = True
+        self._was_stopped = True
         self.send(number)
 
     def reap(self) -> bool:
@@ -137,7 +136,7 @@ class Worker:
     def failure(self) -> Failure | None:
         """How it failed; None if it did not, or was stopped by the launcher."""
         code = self._process.returncode
-        if self.exit_s is None or code == 0 or self.was_stopped:
+        if self.exit_s is None or code == 0 or self._was_stopped:
             return None
         when_s = self.exit_s if self._traceback_s is None else self._traceback_s
         return Failure(self.rank, code, when_s, last_traceback(list(self._tail)))

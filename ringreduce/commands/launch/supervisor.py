@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import psutil
@@ -109,11 +108,10 @@ class _Job:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Within this context, signals are queued for `watch` to pass on."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        before = {number: signal.signal(number, note) for number in _PASSED_ON}
+        before = {
+            number: signal.signal(number, lambda number, frame: self._signals.append(number))
+            for number in _PASSED_ON
+        }
         try:
             yield
         finally:
