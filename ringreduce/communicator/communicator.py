@@ -116,10 +116,7 @@ class Communicator:
         self._collectives, self._transport = formed.collectives, formed.transport
         self._shares_memory = formed.shares_memory
         self._flight.transport = formed.transport
-        if config.local_rank is None:
-            self.local_rank = formed.local_rank
-        if config.local_size is None:
-            self.local_size = formed.local_size
+        self.local_rank, self.local_size = formed.local_rank, formed.local_size
         _formed.add(self)
         try:
             try:

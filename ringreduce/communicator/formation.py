@@ -42,7 +42,7 @@ class Formed:
     Attributes:
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         shares_memory: whether this rank shares memory with another.
-        local_rank, local_size: this rank's number on its host, and how many are there.
+        local_rank, local_size: as configured, else counted on this host.
     """
 
     collectives: Collectives
@@ -121,8 +121,8 @@ def form(config: Config) -> Formed:
         control=control,
         transport=placement.transport,
         shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
-        local_rank=here.index(config.rank),
-        local_size=len(here),
+        local_rank=here.index(config.rank) if config.local_rank is None else config.local_rank,
+        local_size=len(here) if config.local_size is None else config.local_size,
         meeting=meeting,
         link=link,
     )
