@@ -53,28 +53,23 @@ class FlightFile:
         if self._folder is not None:
             listener.add(self)
 
-    def dump(self, why: str) -> Path | None:
-        """Replace the file, whole or not at all; from any thread, never raises.
+    def dump(self, why: str) -> None:
+        """Replace the file, whole or not at all, in some milliseconds; from any thread.
 
-        Takes some milliseconds.
-
-        Returns:
-            Its path; None without a `log_dir`, or if it could not be written (logged as a warning).
+        Never raises: without a `log_dir` it does nothing, and a failure is logged as a warning.
         """
         if self._folder is None or self._process != os.getpid():
-            return None
+            return
         rank, size = self._config.rank, self._config.size
         try:
             path = self._folder / file_name(rank)
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock:
                 _replace(path, encode_dump(self._taken(why)))
+            _log.debug("[%d/%d] wrote %s: %s", rank, size, path, why)
         except Exception as error:
             text = "[%d/%d] could not write the flight record to %s: %s: %s"
             _log.warning(text, rank, size, self._folder, type(error).__name__, error)
-            return None
-        _log.debug("[%d/%d] wrote %s: %s", rank, size, path, why)
-        return path
 
     def close(self) -> None:
         """Stop dumping on SIGUSR1; calling it again does nothing."""

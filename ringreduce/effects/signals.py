@@ -33,7 +33,7 @@ __all__ = ["Dumps", "listener"]
 class Dumps(Protocol):
     """What the listener takes."""
 
-    def dump(self, why: str) -> object:
+    def dump(self, why: str) -> None:
         """Write the file; never raises."""
 
 
