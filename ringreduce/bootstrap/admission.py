@@ -14,8 +14,6 @@ from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError
 
-__all__ = ["Members"]
-
 _log = logging.getLogger(__name__)
 
 # Refusals named in logs and errors; anybody may connect, so few are enough.

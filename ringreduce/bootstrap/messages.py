@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Hello", "Refusal", "Table", "read_answer", "read_hello", "shown"]
-
 # Texts from others are cut to this length in errors and logs.
 _SHOWN_CHARACTERS = 200
 # What decoding raises: ValueError for text that is not UTF-8, RecursionError for endless depth.

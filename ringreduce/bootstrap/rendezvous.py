@@ -35,8 +35,6 @@ from ringreduce.vocabulary.errors import (
 )
 from ringreduce.vocabulary.times import milliseconds
 
-__all__ = ["Meeting", "bind_address"]
-
 # A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
 # Messages queued on a connection; a rank sends one.

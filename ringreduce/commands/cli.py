@@ -13,8 +13,6 @@ from ringreduce.commands.launch import supervisor
 from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

@@ -50,8 +50,6 @@ from ringreduce.vocabulary.errors import (
 )
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
-__all__ = ["Communicator"]
-
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")

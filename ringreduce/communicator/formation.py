@@ -30,8 +30,6 @@ from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
-__all__ = ["Formed", "form"]
-
 _log = logging.getLogger(__name__)
 
 

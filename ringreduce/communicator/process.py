@@ -9,17 +9,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.config import Config, describe
 from ringreduce.vocabulary.errors import ClosedError, ConfigError
 
-__all__ = [
-    "default_communicator",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-]
-
 _lock = threading.Lock()
 _default: Communicator | None = None
 

@@ -12,8 +12,6 @@ from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code
 
-__all__ = ["all_gather", "all_gather_object", "broadcast_object"]
-
 
 def all_gather(
     collectives: Collectives, array: np.ndarray, flat: np.ndarray, rank: int, size: int, given: int

@@ -24,8 +24,6 @@ from ringreduce.pure.flight import FORMAT, NAME_MAX, Dump, Failure, cut, encode_
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
 
-__all__ = ["FlightFile"]
-
 _log = logging.getLogger(__name__)
 
 _VERSIONS_OF = ("numpy", "numba", "zmq", "tensorflow", "keras")

@@ -18,17 +18,6 @@ import numpy as np
 
 from ringreduce.effects.native import functions, library
 
-__all__ = [
-    "COMPLAINT",
-    "BucketItem",
-    "Layout",
-    "NativeQueue",
-    "PlainQueue",
-    "Queue",
-    "RoundFailed",
-    "open_queue",
-]
-
 # RR_HANDOFF_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
 _CLOSED = 100
 _JOB, _BUCKET = 1, 2

@@ -17,8 +17,6 @@ from typing import Any
 from ringreduce.vocabulary.config import native_wanted
 from ringreduce.vocabulary.errors import NativeError
 
-__all__ = ["ABI", "declare", "functions", "library", "load", "why_missing"]
-
 _log = logging.getLogger(__name__)
 
 # RR_ABI of native/include/ringreduce.h.

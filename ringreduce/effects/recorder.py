@@ -16,8 +16,6 @@ from typing import Any
 from ringreduce.pure.flight import NAME_MAX, Call, cut
 from ringreduce.pure.liveness import Standing
 
-__all__ = ["CALLS_KEPT", "FirstError", "Recorder"]
-
 # A training step makes a few calls, so these are twenty steps or more; a power of two, for masking.
 CALLS_KEPT = 256
 

@@ -27,8 +27,6 @@ from typing import Protocol
 
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = ["Dumps", "listener"]
-
 
 class Dumps(Protocol):
     """What the listener takes."""

@@ -15,8 +15,6 @@ from types import FrameType
 
 from ringreduce.pure.flight import FRAMES_MAX, NAME_MAX, THREADS_MAX, Frame, Stack, cut
 
-__all__ = ["stacks", "trace"]
-
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Of Python and of installed packages, on any system.
 _LIBRARY_PATHS = ("/lib/python", "site-packages", "dist-packages", "<frozen")

@@ -6,8 +6,6 @@ A name is here only if it means the same as in Horovod. Asking for another says 
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "advice_on_callback", "advice_on_name", "advice_on_option"]
-
 _PAGE = "docs/from-horovod.md has the whole table"
 
 _GROUPS = "there is none: make a ringreduce.Communicator of those ranks, and pass communicator="

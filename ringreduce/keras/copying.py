@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["built_like", "describe", "remake"]
-
 
 def describe(optimizer: Any) -> tuple[Any, ...]:
     """`optimizer` as plain values, its variables' present ones included: arguments of `remake`."""

@@ -10,8 +10,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["shard"]
-
 
 def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool = True) -> Any:
     """The part of `dataset` that belongs to this rank: element i goes to rank i mod size.

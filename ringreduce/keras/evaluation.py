@@ -31,8 +31,6 @@ from ringreduce.keras.metric_states import (
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["evaluate", "predict"]
-
 _BATCH_SIZE = 32
 
 

@@ -25,8 +25,6 @@ from ringreduce.tensorflow.calls import call
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["InitialValues", "broadcast_variables", "give_values", "plain_variable"]
-
 _log = logging.getLogger(__name__)
 
 

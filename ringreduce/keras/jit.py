@@ -13,8 +13,6 @@ from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.step import Place, put_around
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["compile_gradients"]
-
 
 def compile_gradients(model: Any) -> None:
     """Compile forward and backward pass of `model`'s training with XLA, and no more.

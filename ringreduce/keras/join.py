@@ -28,8 +28,6 @@ from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optim
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["join", "joined"]
-
 WEIGHTINGS = ("samples", "ranks")
 
 

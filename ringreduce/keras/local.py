@@ -13,8 +13,6 @@ from ringreduce.keras.wrappable import all_within
 from ringreduce.tensorflow import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["LocalVariables"]
-
 
 class LocalVariables:
     """Variables whose values and gradients are not shared."""

@@ -19,8 +19,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Entries", "MetricStates", "combined_results", "entries_of", "merged", "states_of"]
-
 # For each name in logs: whether it is a metric's, and its value, None if it is not a number.
 Entries = Mapping[str, tuple[bool, Any]]
 

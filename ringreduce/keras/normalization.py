@@ -23,8 +23,6 @@ from ringreduce.tensorflow import collectives, xla
 from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["SyncBatchNormalization"]
-
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """`keras.layers.BatchNormalization` with the moments of all ranks' batches together.

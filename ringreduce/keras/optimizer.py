@@ -42,8 +42,6 @@ from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["DistributedOptimizer"]
-
 
 class DistributedOptimizer(Wrapper):
     """An optimizer whose `apply` averages gradients over all ranks first.

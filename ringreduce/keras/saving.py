@@ -16,8 +16,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 
-__all__ = ["load_model"]
-
 
 def load_model(
     path: Any,

@@ -20,8 +20,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.wire import signature_of
 
-__all__ = ["fold_seeds", "is_seed_state", "make_different", "seed_states_in_use"]
-
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     """Make the random numbers of `source` differ between ranks, where they do not.

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Place", "put_around"]
-
 Step = Callable[[Any], Any]
 
 

@@ -21,8 +21,6 @@ from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["DistributedGradientTape"]
-
 
 class DistributedGradientTape:
     """A `tf.GradientTape` whose `gradient` averages over all ranks.

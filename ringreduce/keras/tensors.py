@@ -13,16 +13,6 @@ from ringreduce.tensorflow import collectives
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
-__all__ = [
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "reduce_scatter",
-]
-
 # Dtypes that cannot travel, and those, with all their values, in which they do. A sum of uint16
 # that is too large wraps in the cast back, as other integers do.
 _CARRIERS = {"uint16": tf.int32, "bool": tf.uint8}

@@ -19,18 +19,6 @@ from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
-__all__ = [
-    "Kind",
-    "Weight",
-    "current",
-    "exchanged",
-    "gradient_op",
-    "of_mean",
-    "step_weight",
-    "using",
-    "weighted",
-]
-
 
 class Kind(enum.Enum):
     """How a variable's gradients of several steps, and of all ranks, become one."""

@@ -12,8 +12,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["all_within", "build_optimizer_here", "refuse_unusable", "warn_of_plain_optimizer"]
-
 _log = logging.getLogger(__name__)
 
 

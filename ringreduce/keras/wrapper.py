@@ -16,8 +16,6 @@ from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.keras.copying import built_like
 
-__all__ = ["Wrapper", "turn_inside_out"]
-
 
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""

@@ -27,8 +27,6 @@ from numba.core.registry import cpu_target
 from numba.core.typing import Signature
 from numba.extending import intrinsic
 
-__all__ = ["METHODS", "crc32c", "is_wanted"]
-
 
 def is_wanted(integrity: str, *, encrypted: bool, loopback: bool) -> bool:
     """Whether a ring's frames carry checksums; `integrity` is ``auto``, ``crc32`` or ``off``.

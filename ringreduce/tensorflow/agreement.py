@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.errors import MismatchError
 
-__all__ = ["Difference", "agree"]
-
 
 class Difference(NamedTuple):
     """The `peer` that a MismatchError names, its text, and what to do."""

@@ -29,8 +29,6 @@ from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
-__all__ = ["BUCKET_BYTES", "GradientBridge"]
-
 # Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
 # sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
 BUCKET_BYTES = 4 << 20

@@ -11,8 +11,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import compiled, failures, order, xla
 from ringreduce.tensorflow.places import refuse_unreachable_places
 
-__all__ = ["call"]
-
 
 def call(
     communicator: Communicator,

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["Codec", "Compression"]
-
 _DTYPES: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 

@@ -33,8 +33,6 @@ from ringreduce.tensorflow.places import is_in_loop
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
-
 # Makes the signature of a call from all that must be equal on all ranks.
 _Sign = Callable[..., int]
 

@@ -22,8 +22,6 @@ from ringreduce.tensorflow import order, xla
 from ringreduce.tensorflow.private import ControlFlowFuncGraph
 from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceError
 
-__all__ = ["call"]
-
 
 def call(
     communicator: Communicator,

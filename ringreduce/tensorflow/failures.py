@@ -20,8 +20,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
-__all__ = ["watch"]
-
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000

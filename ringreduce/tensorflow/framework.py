@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from ringreduce.effects import native
 
-__all__ = ["custom_calls_missing", "ops_missing"]
-
 # RR_WHY_BYTES of native/include/ringreduce.h.
 _WHY_BYTES = 2048
 

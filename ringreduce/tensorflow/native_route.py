@@ -17,8 +17,6 @@ from ringreduce.tensorflow import ops, order
 from ringreduce.tensorflow.packed import PackedPlan
 from ringreduce.tensorflow.sparse import SparseMean
 
-__all__ = ["NativeRoute"]
-
 
 class NativeRoute:
     """The route of one plan; sparse gradients are reduced between the starts and the waits."""

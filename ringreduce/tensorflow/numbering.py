@@ -16,8 +16,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.errors import MismatchError
 
-__all__ = ["NONE", "UNKNOWN", "Numbers", "of"]
-
 # In place of a forward call's number: there is no such call, or its number is not known.
 NONE, UNKNOWN = 0, -1
 # Numbers of the n-th forward call, its gradient, that one's: n, n + _DEGREE, n + 2 * _DEGREE.

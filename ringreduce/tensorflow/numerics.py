@@ -19,8 +19,6 @@ from ringreduce.pure.buckets import GradientSpec
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.vocabulary.errors import ConfigError, NumericsError
 
-__all__ = ["MODES", "NumericsCheck", "Values"]
-
 _log = logging.getLogger(__name__)
 
 MODES = ("warn", "raise", "off")

@@ -16,8 +16,6 @@ import tensorflow as tf
 from ringreduce.effects import native
 from ringreduce.tensorflow import framework, private
 
-__all__ = ["are_available", "start", "wait"]
-
 _log = logging.getLogger(__name__)
 
 

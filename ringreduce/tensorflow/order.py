@@ -29,8 +29,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import private
 
-__all__ = ["done", "follow", "in_order", "token"]
-
 # Handles of variables. Each, 4 bytes, lives as long as the process: any graph may refer to it.
 _variables: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()

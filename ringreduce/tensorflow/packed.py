@@ -15,8 +15,6 @@ import numpy as np
 from ringreduce.effects.handoff import BucketItem, Layout
 from ringreduce.tensorflow.reducer import BucketReducer
 
-__all__ = ["PackedPlan", "can_pack"]
-
 # What the kernels are registered for (native/src/tf_ops.c).
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 

@@ -19,8 +19,6 @@ from ringreduce.tensorflow.private import (
 )
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["is_in_loop", "refuse_unreachable_places", "vouch_for_branch"]
-
 _GRADIENTS = "reduce gradients"
 _vouched: weakref.WeakSet[Any] = weakref.WeakSet()
 

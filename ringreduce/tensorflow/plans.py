@@ -10,8 +10,6 @@ from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import MismatchError
 
-__all__ = ["AgreedPlans"]
-
 _OPERATION = "gradient reduction"
 _REMEDY = (
     "All ranks must compute gradients for the same variables in each step: look for code that "

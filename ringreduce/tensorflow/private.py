@@ -13,20 +13,6 @@ import tensorflow as tf
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = [
-    "CondBranchFuncGraph",
-    "ControlFlowFuncGraph",
-    "FuncGraph",
-    "WhileBodyFuncGraph",
-    "WhileCondFuncGraph",
-    "XLAControlFlowContext",
-    "apply_op",
-    "call_module",
-    "capture_once",
-    "is_compiled_by_xla",
-    "orders_its_ops",
-]
-
 
 def _missing(name: str) -> ConfigError:
     return ConfigError(

@@ -19,8 +19,6 @@ from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean
 
-__all__ = ["PythonRoute"]
-
 
 class PythonRoute:
     """The route of one plan."""

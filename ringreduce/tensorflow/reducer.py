@@ -10,8 +10,6 @@ from ringreduce.tensorflow.numerics import NumericsCheck, Values
 from ringreduce.tensorflow.plans import AgreedPlans
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["BucketReducer"]
-
 
 class BucketReducer:
     """Reduces the buckets of one plan in place, in the thread that calls it."""

@@ -14,8 +14,6 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.variables import path_of, value_of
 
-__all__ = ["verify_replicas"]
-
 
 def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
     """Return if every rank holds the same values of `variables`, to the last bit.

@@ -33,8 +33,6 @@ from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["SparseMean", "as_gradient", "as_tensors", "merged"]
-
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 # Indices, shape (n,), rising, int64; and their rows, shape (n, elements of a row).

@@ -14,8 +14,6 @@ from ringreduce.pure.buckets import GradientSpec, first_difference
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 
-__all__ = ["broadcast_variables", "is_initialized", "path_of", "value_of"]
-
 
 def broadcast_variables(
     variables: Sequence[Any], communicator: Communicator, root: int = 0

@@ -18,8 +18,6 @@ import tensorflow as tf
 from ringreduce.effects import native
 from ringreduce.tensorflow import framework, private
 
-__all__ = ["Started", "compiled_alike", "is_compiling", "start", "wait", "why_not"]
-
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
 

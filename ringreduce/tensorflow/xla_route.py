@@ -12,8 +12,6 @@ from typing import Any
 from ringreduce.tensorflow import order, xla
 from ringreduce.tensorflow.packed import PackedPlan
 
-__all__ = ["XlaRoute"]
-
 
 class XlaRoute:
     """The route of one plan, whose gradients are all dense."""

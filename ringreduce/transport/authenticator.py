@@ -20,8 +20,6 @@ import zmq
 
 from ringreduce.vocabulary.config import TIMES
 
-__all__ = ["Authenticator", "Credentials"]
-
 _log = logging.getLogger(__name__)
 
 # Requests that may wait for the ranks to meet; a rank expects one connection for each domain.

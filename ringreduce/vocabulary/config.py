@@ -19,21 +19,6 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.secret import check_secret, read_secret
 from ringreduce.vocabulary.times import Times
 
-__all__ = [
-    "SETTINGS",
-    "TIMES",
-    "Config",
-    "Setting",
-    "color_wanted",
-    "configured_secret",
-    "describe",
-    "host_and_port",
-    "log_dir_wanted",
-    "native_wanted",
-    "time_scale",
-    "worker_environment",
-]
-
 # A rank needs all four to find the others.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
 

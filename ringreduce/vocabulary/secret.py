@@ -7,8 +7,6 @@ import stat
 
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["check_secret", "read_secret"]
-
 # 16 characters of base64 are 96 bits. A file with more than 4096 is the wrong one.
 _CHARACTERS_MIN, _CHARACTERS_MAX = 16, 4096
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from ringreduce.vocabulary.errors import ArrayError
 
-__all__ = ["DTYPE_NAMES", "ReduceOp", "dtype_code", "is_half", "reduce_op"]
-
 
 class ReduceOp(enum.IntEnum):
     """How the elements of all ranks combine; the value is the code on the wire.

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from ringreduce.pure.blame import Error, Facts, find_culprit
 
-__all__ = ["Failure", "first_cause", "is_traceback_start", "last_traceback"]
-
 _REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was (told|left) by rank \d")
 _TRACEBACK = "Traceback (most recent call last):"
 # Lines kept from the one that names the exception.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import codecs
 
-__all__ = ["LineBuffer"]
-
 # A longer line is cut, so that it does not fill memory.
 _LINE_MAX = 1 << 16
 

@@ -25,8 +25,6 @@ from ringreduce.commands.launch import guard
 from ringreduce.commands.launch.failure import Failure, is_traceback_start, last_traceback
 from ringreduce.commands.launch.output import LineBuffer
 
-__all__ = ["Guard", "Stream", "Worker"]
-
 _TAIL_LINES = 400
 _PR_SET_PDEATHSIG = 1
 

@@ -11,8 +11,6 @@ from typing import TextIO
 from ringreduce.vocabulary.config import color_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["Screen"]
-
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 

@@ -25,8 +25,6 @@ from ringreduce.commands.launch.processes import Guard, Stream, Worker
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.vocabulary.config import TIMES, Config, configured_secret, worker_environment
 
-__all__ = ["default_threads", "run"]
-
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

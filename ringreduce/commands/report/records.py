@@ -10,8 +10,6 @@ from pathlib import Path
 from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, decode_dump
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = ["Records", "clean", "read_records", "shorten"]
-
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
 _LOG_TAIL_BYTES = 1 << 14
 

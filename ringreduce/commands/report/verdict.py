@@ -11,8 +11,6 @@ from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
 
-__all__ = ["Verdict", "judge", "state_of", "those"]
-
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
 _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}

@@ -10,8 +10,6 @@ from ringreduce.commands.report.records import Records, clean, shorten
 from ringreduce.commands.report.verdict import judge, state_of
 from ringreduce.vocabulary.config import color_wanted
 
-__all__ = ["show"]
-
 # Limits the table if one record is left of thousands, or a record's job size is wrong.
 _MISSING_SHOWN = 64
 

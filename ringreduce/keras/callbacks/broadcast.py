@@ -15,8 +15,6 @@ from ringreduce.keras.wrappable import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Broadcast", "VerifyReplicas", "broadcast_state"]
-
 
 class Broadcast(keras.callbacks.Callback):
     """Gives all ranks rank `root_rank`'s weights and optimizer variables before the first batch.

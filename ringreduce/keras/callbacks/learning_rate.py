@@ -16,13 +16,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = [
-    "LearningRateSchedule",
-    "LearningRateWarmup",
-    "agree_on_learning_rate",
-    "linear_scaling",
-]
-
 
 def linear_scaling(learning_rate: float, communicator: Communicator | None = None) -> float:
     """`learning_rate`, which suits one rank, times the number of ranks.

@@ -18,8 +18,6 @@ from ringreduce.keras.metric_states import (
 )
 from ringreduce.tensorflow.agreement import Difference, agree
 
-__all__ = ["MetricAverage"]
-
 _VALIDATION = "val_"
 
 

@@ -18,8 +18,6 @@ from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optim
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["OnRankZero", "StopTogether", "Together"]
-
 # Orbax is optional in Keras.
 _WRITERS = tuple(
     getattr(keras.callbacks, name)

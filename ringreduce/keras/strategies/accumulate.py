@@ -18,8 +18,6 @@ from ringreduce.keras.strategies.step import Reducer, Step
 from ringreduce.keras.weighting import Kind, Weight, weighted
 from ringreduce.tensorflow.places import vouch_for_branch
 
-__all__ = ["Accumulate"]
-
 
 class Accumulate:
     """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together."""

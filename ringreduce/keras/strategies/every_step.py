@@ -6,8 +6,6 @@ from typing import Any
 
 from ringreduce.keras.strategies.step import Reducer, Step
 
-__all__ = ["EveryStep"]
-
 
 class EveryStep:
     """The default strategy."""

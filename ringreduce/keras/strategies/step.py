@@ -15,8 +15,6 @@ from ringreduce.tensorflow import GradientBridge, path_of
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.types import ReduceOp
 
-__all__ = ["Reducer", "Step", "Strategy"]
-
 
 @dataclass(frozen=True)
 class Step:
