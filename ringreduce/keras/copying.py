@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.keras import private
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ def describe(optimizer: Any) -> tuple[Any, ...]:
                 keras.backend.standardize_dtype(variable.dtype),
                 bool(getattr(variable, "overwrite_with_gradient", False)),
             )
-            for variable in optimizer._trainable_variables
+            for variable in private.trained_variables(optimizer)
         ]
     values = [np.array(variable.numpy()) for variable in optimizer.variables]
     return type(optimizer), optimizer.get_config(), built_for, values

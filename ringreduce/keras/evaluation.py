@@ -21,6 +21,7 @@ import tensorflow as tf
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.keras.metric_states import (
     MetricStates,
     combined_results,
@@ -158,9 +159,9 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
     """Within the block all ranks evaluate the model that rank 0 would save. Collective."""
     averages = [
         variable
-        for layer in model._flatten_layers(include_self=False)
+        for layer in private.layers_of(model)
         # Frozen averages do not move, and may be large.
-        if layer.trainable and not layer._layers
+        if layer.trainable and not private.has_layers(layer)
         for variable in layer.non_trainable_weights
     ]
     own = [np.array(variable.numpy()) for variable in averages]

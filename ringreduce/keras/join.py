@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
@@ -278,7 +279,7 @@ def _passing(model: Any) -> list[Any]:
     """Metrics and moving averages of this rank's own batches, not those of all ranks'."""
     shared = {
         id(variable)
-        for layer in model._flatten_layers()
+        for layer in private.layers_of(model)
         if isinstance(layer, SyncBatchNormalization)
         for variable in layer.non_trainable_variables
     }

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.wrappable import all_within
 from ringreduce.tensorflow import path_of
@@ -57,7 +58,7 @@ class LocalVariables:
                     remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
                     "what is local.",
                 )
-        trained = {id(plain_variable(variable)) for variable in inner._trainable_variables}
+        trained = {id(plain_variable(variable)) for variable in private.trained_variables(inner)}
         for key, variable in self._variables.items():
             if key not in trained:
                 raise ConfigError(
@@ -69,7 +70,7 @@ class LocalVariables:
         """`variables` (the model's or those of `inner`) without these and their state."""
         if not self._variables:
             return list(variables)
-        trained = [*inner._trainable_variables, *self._variables.values()]
+        trained = [*private.trained_variables(inner), *self._variables.values()]
         state = set(map(id, inner.variables))
         owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
         return [v for v, owner in zip(variables, owners, strict=True) if owner not in self]

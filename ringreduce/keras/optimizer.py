@@ -23,11 +23,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.saving import object_registration
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
-from ringreduce.keras import weighting
+from ringreduce.keras import private, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.copying import describe, remake
 from ringreduce.keras.initial import InitialValues, give_values
@@ -176,7 +175,7 @@ class DistributedOptimizer(Wrapper):
                 self.build_inner(variables)
         known = variables
         if known is None:
-            known = self._inner._trainable_variables if self.built else []
+            known = private.trained_variables(self._inner) if self.built else []
         if len(grads) != len(known):
             if variables is None:
                 keras.optimizers.Optimizer.apply(self, grads)  # Raises Keras's own error.
@@ -189,7 +188,7 @@ class DistributedOptimizer(Wrapper):
         if not self._initial.are_given:
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
-            every = self.shared([*self._inner._trainable_variables, *known])
+            every = self.shared([*private.trained_variables(self._inner), *known])
             state = self.shared(self._inner.variables)
             grads = self._initial.give(every, grads, kinds, self._ring(), state)
         step = Step(grads, known, kinds, weighting.current())
@@ -316,9 +315,9 @@ def _named_after(inner: type) -> type[DistributedOptimizer]:
     named = type(inner.__name__, (DistributedOptimizer,), members)
     # Keras finds a class that the user has registered by that name. Registering ours under it too
     # would make Keras load ours.
-    if inner in object_registration.GLOBAL_CUSTOM_NAMES:
-        name = object_registration.GLOBAL_CUSTOM_NAMES[inner]
-        object_registration.GLOBAL_CUSTOM_NAMES[named] = name
+    if inner in private.registered_names:
+        name = private.registered_names[inner]
+        private.registered_names[named] = name
     return named
 
 

@@ -171,7 +171,8 @@ WAYS = {
 
 
 @pytest.fixture(
-    scope="module", params=["shm", in_full("zmq"), "two hosts", in_full("zmq, in Python")]
+    scope="module",
+    params=["shm", in_full("zmq"), in_full("two hosts"), in_full("zmq, in Python")],
 )
 def disagreements(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest

@@ -14,6 +14,7 @@ import keras
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -196,7 +197,7 @@ def _momenta_of(optimizer: Any) -> list[Any]:
     if isinstance(optimizer, keras.optimizers.SGD):
         found = optimizer.momentums
     elif isinstance(optimizer, keras.optimizers.RMSprop):
-        found = optimizer._momentums
+        found = private.momenta_of_rmsprop(optimizer)
     else:
         return []
     return [variable for variable in found if variable is not None]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras import private
 from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
@@ -172,10 +173,10 @@ class Together(_Forwarding):
             build_optimizer_here(self.model)
         super().on_train_begin(logs)
         if restores:
-            epoch = self.model._initial_epoch
+            epoch = private.initial_epoch_of(self.model)
             found = np.array([-1 if epoch is None else epoch], np.int64)
             ring.broadcast(found)
-            self.model._initial_epoch = None if found[0] < 0 else int(found[0])
+            private.set_initial_epoch(self.model, None if found[0] < 0 else int(found[0]))
             broadcast_state(self.model, 0, ring)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -1,0 +1,79 @@
+"""All private names of Keras that this package uses, checked on import.
+
+This file changes nothing in Keras. A name that a later version has moved is reported when
+`ringreduce.keras` is imported, and not during training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ringreduce.vocabulary.errors import ConfigError
+
+
+def _missing(name: str) -> ConfigError:
+    return ConfigError(
+        f"Keras {keras.__version__} has no {name}, which ringreduce needs",
+        remedy="Install Keras 3.12 to 3.15.",
+    )
+
+
+try:
+    from keras.src.saving import object_registration
+
+    # By class, the name under which a user has registered it.
+    registered_names = object_registration.GLOBAL_CUSTOM_NAMES
+except (ImportError, AttributeError) as error:
+    raise _missing("keras.src.saving.object_registration.GLOBAL_CUSTOM_NAMES") from error
+
+
+def _has(owner: type, name: str) -> bool:
+    """Whether instances have `name`: as a member of the class, or set by one of its methods."""
+    members = [member for one in owner.__mro__ for member in vars(one).values()]
+    codes = [code for member in members if (code := getattr(member, "__code__", None)) is not None]
+    return hasattr(owner, name) or any(name in code.co_names for code in codes)
+
+
+for _owner, _names in (
+    (keras.optimizers.Optimizer, ("_trainable_variables", "_iterations", "_learning_rate")),
+    # Of what TensorFlow's checkpoints save.
+    (keras.optimizers.Optimizer, ("_lookup_dependency", "_trackable_children")),
+    (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
+    (keras.optimizers.RMSprop, ("_momentums",)),
+    (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
+):
+    for _name in _names:
+        if not _has(_owner, _name):
+            raise _missing(f"{_owner.__name__}.{_name}")
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """What a built optimizer is built for."""
+    return optimizer._trainable_variables  # type: ignore[no-any-return]
+
+
+def layers_of(model: Any) -> list[Any]:
+    """All layers in `model`, those within others included, without itself."""
+    return model._flatten_layers(include_self=False)  # type: ignore[no-any-return]
+
+
+def has_layers(layer: Any) -> bool:
+    """Whether other layers are within it."""
+    return bool(layer._layers)
+
+
+def momenta_of_rmsprop(optimizer: Any) -> list[Any]:
+    """By trained variable, the accumulated momentum."""
+    return optimizer._momentums  # type: ignore[no-any-return]
+
+
+def initial_epoch_of(model: Any) -> int | None:
+    """The epoch that BackupAndRestore has told `fit` to begin with."""
+    return model._initial_epoch  # type: ignore[no-any-return]
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Have `fit` begin with that epoch, or where its caller says."""
+    model._initial_epoch = epoch
