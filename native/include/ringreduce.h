@@ -17,14 +17,14 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 5
+#define RR_ABI 6
 
 /* Return codes. System errors are returned as -errno. */
 enum {
     RR_DONE = 0,
     RR_WAITING = 1,  /* another rank is late; call again */
     RR_MISMATCH = 2, /* another rank is in another call */
-    RR_ABORTED = 3,  /* another rank has aborted; rr_shm_news says why */
+    RR_ABORTED = 3,  /* another rank has aborted; rr_shm_reason says why */
     RR_BROKEN = 4,   /* another rank's segment holds impossible values */
 };
 
@@ -43,7 +43,7 @@ RR_EXPORT uint32_t rr_abi(void);
  *                        step      steps that this rank has finished, over all calls
  *                        sleepers  ranks that sleep until `step` grows (written by them)
  *                        calls[2]  the rank's current call; even and odd calls alternate
- *                        news      why it aborted, as text; length 0: it has not
+ *                        reason    why it aborted, as text; length 0: it has not
  *    65536  inbox[2]   whole small messages, of even and odd calls
  *    98304  staging    two halves: data in flight of even and odd segments
  *           heap       registered arrays (`rr_segment_reserve`), reduced in place
@@ -67,9 +67,9 @@ RR_EXPORT uint32_t rr_abi(void);
  * ------------------------------------------------------------------------------------------ */
 
 enum {
-    RR_INBOX_BYTES = 16384, /* largest message that goes through the inbox */
-    RR_NEWS_BYTES = 16384,  /* longest reason of an abort */
-    RR_SHM_SIZE_MAX = 1024, /* ranks on one host */
+    RR_INBOX_BYTES = 16384,  /* largest message that goes through the inbox */
+    RR_REASON_BYTES = 16384, /* longest reason of an abort */
+    RR_SHM_SIZE_MAX = 1024,  /* ranks on one host */
 };
 
 /* Element types: their codes in frame headers (ringreduce/vocabulary/types.py). */
@@ -154,8 +154,8 @@ typedef struct {
 RR_EXPORT int rr_shm_run(rr_shm *group, const rr_call *call, void *data,
                          const rr_wait_limits *limits);
 
-/* Publish why this rank aborts (at most RR_NEWS_BYTES) and wake the ranks that wait for it. */
-RR_EXPORT void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes);
+/* Publish why this rank aborts (at most RR_REASON_BYTES) and wake the ranks that wait for it. */
+RR_EXPORT void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes);
 
 /* Details of the code that rr_shm_run returned. */
 typedef struct {
@@ -168,8 +168,8 @@ typedef struct {
 } rr_shm_facts;
 RR_EXPORT void rr_shm_look(const rr_shm *group, rr_shm_facts *facts);
 
-/* Copy why rank `peer` aborted to `news` (RR_NEWS_BYTES); returns the length, 0: it has not. */
-RR_EXPORT uint32_t rr_shm_news(const rr_shm *group, uint32_t peer, void *news);
+/* Copy why rank `peer` aborted to `reason` (RR_REASON_BYTES); returns the length, 0: it has not. */
+RR_EXPORT uint32_t rr_shm_reason(const rr_shm *group, uint32_t peer, void *reason);
 
 /* Whether rank `peer` has finished all steps that this rank waits for. */
 RR_EXPORT int rr_shm_has_arrived(const rr_shm *group, uint32_t peer);

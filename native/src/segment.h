@@ -32,7 +32,7 @@ struct rr_board {
     _Alignas(RR_LINE) uint32_t sleepers;
     _Alignas(RR_LINE) struct rr_announcement calls[2];
     _Alignas(RR_LINE) uint32_t news_bytes;
-    uint8_t news[RR_NEWS_BYTES];
+    uint8_t reason[RR_REASON_BYTES];
 };
 
 enum {

@@ -403,24 +403,24 @@ int rr_shm_run(rr_shm *group, const rr_call *call, void *data, const rr_wait_lim
 
 /* ---- Errors and facts, for Python ---- */
 
-void rr_shm_abort(rr_shm *group, const void *news, uint32_t bytes)
+void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes)
 {
     struct rr_board *board = group->peers[group->index].board;
-    const uint32_t length = bytes < RR_NEWS_BYTES ? bytes : RR_NEWS_BYTES;
-    memcpy(board->news, news, length);
+    const uint32_t length = bytes < RR_REASON_BYTES ? bytes : RR_REASON_BYTES;
+    memcpy(board->reason, reason, length);
     __atomic_store_n(&board->news_bytes, length, __ATOMIC_RELEASE);
     rr_step_wake(board);
 }
 
-uint32_t rr_shm_news(const rr_shm *group, uint32_t peer, void *news)
+uint32_t rr_shm_reason(const rr_shm *group, uint32_t peer, void *reason)
 {
     if (peer >= group->size)
         return 0;
     const struct rr_board *board = group->peers[peer].board;
     uint32_t length = __atomic_load_n(&board->news_bytes, __ATOMIC_ACQUIRE);
-    if (length > RR_NEWS_BYTES) /* another process wrote it */
-        length = RR_NEWS_BYTES;
-    memcpy(news, board->news, length);
+    if (length > RR_REASON_BYTES) /* another process wrote it */
+        length = RR_REASON_BYTES;
+    memcpy(reason, board->reason, length);
     return length;
 }
 

@@ -169,10 +169,10 @@ static void *giving_up(void *argument)
         CHECK(run(group, &call, NULL) == RR_ABORTED);
         rr_shm_facts facts;
         rr_shm_look(group, &facts);
-        char news[RR_NEWS_BYTES];
+        char reason[RR_REASON_BYTES];
         CHECK(facts.peer == 1);
         CHECK(!rr_shm_has_arrived(group, 1));
-        CHECK(rr_shm_news(group, 1, news) == 6 && memcmp(news, "enough", 6) == 0);
+        CHECK(rr_shm_reason(group, 1, reason) == 6 && memcmp(reason, "enough", 6) == 0);
     }
     rr_shm_free(group);
     return NULL;

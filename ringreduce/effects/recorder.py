@@ -53,7 +53,7 @@ class Recorder:
         first_error: None while the communicator works.
         peers: set once there is a watcher: returns what was last known of each rank, a dictionary
             with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
-            ``since_s`` (seconds it had been there) and ``heard_s`` (age of that in seconds).
+            ``since_s`` (seconds it had been there) and ``age_s`` (age of that in seconds).
     """
 
     def __init__(self, rank: int, size: int) -> None:

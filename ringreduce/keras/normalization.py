@@ -20,7 +20,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.tensorflow import collectives, xla
-from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if ring.size == 1:
             moments: tuple[Any, Any] = super()._moments(inputs, mask)
             return moments
-        refuse_unreachable_places(ring, "synchronize batch normalization")
+        refuse_unreachable(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
         weight, counts = weighting.current(), [1] * ring.size
         if weight is None:

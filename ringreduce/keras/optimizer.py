@@ -34,7 +34,7 @@ from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable
-from ringreduce.keras.wrapper import Wrapper, turn_inside_out
+from ringreduce.keras.wrapper import Wrapper, put_loss_scale_inside
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient
@@ -123,7 +123,7 @@ class DistributedOptimizer(Wrapper):
         if accumulate_steps < 1:
             raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
         how = gradient_op(op)
-        turn_inside_out()
+        put_loss_scale_inside()
         super().__init__(inner)
         self._communicator = communicator
         of_bridge: dict[str, Any] = {

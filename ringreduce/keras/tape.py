@@ -128,7 +128,7 @@ class DistributedGradientTape:
         gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
         kinds = [Kind.LOCAL if _identity(source) in self._local else Kind.MEAN for source in flat]
         ring = self._communicator or default_communicator()
-        kept = _kept_for(ring)
+        kept = _shared_by(ring)
         shared = [
             source
             for source, kind in zip(flat, kinds, strict=True)
@@ -155,7 +155,7 @@ def _identity(variable: Any) -> int:
     return id(plain_variable(variable))
 
 
-class _Kept:
+class _Shared:
     """What all tapes of a communicator share, since each step makes a new tape."""
 
     def __init__(self) -> None:
@@ -171,14 +171,14 @@ class _Kept:
         return self._bridges[key]
 
 
-_kept: weakref.WeakKeyDictionary[Communicator, _Kept] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Communicator, _Shared] = weakref.WeakKeyDictionary()
 
 
-def _kept_for(communicator: Communicator) -> _Kept:
-    if communicator not in _kept:
+def _shared_by(communicator: Communicator) -> _Shared:
+    if communicator not in _shared:
         # Plans refer to their communicator, so a weak key is not enough to forget them.
-        for known in list(_kept):
+        for known in list(_shared):
             if known.closed:
-                del _kept[known]
-        _kept[communicator] = _Kept()
-    return _kept[communicator]
+                del _shared[known]
+        _shared[communicator] = _Shared()
+    return _shared[communicator]

@@ -106,7 +106,7 @@ for _name in _methods:
 
 
 @cache
-def turn_inside_out() -> None:
+def put_loss_scale_inside() -> None:
     """From now on ``LossScaleOptimizer(distributed)`` returns a DistributedOptimizer around it.
 
     ``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer`, which skips

@@ -178,16 +178,16 @@ def reduce_rows(
 
 
 @numba.njit(nogil=True, cache=True)
-def add_rows(target: Any, places: Any, rows: Any) -> None:
-    """Add ``rows[i]`` to ``target[places[i]]`` for each i, in order.
+def add_rows(target: Any, positions: Any, rows: Any) -> None:
+    """Add ``rows[i]`` to ``target[positions[i]]`` for each i, in order.
 
     Args:
         target: shape (n, width), contiguous, float32 or float64.
-        places: int64 of shape (m,), from 0 to n - 1; may repeat. Not checked.
+        positions: int64 of shape (m,), from 0 to n - 1; may repeat. Not checked.
         rows: shape (m, width), contiguous, of the same dtype.
     """
-    for i in range(places.size):
-        to, of = target[places[i]], rows[i]
+    for i in range(positions.size):
+        to, of = target[positions[i]], rows[i]
         for j in range(of.size):
             to[j] += of[j]
 

@@ -120,7 +120,7 @@ class Board:
             if (seen := self._seen.get(rank)) is not None:
                 heartbeat, age_s = seen.heartbeat, max(0.0, now_s - seen.at_s)
                 facts |= {
-                    "heard_s": round(age_s, 3),
+                    "age_s": round(age_s, 3),
                     "calls": heartbeat.calls,
                     "operation": heartbeat.operation or None,
                     "since_s": round(heartbeat.since_s + age_s, 3),
@@ -181,7 +181,7 @@ class Board:
             return Suspicion(rank, "user code", text)
         return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
 
-    def hears_nobody(self, now_s: float) -> bool:
+    def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""
         others = [r for r in range(self._size) if r != self._rank and r not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)

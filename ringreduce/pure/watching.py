@@ -311,7 +311,7 @@ class Watch:
         suspicion = self.board.suspect(standing, now_s)
         if stood_s >= TIMES.silent_s:
             self._explain_pause(named, stood_s, "may have given it up")
-        elif self.board.hears_nobody(now_s):
+        elif self.board.is_cut_off(now_s):
             named.remedy = "No other rank is heard any more: this one may be cut off."
         elif suspicion is not None:
             named.peer = suspicion.rank

@@ -17,10 +17,10 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
+from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.native_route import NativeRoute
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedPlan, can_pack
-from ringreduce.tensorflow.places import refuse_unreachable_places
 from ringreduce.tensorflow.plans import AgreedPlans
 from ringreduce.tensorflow.python_route import PythonRoute
 from ringreduce.tensorflow.reducer import BucketReducer
@@ -96,13 +96,13 @@ class GradientBridge:
             paths: a name for each, for messages.
 
         Raises:
-            ConfigError: as `refuse_unreachable_places`; a gradient's shape is not known.
+            ConfigError: as `refuse_unreachable`; a gradient's shape is not known.
             RingReduceError: eagerly, what went wrong; from a graph when it is run
                 (`ringreduce.tensorflow.failures`).
         """
         if communicator.size == 1:
             return [self.own(gradient) for gradient in gradients]
-        refuse_unreachable_places(communicator)
+        refuse_unreachable(communicator)
         failures.watch(communicator)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
         encoded = [self._codec.encode(gradient) for gradient in given]

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import compiled, failures, order, xla
-from ringreduce.tensorflow.places import refuse_unreachable_places
+from ringreduce.tensorflow.control_flow import refuse_unreachable
 
 
 def call(
@@ -29,7 +29,7 @@ def call(
         run: gets the values of `arguments`, which it must not change, and returns arrays, whose
             memory becomes TensorFlow's. Its `StopIteration` becomes `tf.errors.OutOfRangeError`.
         results: static shape and dtype of each; at least one.
-        of_gradient: as for `refuse_unreachable_places`.
+        of_gradient: as for `refuse_unreachable`.
 
     Raises:
         ConfigError: not all ranks could take part here.
@@ -42,7 +42,7 @@ def call(
         except StopIteration as end:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
         return [tf.convert_to_tensor(value) for value in found]
-    refuse_unreachable_places(communicator, what, of_gradient=of_gradient)
+    refuse_unreachable(communicator, what, of_gradient=of_gradient)
     if xla.is_compiling():
         return compiled.call(communicator, what, run, arguments, results)
 

@@ -29,7 +29,7 @@ from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.tensorflow import numbering, xla
 from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.places import is_in_loop
+from ringreduce.tensorflow.control_flow import is_in_loop
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
 

@@ -110,13 +110,13 @@ def merged(gradient: Any) -> Any:
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    found, first_places = tf.unique(gradient.indices)
+    found, first_positions = tf.unique(gradient.indices)
     ascending = tf.argsort(found)
     rising = tf.gather(found, ascending)
-    places = tf.gather(tf.math.invert_permutation(ascending), first_places)
+    positions = tf.gather(tf.math.invert_permutation(ascending), first_positions)
     values = gradient.values
     wide = values.dtype if values.dtype.size > 2 else tf.float32
-    rows = tf.math.unsorted_segment_sum(tf.cast(values, wide), places, tf.size(rising))
+    rows = tf.math.unsorted_segment_sum(tf.cast(values, wide), positions, tf.size(rising))
     return tf.IndexedSlices(tf.cast(rows, values.dtype), rising, gradient.dense_shape)
 
 
@@ -205,7 +205,7 @@ def _merged(
     communicator: Communicator, spec: GradientSpec, indices: np.ndarray, values: np.ndarray
 ) -> _Rows:
     """This rank's rows, indices rising and unique; duplicates are added in their order."""
-    rising, places = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
+    rising, positions = np.unique(indices.astype(np.int64, copy=False), return_inverse=True)
     if rising.size and (rising[0] < 0 or rising[-1] >= spec.shape[0]):
         outside = int(rising[0] if rising[0] < 0 else rising[-1])
         raise communicator.fail(
@@ -219,7 +219,7 @@ def _merged(
         )
     rows = np.ascontiguousarray(values).reshape(len(indices), math.prod(spec.shape[1:]))
     total = np.zeros((rising.size, rows.shape[1]), _wide(rows.dtype))
-    kernels.add_rows(total, places, _widened(rows))
+    kernels.add_rows(total, positions, _widened(rows))
     return rising, _narrowed(total, rows.dtype)
 
 
@@ -263,12 +263,12 @@ def _gathered(
 
 def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
     """The mean of all ranks' rows, added in rank order; a row that a rank lacks is zero there."""
-    rising, places = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
+    rising, positions = np.unique(np.concatenate([i for i, _ in parts]), return_inverse=True)
     dtype, width = parts[0][1].dtype, parts[0][1].shape[1]
     total = np.zeros((rising.size, width), _wide(dtype))
     done = 0
     for indices, rows in parts:
-        kernels.add_rows(total, places[done : done + len(indices)], _widened(rows))
+        kernels.add_rows(total, positions[done : done + len(indices)], _widened(rows))
         done += len(indices)
     total /= len(parts)
     return rising, _narrowed(total, dtype)

@@ -48,7 +48,7 @@ def functions() -> dict[str, Any]:
         "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
         "shm_abort": (None, [_pointer, ctypes.c_char_p, _u32]),
         "shm_look": (None, [_pointer, _pointer]),
-        "shm_news": (_u32, [_pointer, _u32, _pointer]),
+        "shm_reason": (_u32, [_pointer, _u32, _pointer]),
         "shm_has_arrived": (_int, [_pointer, _u32]),
     }
     return native.functions("rr_", signatures)

@@ -294,7 +294,7 @@ class HostLink:
     def _abort_of(self, index: int) -> bytes:
         """The abort that rank has left in its segment; empty for none."""
         buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
-        length = self._functions["shm_news"](self._group, index, ctypes.addressof(buffer))
+        length = self._functions["shm_reason"](self._group, index, ctypes.addressof(buffer))
         return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:

@@ -187,9 +187,9 @@ from ringreduce.tensorflow import xla
 {prepare}
 
 def refused(comm):
-    from ringreduce.tensorflow.places import refuse_unreachable_places
+    from ringreduce.tensorflow.control_flow import refuse_unreachable
     try:
-        tf.function(lambda: refuse_unreachable_places(comm), jit_compile=True, autograph=False)()
+        tf.function(lambda: refuse_unreachable(comm), jit_compile=True, autograph=False)()
     except Exception as error:
         return type(error).__name__ + " " + str(error)
 

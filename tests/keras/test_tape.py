@@ -130,7 +130,7 @@ def test_bridges_go_with_their_communicator():
             with rr.DistributedGradientTape(communicator=alone) as tape:
                 result = value * 2.0
             assert float(tape.gradient(result, value)) == 2.0
-            assert [known for known in module._kept if known is not alone] == []
+            assert [known for known in module._shared if known is not alone] == []
 
 
 def test_variables_are_not_kept():
@@ -141,7 +141,7 @@ def test_variables_are_not_kept():
         with rr.DistributedGradientTape(communicator=alone) as tape:
             result = value * 2.0
         tape.gradient(result, value)
-        given = module._kept[alone].initial._given
+        given = module._shared[alone].initial._given
         assert list(given.values()) == [value]
         del value, result, tape
         gc.collect()

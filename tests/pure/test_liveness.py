@@ -105,7 +105,7 @@ def test_the_latest_beat_counts_whichever_way_it_came() -> None:
     known.note(heartbeat(1, number=7, calls=9), 0.1, 10.5)
     known.note(heartbeat(1, number=6, calls=8), 0.0, 10.6)  # the long way round
     assert known.report(10.6)[0]["calls"] == 9
-    assert known.report(10.6)[0]["heard_s"] == pytest.approx(0.2)
+    assert known.report(10.6)[0]["age_s"] == pytest.approx(0.2)
     known.note(heartbeat(0, number=99), 0.0, 10.6)  # our own, back again
     assert [facts["rank"] for facts in known.report(10.6)] == [1, 2]
 
@@ -205,11 +205,11 @@ def test_ranks_that_left_are_absent_from_later_calls_only() -> None:
 
 
 def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> None:
-    assert board(3).hears_nobody(10.0 + 2 * TIMES.silent_s)
-    assert not board(2).hears_nobody(10.0 + 2 * TIMES.silent_s)
+    assert board(3).is_cut_off(10.0 + 2 * TIMES.silent_s)
+    assert not board(2).is_cut_off(10.0 + 2 * TIMES.silent_s)
     known = board(3)
     known.note(heartbeat(2), 0.0, 12.0)
-    assert not known.hears_nobody(12.1)
+    assert not known.is_cut_off(12.1)
 
 
 @pytest.mark.parametrize(

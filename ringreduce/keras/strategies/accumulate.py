@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ringreduce.keras.strategies.step import Reducer, Step
 from ringreduce.keras.weighting import Kind, Weight, weighted
-from ringreduce.tensorflow.places import vouch_for_branch
+from ringreduce.tensorflow.control_flow import vouch_for_branch
 
 
 class Accumulate:

@@ -39,7 +39,7 @@ def is_in_loop() -> bool:
     return False
 
 
-def refuse_unreachable_places(
+def refuse_unreachable(
     communicator: Communicator, what: str = _GRADIENTS, *, of_gradient: bool = False
 ) -> None:
     """Raise, while tracing, where a collective could not run, or not on all ranks.
