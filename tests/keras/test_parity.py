@@ -58,7 +58,14 @@ QUICK = [
 ]
 FULL = [way for way in WAYS if way not in QUICK]
 PARTS = {"full": FULL, "quick": QUICK}
-every_way = pytest.mark.parametrize("way", [in_full(way) if way in FULL else way for way in WAYS])
+every_way = pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        *((way, 2) for way in QUICK),
+        *(in_full(way, 3) for way in QUICK),
+        *(in_full(way, 2) for way in FULL),
+    ],
+)
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamw_clipnorm", "averages")
 
 
@@ -87,7 +94,6 @@ def weights(tmp_path_factory):
     return of_way
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
 @every_way
 def test_ranks_end_bit_identical(weights, way, size):
     first, *others = [[array.tobytes() for array in arrays] for arrays in weights(size, way)]
@@ -95,7 +101,6 @@ def test_ranks_end_bit_identical(weights, way, size):
     assert others == [first] * (size - 1)
 
 
-@pytest.mark.parametrize("size", [2, in_full(3)])
 @every_way
 def test_workers_end_where_one_process_does(weights, way, size):
     for alone, shared in zip(weights(1, way)[0], weights(size, way)[0], strict=True):
