@@ -67,6 +67,8 @@ LOWEST := build/lowest
 LOWEST_VERSIONS = $(shell $(PYTHON) -c 'import sys; print(*("tensorflow==2.18.*", "numpy==1.26.*", \
     "numba==0.60.*") if sys.version_info < (3, 13) else ("tensorflow==2.20.*", "numpy==2.1.*"))')
 
+# Its numba has a cache of its own: each version compiles anew what another has left.
+check-lowest: export NUMBA_CACHE_DIR = $(abspath $(LOWEST))/numba
 check-lowest: $(LOWEST)/.installed
 	$(LOWEST)/bin/python -c 'import keras; assert keras.__version__.startswith("3.12."), keras.__version__' && \
 	{ $(LOWEST)/bin/python -m pytest $(IN_TWO) -m "not full" $(FRAMEWORK) || \

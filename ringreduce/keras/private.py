@@ -42,6 +42,7 @@ for _owner, _names in (
     (keras.optimizers.Optimizer, ("_lookup_dependency", "_trackable_children")),
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
     (keras.optimizers.RMSprop, ("_momentums",)),
+    (keras.Variable, ("_value",)),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
 ):
     for _name in _names:
