@@ -37,7 +37,12 @@ class SharedMemoryCollectives(Collectives):
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
-        self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
+        # Not by `_run`: a small call takes microseconds.
+        link = self._link
+        if link is not None:
+            kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
+            call = self._call(kind, action, flat.dtype, flat.size, None, op, signature)
+            link.run(call, flat)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
@@ -103,7 +108,7 @@ class SharedMemoryCollectives(Collectives):
         bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
-        called: tuple[np.dtype, ReduceOp] | None,
+        called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> HostCall:
         named = (dtype, op) if called is None else called
         header = Header(
