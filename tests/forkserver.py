@@ -34,6 +34,8 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numba
+
 __all__ = ["Forked", "close", "is_wanted"]
 
 # What a worker may need, slowest first; imported in the server, where nothing of it runs.
@@ -180,6 +182,15 @@ def _received(source: socket.socket, count: int) -> bytes:
     return found
 
 
+def _load_loops() -> None:
+    """Load the compiled loops, or compile them: 0.3 s of each worker that uses sockets."""
+    from ringreduce.transport import exchange, libzmq, loop
+
+    libzmq.load()
+    for function, arguments in ((loop.run, 3), (exchange.run, 3), (loop.post, 4)):
+        function.compile((numba.int64,) * arguments)
+
+
 def _serve(requests: socket.socket) -> None:
     """Fork a worker for each request; returns in a worker, and when the tests have ended."""
     running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
@@ -267,6 +278,7 @@ if __name__ == "__main__":
     for name in _PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    _load_loops()
     gc.collect()
     gc.freeze()
     _serve(listening)
