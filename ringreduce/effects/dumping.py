@@ -44,7 +44,7 @@ class FlightFile:
         self._config, self._recorder = config, recorder
         self._process = os.getpid()
         # Several threads may dump at once: the latest record has to stay. Reentrant, since a signal
-        # handler dumps too.
+        # handler may dump within a dump; then the outer one, a moment older, stays.
         self._lock = threading.RLock()
         # Absolute: the program may change its working folder.
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
