@@ -24,6 +24,7 @@ from ringreduce.vocabulary.errors import (
     ProtocolError,
     RendezvousError,
     RingReduceError,
+    WorkerError,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from ringreduce.communicator.rank_zero import on_rank_zero
     from ringreduce.communicator.statistics import Statistics
     from ringreduce.vocabulary.types import ReduceOp
 
@@ -59,12 +61,14 @@ __all__ = [
     "RendezvousError",
     "RingReduceError",
     "Statistics",
+    "WorkerError",
     "__version__",
     "default_communicator",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "on_rank_zero",
     "rank",
     "shutdown",
     "size",
@@ -75,6 +79,7 @@ _LATER = {
     "Communicator": "ringreduce.communicator.communicator",
     "Statistics": "ringreduce.communicator.statistics",
     "ReduceOp": "ringreduce.vocabulary.types",
+    "on_rank_zero": "ringreduce.communicator.rank_zero",
 }
 
 

@@ -22,6 +22,7 @@ from ringreduce.communicator.process import (
     shutdown,
     size,
 )
+from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.data import shard
@@ -71,6 +72,7 @@ __all__ = [
     "load_model",
     "local_rank",
     "local_size",
+    "on_rank_zero",
     "predict",
     "rank",
     "reduce_scatter",

@@ -12,6 +12,7 @@
     |-- ProtocolError                  bytes arrived that are not ours
     |   `-- CorruptionError            bytes arrived that are not those that were sent
     |-- NumericsError                  a gradient is NaN or infinite
+    |-- WorkerError                    a function failed in another process
     `-- NativeError(ImportError)       a native library is missing or of another kind
 
 The second base makes ``except TimeoutError`` work too. MismatchError, PeerError, ProtocolError,
@@ -21,7 +22,7 @@ at once. Close it and form a new one.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ProtocolError",
     "RendezvousError",
     "RingReduceError",
+    "WorkerError",
 ]
 
 
@@ -145,6 +147,22 @@ class CorruptionError(ProtocolError):
 
 class NumericsError(RingReduceError):
     """A gradient holds NaN or infinity; `peer` is the rank that computed it."""
+
+
+@dataclass(eq=False, repr=False)
+class WorkerError(RingReduceError):
+    """A function of `launch` or `on_rank_zero` failed in another process; rings still work.
+
+    Attributes:
+        peer: the rank in which it failed first.
+        traceback: what that rank printed, from its traceback on; empty when it printed none.
+    """
+
+    traceback: str = field(default="", kw_only=True)
+
+    def __str__(self) -> str:
+        """The error, and below it the other process's traceback."""
+        return "\n".join(filter(None, (super().__str__(), self.traceback)))
 
 
 class NativeError(RingReduceError, ImportError):

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from ringreduce.pure.blame import Error, Facts, find_culprit
 
-_REPORTS_ANOTHER = re.compile(r"\b(PeerLostError|PeerTimeoutError)\b|was (told|left) by rank \d")
+_REPORTS_ANOTHER = re.compile(
+    r"\b(PeerLostError|PeerTimeoutError|WorkerError)\b|was (told|left) by rank \d"
+)
 _TRACEBACK = "Traceback (most recent call last):"
 # Lines kept from the one that names the exception.
 _TEXT_LINES_MAX = 60

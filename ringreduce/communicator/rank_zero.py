@@ -1,0 +1,84 @@
+"""`on_rank_zero`: one rank does what must be done once, and the others wait for it.
+
+A function and not a context manager: Python runs the body of a `with` on every rank, so that a
+forgotten `if` would do the work once per rank without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.pure.payload import encode
+from ringreduce.vocabulary.errors import ArrayError, WorkerError
+
+_Result = TypeVar("_Result")
+
+
+def on_rank_zero(
+    function: Callable[..., _Result],
+    *args: Any,
+    communicator: Communicator | None = None,
+    **kwargs: Any,
+) -> _Result:
+    """Call ``function(*args, **kwargs)`` on rank 0 alone; return its result on every rank.
+
+    Collective: the other ranks wait until rank 0 is done, as in any call (`Config` has the limits),
+    and evaluate the arguments too::
+
+        path = ringreduce.on_rank_zero(download, url)  # a str, on all ranks
+        ringreduce.on_rank_zero(os.makedirs, "runs", exist_ok=True)
+        ringreduce.on_rank_zero(lambda: model.save("model.keras"))
+
+    The function must not call collectives, which need all ranks.
+
+    Args:
+        function: what to call.
+        communicator: by default the process's.
+
+    Returns:
+        The function's result, which must be None or what `Communicator.broadcast_object` takes:
+            numbers, text, bytes, lists and dicts. Ranks other than 0 get a decoded copy.
+
+    Raises:
+        Exception: on rank 0, what the function raised.
+        WorkerError: on the other ranks, with the text of that. The ring still works.
+        ArrayError: on rank 0, the result cannot be sent; the others raise WorkerError.
+        RingReduceError: as `Communicator.broadcast_object`.
+    """
+    ring = communicator or default_communicator()
+    if ring.size == 1:
+        return function(*args, **kwargs)
+    name = getattr(function, "__qualname__", None) or repr(function)
+    if ring.rank != 0:
+        result, error = ring.broadcast_object(None)
+        if error:
+            raise WorkerError(
+                f"waited for {name} on rank 0, which raised {error}",
+                rank=ring.rank,
+                size=ring.size,
+                peer=0,
+                remedy="Read rank 0's log first.",
+            )
+        return result  # type: ignore[no-any-return]
+    try:
+        result = function(*args, **kwargs)
+        _check_sendable(result, name)
+    except Exception as error:
+        ring.broadcast_object((None, f"{type(error).__name__}: {error}"))
+        raise
+    ring.broadcast_object((result, ""))
+    return result
+
+
+def _check_sendable(result: Any, name: str) -> None:
+    try:
+        encode((result, ""))
+    except ArrayError as error:
+        raise ArrayError(
+            f"cannot send the result of {name}, a {type(result).__name__}, to the other ranks",
+            remedy="Let the function return None, or numbers, text, bytes, lists and dicts; "
+            "put what they need into a file.",
+        ) from error
