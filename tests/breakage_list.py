@@ -318,7 +318,7 @@ BREAKAGES = (
     ),
     Breakage(
         "launcher-last-words",
-        "ringreduce/commands/launch/supervisor.py",
+        "ringreduce/commands/launch/job.py",
         "while self._read(stream):\n                        pass",
         "pass",
         "The launcher blames a rank that only reported the failure of another.",

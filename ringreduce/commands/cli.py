@@ -10,6 +10,7 @@ import typer
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import supervisor
+from ringreduce.commands.launch.program import worker_command
 from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
@@ -76,6 +77,14 @@ def run(
             min=1, help="Compute threads of each worker; by default the cores shared out."
         ),
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often all workers are started again after a failure; RINGREDUCE_RESTART "
+            "counts.",
+        ),
+    ] = 0,
     timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
     transport: Annotated[str | None, _option("transport")] = None,
     log_dir: Annotated[Path | None, _option("log_dir")] = None,
@@ -86,11 +95,11 @@ def run(
     Every line they print begins with the rank that wrote it. When one fails, all are
     stopped, and the first failure in time is shown and gives the exit code.
     """
-    program = [sys.executable, *(["-m"] if module else []), *command]
     code = supervisor.run(
-        program,
+        worker_command(command, is_module=module),
         workers,
         threads=threads_per_worker,
+        max_restarts=max_restarts,
         timeout_s=timeout,
         transport=transport,
         log_dir=str(log_dir or log_dir_wanted()) or None,

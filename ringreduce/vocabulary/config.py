@@ -119,6 +119,7 @@ class Config:
     job_id: str = _place(
         "", "any text, equal on all ranks of a job and different between jobs", str
     )
+    restart: int = _place(0, "how often the launcher has started all workers again")
     # Long enough for a validation or checkpoint on one rank, short enough that a job that hangs
     # does not cost money for minutes.
     timeout_s: float = _seconds(30.0, "seconds without progress before a collective gives up")

@@ -21,43 +21,10 @@ import ringreduce
 from ringreduce.commands.cli import app
 from ringreduce.commands.launch.supervisor import default_threads
 from ringreduce.testing import ring_of_processes
-from tests.processes import (
-    DEADLINE_S,
-    clean_environment,
-    launcher,
-    wait_gone,
-)
+from tests.launching import RANK, WAITS, numbers, run, script
+from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
 
 THREAD_VARIABLES = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
-RANK = "import os\nrank = int(os.environ['RINGREDUCE_RANK'])\n"
-# Says its number, then waits for a signal: what the launcher ends.
-WAITS = (
-    "import os, signal\nprint('pid', os.getpid(), flush=True)\nwhile True:\n    signal.pause()\n"
-)
-
-
-def script(directory: Path, text: str) -> str:
-    """Write a program; return its name, relative to where `launcher` starts."""
-    (directory / "script.py").write_text(textwrap.dedent(text))
-    return "script.py"
-
-
-def run(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``ringreduce run *arguments``, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "ringreduce", "run", *arguments],
-        cwd=directory,
-        env=clean_environment(**environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-
-
-def numbers(text: str, word: str = "pid") -> list[int]:
-    """The numbers that follow `word` in an output."""
-    return [int(number) for number in re.findall(rf"{word} (\d+)", text)]
 
 
 def environments(done: subprocess.CompletedProcess[str]) -> list[dict[str, str]]:
@@ -281,10 +248,32 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -
     assert complaint in done.stderr
 
 
-def test_a_missing_script_is_the_workers_error(tmp_path: Path) -> None:
-    done = run(tmp_path, "-n", "1", "missing.py")
-    assert done.returncode == 2  # Python's own code for it
-    assert re.search(r"^\[0\] .*can't open file .*missing\.py", done.stderr, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["missing.py"], "there is no script 'missing.py' in "),
+        (["folder"], "'folder' is a folder without a __main__.py"),
+        (["-m", "missing"], "there is no module 'missing'"),
+        (["-m", "folder.missing"], "there is no module 'folder.missing'"),
+        (["-m", "json"], "'json' is a package without a __main__.py"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_exist_starts_no_worker(
+    tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    done = run(tmp_path, "-n", "2", "--max-restarts", "3", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ringreduce: {complaint}")
+
+
+def test_a_module_is_looked_for_without_importing_its_package(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "trainer" / "main.py").touch()
+    done = run(tmp_path, "-n", "1", "-m", "trainer.main")
+    assert "[0] RuntimeError: imported" in done.stderr
 
 
 # --- How a job ends -------------------------------------------------------------------------

@@ -1,0 +1,233 @@
+"""One attempt at a job: its workers, from their start to their end, and how it failed.
+
+One loop in one thread waits for output, signals and exits together.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ringreduce.commands.launch.failure import Failure, first_cause
+from ringreduce.commands.launch.processes import Guard, Stream, Worker
+from ringreduce.commands.launch.screen import Screen
+from ringreduce.commands.launch.signals import STOPPING
+from ringreduce.vocabulary.config import TIMES, Config, configured_secret, worker_environment
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job runs, in every attempt.
+
+    Attributes:
+        threads: compute threads of each worker.
+        choices: fields of `Config` that the user chose.
+    """
+
+    command: Sequence[str]
+    size: int
+    threads: int
+    choices: Mapping[str, Any]
+
+
+class Job:
+    """All workers of one attempt.
+
+    Args:
+        attempt: how often the job was started before.
+        signals: those that have arrived at the launcher; `_watch` passes them on.
+    """
+
+    def __init__(
+        self, plan: Plan, attempt: int, screen: Screen, guard: Guard, signals: deque[int]
+    ) -> None:
+        self._plan, self._attempt = plan, attempt
+        self._screen, self._guard, self._signals = screen, guard, signals
+        # They ask workers for flight records, and must not kill one that has no communicator yet,
+        # and so no handler.
+        self._record_signals = (signal.SIGUSR1,) if "log_dir" in plan.choices else ()
+        self._workers: list[Worker] = []
+        self._selector = selectors.DefaultSelector()
+        self._ended_by: int | None = None
+        self._stop_s: float | None = None
+        self._asked_s: float | None = None
+
+    def run(self) -> int:
+        """Start the workers, wait until all have ended, and print what failed.
+
+        Returns:
+            The exit code of this attempt.
+        """
+        try:
+            self._start()
+            self._watch()
+        finally:
+            self._stop(grace_s=0.0)
+            self._selector.close()
+        return self._conclude()
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether a worker failed, and nobody asked for the end."""
+        cause = first_cause(self._failures())
+        # Ctrl-C may have reached a worker alone.
+        return (
+            cause is not None
+            and self._ended_by is None
+            and not any(number in STOPPING for number in self._signals)
+            and cause.returncode != -signal.SIGINT
+        )
+
+    def _start(self) -> None:
+        plan = self._plan
+        choices = dict(plan.choices)
+        # Workers read the user's own secret from the environment.
+        if not configured_secret():
+            choices["secret"] = secrets.token_hex(32)
+        # Rank 0 inherits the listening socket, so that no other program can take the port, and a
+        # rank that connects early waits instead of being refused.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.size)) as listener:
+            listener.setblocking(False)
+            job_id = secrets.token_hex(8)
+            for rank in range(plan.size):
+                inherited = (listener.fileno(),) if rank == 0 else ()
+                config = Config(
+                    rank=rank,
+                    size=plan.size,
+                    local_rank=rank,
+                    local_size=plan.size,
+                    rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+                    rendezvous_fd=inherited[0] if inherited else None,
+                    job_id=job_id,
+                    restart=self._attempt,
+                    **choices,
+                )
+                worker = Worker(
+                    rank,
+                    plan.command,
+                    worker_environment(config, plan.threads, decided=choices),
+                    inherited=inherited,
+                    ignored=self._record_signals,
+                )
+                self._workers.append(worker)
+                self._guard.add(worker)
+                for stream in worker.streams:
+                    self._selector.register(stream.file, selectors.EVENT_READ, stream)
+
+    def _watch(self) -> None:
+        """Until every worker has ended: show output, pass on signals, stop after a failure."""
+        while self._running():
+            self._read_all()
+            while self._signals:
+                self._pass_on(self._signals.popleft())
+            self._reap()
+            if self._stop_s is None and self._is_doomed() and self._have_recorded():
+                self._stop(TIMES.grace_s)
+            elif self._stop_s is not None and time.monotonic() >= self._stop_s:
+                self._end(signal.SIGKILL)
+        deadline = time.monotonic() + TIMES.drain_s
+        while self._selector.get_map() and time.monotonic() < deadline:
+            self._read_all()
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.alive]
+
+    def _read_all(self) -> None:
+        for key, _ in self._selector.select(TIMES.poll_s):
+            self._read(key.data)
+
+    def _read(self, stream: Stream) -> bool:
+        """Show what has arrived on a stream; return whether there may be more now."""
+        lines = stream.read()
+        if lines:
+            self._screen.show(stream.worker.rank, lines, is_error=stream.is_error)
+        if stream.has_ended and not stream.file.closed:
+            self._selector.unregister(stream.file)
+            stream.file.close()
+        return lines is not None and not stream.has_ended
+
+    def _pass_on(self, number: int) -> None:
+        repeated = self._ended_by is not None and number in STOPPING
+        for worker in self._running():
+            if number in self._record_signals:
+                worker.ask_for_record()
+            else:
+                worker.send(signal.SIGKILL if repeated else number)
+        if number in STOPPING and not repeated:
+            self._ended_by = number
+            self._stop_s = time.monotonic() + TIMES.grace_s
+
+    def _reap(self) -> None:
+        for worker in self._running():
+            if worker.reap():
+                for stream in worker.streams:
+                    # Its last lines decide whether its failure is the cause.
+                    while self._read(stream):
+                        pass
+                self._guard.remove(worker)
+
+    def _failures(self) -> list[Failure]:
+        return [failure for worker in self._workers if (failure := worker.failure())]
+
+    def _is_doomed(self) -> bool:
+        """Whether a worker has failed and the cause is known, or has had time to show."""
+        cause = first_cause(self._failures())
+        if cause is None:
+            return False
+        if not cause.is_consequence:
+            return True
+        first_exit = min(w.exit_s for w in self._workers if w.failure() and w.exit_s is not None)
+        return time.monotonic() - first_exit >= TIMES.cause_s
+
+    def _have_recorded(self) -> bool:
+        """Whether the running workers have had time to write flight records."""
+        if not self._record_signals:
+            return True
+        now = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now
+            # One in user code may not notice the failure, but its stack may explain it.
+            for worker in self._running():
+                worker.ask_for_record()
+        return now - self._asked_s >= TIMES.record_s
+
+    def _stop(self, grace_s: float) -> None:
+        """Ask the workers that still run to end; `_watch` kills them after `grace_s`."""
+        self._stop_s = time.monotonic() + grace_s
+        self._reap()  # Workers that have ended were not stopped by the launcher.
+        self._end(signal.SIGTERM)
+        if grace_s == 0:
+            self._end(signal.SIGKILL)
+            while self._running():
+                self._reap()
+                time.sleep(0.01)
+
+    def _end(self, number: int) -> None:
+        for worker in self._running():
+            worker.stop(number)
+
+    def _conclude(self) -> int:
+        """Print what failed, the cause first; return the job's exit code."""
+        say = self._screen.say
+        failures = self._failures()
+        cause = first_cause(failures)
+        if self._ended_by is not None:
+            say(f"stopped by {signal.Signals(self._ended_by).name}")
+            return 128 + self._ended_by
+        if cause is None:
+            return 0
+        say(f"rank {cause.rank} failed first ({cause.describe()}); all workers were stopped")
+        for line in cause.traceback:
+            say(f"  {line}")
+        for failure in sorted(failures, key=lambda f: f.time_s):
+            if failure is not cause:
+                what = f": {failure.exception}" if failure.exception else ""
+                say(f"then rank {failure.rank} ({failure.describe()}){what}")
+        return cause.exit_code

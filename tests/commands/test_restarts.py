@@ -1,0 +1,91 @@
+"""``ringreduce run --max-restarts``: after a failure all ranks start anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from ringreduce.pure.flight import decode_dump
+from tests.launching import RANK, WAITS, numbers, run, script
+from tests.processes import launcher
+
+AGAIN = RANK + "restart = int(os.environ['RINGREDUCE_RESTART'])\n"
+
+
+def test_a_killed_worker_starts_all_again_in_another_ring(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        AGAIN
+        + """
+import signal
+import numpy
+import ringreduce
+comm = ringreduce.init()
+total = comm.all_reduce(numpy.full(2, comm.rank + 1.0))
+if restart == 0:
+    print("pid", os.getpid(), flush=True)
+    if rank == 1:
+        signal.pause()
+    comm.barrier()
+print("total", int(total[0]), "restart", comm.config.restart, comm.config.job_id)
+""",
+    )
+    options = ("-n", "2", "--max-restarts", "2", "--log-dir", "logs")
+    with launcher(tmp_path, "run", *options, name) as job:
+        job.wait_shown("pid", times=2)
+        [victim] = numbers("".join(x for x in job.stdout.splitlines() if x.startswith("[1]")))
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait() == 0
+        assert "rank 1 failed first (killed by signal 9 (SIGKILL))" in job.stderr
+        assert "ringreduce: starting again, 1 of 2\n" in job.stderr
+        assert "2 of 2" not in job.stderr
+        done = [line.split() for line in job.stdout.splitlines() if "total" in line]
+    assert [words[1:5] for words in sorted(done)] == [["total", "3", "restart", "1"]] * 2
+    [job_id] = {words[5] for words in done}
+    # Each attempt has a folder: its lines, and the records of the ring that broke.
+    assert "pid" in (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "total 3" in (tmp_path / "logs" / "restart-1" / "rank-1.log").read_text()
+    record = decode_dump((tmp_path / "logs" / "flight-rank0.json").read_bytes())
+    assert record.job != job_id
+    assert not list((tmp_path / "logs" / "restart-1").glob("flight-*"))
+
+
+def test_the_last_attempts_exit_code_is_the_jobs(tmp_path: Path) -> None:
+    name = script(tmp_path, AGAIN + "raise SystemExit(3 + restart)")
+    done = run(tmp_path, "-n", "1", "--max-restarts", "2", name)
+    assert done.returncode == 5
+    shown = [line for line in done.stderr.splitlines() if line.startswith("ringreduce: ")]
+    assert shown == [
+        "ringreduce: rank 0 failed first (exit code 3); all workers were stopped",
+        "ringreduce: starting again, 1 of 2",
+        "ringreduce: rank 0 failed first (exit code 4); all workers were stopped",
+        "ringreduce: starting again, 2 of 2",
+        "ringreduce: rank 0 failed first (exit code 5); all workers were stopped",
+    ]
+
+
+def test_each_attempt_has_a_secret_of_its_own(tmp_path: Path) -> None:
+    text = "import json\nprint(json.dumps(dict(os.environ)))\nraise SystemExit(1 - restart)"
+    done = run(tmp_path, "-n", "1", "--max-restarts", "1", script(tmp_path, AGAIN + text))
+    first, second = (json.loads(line[4:]) for line in done.stdout.splitlines())
+    for name in ("RINGREDUCE_SECRET", "RINGREDUCE_JOB_ID"):
+        assert first[name] != second[name]
+
+
+def test_a_signal_to_the_launcher_starts_nothing_again(tmp_path: Path) -> None:
+    fails = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(3))\n"
+    name = script(tmp_path, fails + WAITS)
+    with launcher(tmp_path, "run", "-n", "2", "--max-restarts", "5", name) as job:
+        job.wait_shown("pid", times=2)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 128 + signal.SIGTERM
+        assert "starting again" not in job.stderr
+
+
+def test_a_worker_that_ctrl_c_ended_is_not_started_again(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os\nos.kill(os.getpid(), 2)\nwhile True: pass")
+    done = run(tmp_path, "-n", "1", "--max-restarts", "5", name)
+    assert done.returncode == 128 + signal.SIGINT
+    assert "starting again" not in done.stderr
