@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import pty
 import re
+import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.processes import DEADLINE_S, clean_environment
+from tests.processes import DEADLINE_S, clean_environment, wait_until
 
-__all__ = ["RANK", "WAITS", "numbers", "run", "script"]
+__all__ = ["RANK", "WAITS", "Terminal", "numbers", "run", "script"]
 
 RANK = "import os\nrank = int(os.environ['RINGREDUCE_RANK'])\n"
 # Says its number, then waits for a signal: what the launcher ends.
@@ -41,3 +51,82 @@ def run(directory: Path, *arguments: str, **environment: str) -> subprocess.Comp
 def numbers(text: str, word: str = "pid") -> list[int]:
     """The numbers that follow `word` in an output."""
     return [int(number) for number in re.findall(rf"{word} (\d+)", text)]
+
+
+class Terminal:
+    """``ringreduce run *arguments`` on a terminal of its own; killed when the block ends.
+
+    Attributes:
+        shown: all that was written to the terminal until now.
+        times: when it was read, with how much there was then.
+    """
+
+    def __init__(
+        self, directory: Path, *arguments: str, columns: int = 80, **environment: str
+    ) -> None:
+        self._file, tty = pty.openpty()
+        self.resize(columns)
+        self.shown = b""
+        self.times: list[tuple[float, int]] = []
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "ringreduce", "run", *arguments],
+            cwd=directory,
+            env=clean_environment(**{"NO_COLOR": "1", "TERM": "xterm", **environment}),
+            stdin=tty,
+            stdout=tty,
+            stderr=tty,
+            start_new_session=True,
+            preexec_fn=_lead,
+        )
+        os.close(tty)
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self._file, text.encode())
+
+    def wait_shown(self, text: str, times: int = 1) -> None:
+        """Return once `text` was written `times` times."""
+        self._read_until(lambda: self.shown.count(text.encode()) >= times, text)
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        self._read_until(lambda: self._popen.poll() is not None, "the end")
+        self._read()
+        return self._popen.returncode
+
+    def _read_until(self, condition: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            self._read()
+            return condition()
+
+        try:
+            wait_until(holds, repr(what))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; shown: {self.shown!r}") from None
+
+    def _read(self) -> None:
+        while select.select([self._file], [], [], 0)[0]:
+            # The system's answer once nobody has the terminal open.
+            with contextlib.suppress(OSError):
+                if data := os.read(self._file, 1 << 16):
+                    self.shown += data
+                    self.times.append((time.monotonic(), len(self.shown)))
+                    continue
+            return
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGKILL)
+        self._popen.wait(10)
+        os.close(self._file)
+
+
+def _lead() -> None:
+    """In the child: take the terminal, so that Ctrl-C on it reaches the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -153,14 +153,20 @@ class Process:
 
     def wait_shown(self, text: str, times: int = 1) -> None:
         """Return once `text` was written to standard output `times` times."""
+        self._wait_written(lambda: self.stdout.count(text) >= times, f"{text!r} x {times}")
 
-        def shown() -> bool:
-            if self.stdout.count(text) >= times:
+    def wait_error(self, text: str) -> None:
+        """Return once `text` was written to standard error."""
+        self._wait_written(lambda: text in self.stderr, repr(text))
+
+    def _wait_written(self, is_written: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            if is_written():
                 return True
             assert self._popen.poll() is None, f"ended early:\n{self.stdout}\n{self.stderr}"
             return False
 
-        wait_until(shown, f"{text!r} x {times}")
+        wait_until(holds, what)
 
     def __enter__(self) -> Process:
         return self

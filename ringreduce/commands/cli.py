@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import supervisor
+from ringreduce.commands.launch.conclusion import TRACEBACKS
+from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.program import worker_command
 from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
@@ -22,20 +25,31 @@ app = typer.Typer(
 )
 
 
+def _checked(accepts: Callable[[Any], bool], accepted: str) -> Callable[[Any], Any]:
+    """A callback that refuses what `accepts` does not hold for; `accepted` says what it does."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not accepts(value):
+            raise typer.BadParameter(f"{value}; accepted: {accepted}")
+        return value
+
+    return check
+
+
+def _one_of(values: Sequence[str], help: str) -> Any:
+    """An option that is one of `values`."""
+    check = _checked(values.__contains__, ", ".join(values))
+    return typer.Option(help=help, metavar="|".join(values), callback=check)
+
+
 def _option(name: str, *flags: str) -> Any:
     """The option for the setting `name`, with the help and values that `SETTINGS` has."""
     setting = SETTINGS[name]
-
-    def check(value: Any) -> Any:
-        if value is not None and not setting.accepts(value):
-            raise typer.BadParameter(f"{value}; accepted: {setting.accepted}")
-        return value
-
     return typer.Option(
         *flags,
         help=f"{setting.help[0].upper()}{setting.help[1:]}.",
         metavar="|".join(setting.values) or None,
-        callback=check,
+        callback=_checked(setting.accepts, setting.accepted),
         show_default=False,
     )
 
@@ -85,6 +99,17 @@ def run(
             "counts.",
         ),
     ] = 0,
+    output: Annotated[
+        str,
+        _one_of(
+            OUTPUTS,
+            "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of "
+            "the rank that failed first. --log-dir keeps all.",
+        ),
+    ] = "all",
+    tracebacks: Annotated[
+        str, _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure.")
+    ] = "cause",
     timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
     transport: Annotated[str | None, _option("transport")] = None,
     log_dir: Annotated[Path | None, _option("log_dir")] = None,
@@ -100,6 +125,8 @@ def run(
         workers,
         threads=threads_per_worker,
         max_restarts=max_restarts,
+        output=output,
+        tracebacks=tracebacks,
         timeout_s=timeout,
         transport=transport,
         log_dir=str(log_dir or log_dir_wanted()) or None,

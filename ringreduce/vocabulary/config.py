@@ -321,7 +321,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def worker_environment(
-    config: Config, threads: int, *, decided: Collection[str] = ()
+    config: Config, threads: int, *, decided: Collection[str] = (), columns: int | None = None
 ) -> dict[str, str]:
     """This process's environment, plus the variables of one worker.
 
@@ -330,6 +330,7 @@ def worker_environment(
         threads: compute threads it may use. Thread variables that the user has set are kept.
         decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
             others stay as in the environment.
+        columns: width of the terminal that shows its lines; None: as in the environment.
     """
     # A launcher that is itself a worker must not pass on its own rank.
     places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
@@ -341,6 +342,8 @@ def worker_environment(
     # At least two: one may wait in a collective while the input pipeline uses the other.
     environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    if columns is not None:
+        environment["COLUMNS"] = str(columns)
     return environment
 
 

@@ -273,7 +273,8 @@ def test_a_module_is_looked_for_without_importing_its_package(tmp_path: Path) ->
     (tmp_path / "trainer" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "trainer" / "main.py").touch()
     done = run(tmp_path, "-n", "1", "-m", "trainer.main")
-    assert "[0] RuntimeError: imported" in done.stderr
+    assert "rank 0 failed first" in done.stderr
+    assert "RuntimeError: imported" in done.stderr
 
 
 # --- How a job ends -------------------------------------------------------------------------

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.commands.launch.failure import (
-    Failure,
-    first_cause,
-    is_traceback_start,
-    last_traceback,
-)
+from ringreduce.commands.launch.failure import Failure, first_cause
 
 VALUE_ERROR = (
     "Traceback (most recent call last):",
@@ -135,74 +130,3 @@ def test_the_exit_code_is_what_a_shell_shows(returncode: int, shown: int) -> Non
 )
 def test_the_end_is_described_in_words(returncode: int, text: str) -> None:
     assert failure(returncode=returncode).describe() == text
-
-
-def test_a_traceback_starts_with_its_title() -> None:
-    assert is_traceback_start("Traceback (most recent call last):")
-
-
-@pytest.mark.parametrize("line", ["", "ValueError: bad", "  Traceback (most recent call last):"])
-def test_other_lines_start_no_traceback(line: str) -> None:
-    assert not is_traceback_start(line)
-
-
-def test_without_a_traceback_there_is_none() -> None:
-    assert last_traceback(["epoch 1", "ValueError: only mentioned"]) == ()
-
-
-def test_the_traceback_is_found_among_other_lines() -> None:
-    assert last_traceback(["epoch 1", *VALUE_ERROR]) == VALUE_ERROR
-
-
-def test_what_follows_is_kept_since_it_may_be_the_exceptions_text() -> None:
-    lines = [*VALUE_ERROR[:3], "UnknownError: Graph execution error:", "", *LOST[3:], "bye"]
-    assert last_traceback(["epoch 1", *lines]) == tuple(lines)
-    assert failure(traceback=tuple(lines)).is_consequence
-    assert failure(traceback=tuple(lines)).exception == "UnknownError: Graph execution error:"
-
-
-def test_what_follows_is_kept_up_to_a_limit() -> None:
-    assert len(last_traceback([*VALUE_ERROR, *["a line"] * 1000])) == 63
-
-
-def test_the_exception_is_that_of_the_last_traceback_of_a_chain() -> None:
-    lines = (*VALUE_ERROR, "", HANDLING, "", *LOST)
-    assert failure(traceback=lines).exception == LOST[-1]
-    assert failure().exception == ""
-
-
-def test_the_last_of_several_tracebacks_counts() -> None:
-    assert last_traceback([*VALUE_ERROR, "epoch 2", *LOST]) == LOST
-
-
-@pytest.mark.parametrize("link", [DIRECT, HANDLING])
-def test_chained_exceptions_are_one_traceback(link: str) -> None:
-    lines = (*VALUE_ERROR, "", link, "", *LOST)
-    assert last_traceback(["epoch 1", *lines]) == lines
-
-
-def test_a_chain_of_three_is_one_traceback() -> None:
-    lines = (*VALUE_ERROR, "", HANDLING, "", *MISMATCH, "", DIRECT, "", *LOST)
-    assert last_traceback(lines) == lines
-
-
-def test_a_traceback_before_the_chain_is_left_out() -> None:
-    lines = (*VALUE_ERROR, "", HANDLING, "", *LOST)
-    assert last_traceback([*MISMATCH, "epoch 2", *lines]) == lines
-
-
-def test_blank_source_lines_do_not_end_a_traceback() -> None:
-    lines = (*VALUE_ERROR[:2], "", *VALUE_ERROR[2:])
-    assert last_traceback(lines) == lines
-
-
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_traceback_cut_off_by_death_is_kept_as_far_as_it_goes(length: int) -> None:
-    assert last_traceback(VALUE_ERROR[:length]) == VALUE_ERROR[:length]
-
-
-@given(st.lists(st.sampled_from([*VALUE_ERROR, *LOST, "", HANDLING, "log"]), max_size=30))
-def test_a_traceback_is_a_run_of_the_lines_it_was_found_in(lines: list[str]) -> None:
-    found = list(last_traceback(lines))
-    assert bool(found) == any(map(is_traceback_start, lines))
-    assert any(lines[i : i + len(found)] == found for i in range(len(lines) + 1))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.output import LineBuffer, cut, last_state, without_colors
 
 # Mostly what matters: line ends, redrawing, backspaces, parts of UTF-8, broken UTF-8.
 fragments = st.sampled_from(
@@ -73,10 +73,48 @@ def test_an_empty_line_is_a_line() -> None:
         (b"2/3\r3/3\r\n", "3/3"),
         (b"windows\r\n", "windows"),
         (b"\b\b\b\b3/3\n", "3/3"),
+        (b"2/3\b\b\b\r3/3\n", "3/3"),
+        (b"2/3\b\b\b3/3\n", "3/3"),
+        (b"typot\b \bs\n", "typos"),
+        (b"2/3\b\b\b\n", "2/3"),
+        (b"\x1b[2K\x1b]0;title\x07\x1b[1m3/3\x1b[0m\n", "\x1b[1m3/3\x1b[0m"),
     ],
 )
 def test_of_a_redrawn_line_the_last_state_is_shown(output: bytes, shown: str) -> None:
     assert lines_of(output) == [shown]
+
+
+def test_the_line_that_is_not_whole_can_be_looked_at() -> None:
+    buffer = LineBuffer()
+    assert buffer.feed(b"Epoch 1\n\r1/3\b\b\b\r2/3") == ["Epoch 1"]
+    assert buffer.partial == "2/3"
+    assert buffer.feed(b"\b\b\b\r3/3\n") == ["3/3"]
+    assert buffer.partial == ""
+
+
+def test_for_a_terminal_lines_stay_as_they_were_written() -> None:
+    buffer = LineBuffer(is_raw=True)
+    assert buffer.feed(b"(Pdb) p xy\b\x1b[K\r\n\x1b[31m") == ["(Pdb) p xy\b\x1b[K"]
+    assert buffer.partial == "\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "shown"),
+    [
+        ("12345", 5, "12345"),
+        ("123456", 5, "12345"),
+        ("\x1b[1m12\x1b[0m3456", 3, "\x1b[1m12\x1b[0m3"),
+        ("\x1b[1m123\x1b[0m456", 2, "\x1b[1m12\x1b[0m"),
+        ("\N{HANGUL SYLLABLE GAG}" * 3, 5, "\N{HANGUL SYLLABLE GAG}" * 2),
+        ("\N{HANGUL SYLLABLE GAG}" * 3 + "1", 5, "\N{HANGUL SYLLABLE GAG}" * 2),
+    ],
+)
+def test_a_text_is_cut_to_columns_with_its_colors(text: str, columns: int, shown: str) -> None:
+    assert cut(text, columns) == shown
+
+
+def test_colors_can_be_left_out() -> None:
+    assert without_colors(last_state("\x1b[1m3/3\x1b[0m \x1b[38;5;12mloss\x1b[0m")) == "3/3 loss"
 
 
 def test_an_unfinished_progress_bar_is_shown_in_its_last_state() -> None:

@@ -1,4 +1,4 @@
-"""Finds the worker that failed first, and its traceback. Pure.
+"""Finds the worker that failed first. Pure.
 
 A rank that dies of an exception takes a while to leave Python; by then its neighbours may have
 raised PeerLostError and ended. So a failure that only reports another rank's is a consequence, at
@@ -13,14 +13,12 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringreduce.commands.launch.tracebacks import exception_in
 from ringreduce.pure.blame import Error, Facts, find_culprit
 
 _REPORTS_ANOTHER = re.compile(
     r"\b(PeerLostError|PeerTimeoutError|WorkerError)\b|was (told|left) by rank \d"
 )
-_TRACEBACK = "Traceback (most recent call last):"
-# Lines kept from the one that names the exception.
-_TEXT_LINES_MAX = 60
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,7 @@ class Failure:
     @property
     def exception(self) -> str:
         """The line that names the exception; empty when there was no traceback."""
-        starts = [i for i, line in enumerate(self.traceback) if is_traceback_start(line)]
-        index = _exception_index(self.traceback, starts[-1]) if starts else 0
-        return self.traceback[index] if index < len(self.traceback) else ""
+        return exception_in(self.traceback)
 
     @property
     def exit_code(self) -> int:
@@ -76,37 +72,3 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     finding = find_culprit(facts)
     ranks = finding.culprits or finding.witnesses
     return next((failure for failure in failures if failure.rank in ranks), None)
-
-
-def is_traceback_start(line: str) -> bool:
-    """Whether a traceback begins with this line."""
-    return line.startswith(_TRACEBACK)
-
-
-def last_traceback(lines: Sequence[str]) -> tuple[str, ...]:
-    """The last traceback in `lines`, and up to `_TEXT_LINES_MAX` lines of its text and after.
-
-    Chained exceptions are one traceback. An exception's text may have many lines (TensorFlow's
-    have the cause far down), and nothing marks the last one.
-    """
-    starts = [i for i, line in enumerate(lines) if is_traceback_start(line)]
-    if not starts:
-        return ()
-    begin = starts[-1]
-    chained = (
-        "During handling of the above exception",
-        "The above exception was the direct cause",
-    )
-    for earlier in reversed(starts[:-1]):
-        if not any(line.startswith(chained) for line in lines[earlier:begin]):
-            break
-        begin = earlier
-    return tuple(lines[begin : _exception_index(lines, starts[-1]) + _TEXT_LINES_MAX])
-
-
-def _exception_index(lines: Sequence[str], start: int) -> int:
-    """Index of the line that names the exception of the traceback that begins at `start`."""
-    index = start + 1
-    while index < len(lines) and (lines[index].startswith(" ") or not lines[index]):
-        index += 1
-    return index

@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringreduce.commands.launch.conclusion import conclude
+from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.failure import Failure, first_cause
+from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.processes import Guard, Stream, Worker
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
@@ -28,12 +31,16 @@ class Plan:
 
     Attributes:
         threads: compute threads of each worker.
+        output: whose lines are shown as they come (`display.OUTPUTS`).
+        tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
         choices: fields of `Config` that the user chose.
     """
 
     command: Sequence[str]
     size: int
     threads: int
+    output: str
+    tracebacks: str
     choices: Mapping[str, Any]
 
 
@@ -46,10 +53,17 @@ class Job:
     """
 
     def __init__(
-        self, plan: Plan, attempt: int, screen: Screen, guard: Guard, signals: deque[int]
+        self,
+        plan: Plan,
+        attempt: int,
+        screen: Screen,
+        logs: Logs | None,
+        guard: Guard,
+        signals: deque[int],
     ) -> None:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
+        self._display = Display(screen, logs, plan.size, plan.output, None)
         # They ask workers for flight records, and must not kill one that has no communicator yet,
         # and so no handler.
         self._record_signals = (signal.SIGUSR1,) if "log_dir" in plan.choices else ()
@@ -112,7 +126,9 @@ class Job:
                 worker = Worker(
                     rank,
                     plan.command,
-                    worker_environment(config, plan.threads, decided=choices),
+                    worker_environment(
+                        config, plan.threads, decided=choices, columns=self._screen.columns
+                    ),
                     inherited=inherited,
                     ignored=self._record_signals,
                 )
@@ -128,6 +144,7 @@ class Job:
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._reap()
+            self._display.tick(releases=not self._failures())
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self._stop(TIMES.grace_s)
             elif self._stop_s is not None and time.monotonic() >= self._stop_s:
@@ -146,8 +163,8 @@ class Job:
     def _read(self, stream: Stream) -> bool:
         """Show what has arrived on a stream; return whether there may be more now."""
         lines = stream.read()
-        if lines:
-            self._screen.show(stream.worker.rank, lines, is_error=stream.is_error)
+        if lines is not None:
+            self._display.update(stream.source, lines, stream.partial)
         if stream.has_ended and not stream.file.closed:
             self._selector.unregister(stream.file)
             stream.file.close()
@@ -172,6 +189,8 @@ class Job:
                     while self._read(stream):
                         pass
                 self._guard.remove(worker)
+                if worker.failure() is None and self._stop_s is None:
+                    self._display.release([worker.rank])
 
     def _failures(self) -> list[Failure]:
         return [failure for worker in self._workers if (failure := worker.failure())]
@@ -214,20 +233,18 @@ class Job:
             worker.stop(number)
 
     def _conclude(self) -> int:
-        """Print what failed, the cause first; return the job's exit code."""
-        say = self._screen.say
+        """Print what failed, the cause first; return the exit code."""
         failures = self._failures()
         cause = first_cause(failures)
+        if self._ended_by is not None or cause is None:
+            self._display.release(range(self._plan.size))
         if self._ended_by is not None:
-            say(f"stopped by {signal.Signals(self._ended_by).name}")
+            self._screen.say(f"stopped by {signal.Signals(self._ended_by).name}")
             return 128 + self._ended_by
         if cause is None:
             return 0
-        say(f"rank {cause.rank} failed first ({cause.describe()}); all workers were stopped")
-        for line in cause.traceback:
-            say(f"  {line}")
-        for failure in sorted(failures, key=lambda f: f.time_s):
-            if failure is not cause:
-                what = f": {failure.exception}" if failure.exception else ""
-                say(f"then rank {failure.rank} ({failure.describe()}){what}")
+        self._display.reveal(cause.rank)
+        held = self._display.take_held()
+        for line in conclude(cause, failures, held, self._plan.tracebacks):
+            self._screen.say(line)
         return cause.exit_code

@@ -1,21 +1,35 @@
-"""Makes whole lines of chunks of bytes, so that ranks' outputs never mix in a line. Pure."""
+r"""Makes lines of chunks of bytes, so that ranks' outputs never mix in a line. Pure.
+
+Programs redraw a line with ``\r`` and ``\b``, as progress bars do: of such a line the last state
+counts. Keras draws so into a pipe too.
+"""
 
 from __future__ import annotations
 
 import codecs
+import re
+import unicodedata
 
 # A longer line is cut, so that it does not fill memory.
 _LINE_MAX = 1 << 16
+_COLOR = r"\x1b\[[\d;:]*m"
+_COLORS = re.compile(_COLOR)
+# Control sequences, such as those that move the cursor or set the window's title.
+_CONTROLS = re.compile(
+    rf"(?!{_COLOR})\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\^_])"
+)
 
 
 class LineBuffer:
-    r"""Collects bytes until a line is whole.
+    """Collects bytes until a line is whole.
 
-    Of a line that is redrawn with ``\r``, as progress bars do, the last state is kept.
+    Args:
+        is_raw: keep lines as they were written, for a terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_raw: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_raw = is_raw
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
@@ -25,9 +39,52 @@ class LineBuffer:
             lines.append(rest)
             rest = ""
         self._rest = rest
-        return [_shown(line) for line in lines]
+        return [self._shown(line) for line in lines]
+
+    @property
+    def partial(self) -> str:
+        """The line that is not whole yet."""
+        return self._shown(self._rest)
+
+    def _shown(self, line: str) -> str:
+        return line.removesuffix("\r") if self._is_raw else last_state(line)
 
 
-def _shown(line: str) -> str:
-    # Keras ends and redraws lines with backspaces.
-    return line.removesuffix("\r").rpartition("\r")[2].replace("\b", "")
+def last_state(line: str) -> str:
+    """What a line shows after it was redrawn; of control sequences, colors stay."""
+    text = _CONTROLS.sub("", line).rstrip("\r\b").rpartition("\r")[2]
+    if "\b" not in text:
+        return text
+    kept: list[str] = []
+    for character in without_colors(text):
+        if character != "\b":
+            kept.append(character)
+        elif kept:
+            kept.pop()
+    return "".join(kept)
+
+
+def without_colors(text: str) -> str:
+    """`text` without the sequences that set colors."""
+    return _COLORS.sub("", text)
+
+
+def cut(text: str, columns: int) -> str:
+    """`text` as far as it fits into `columns`, with its colors."""
+    kept, width = [], 0
+    for part in re.split(f"({_COLOR})", text.expandtabs()):
+        if part.startswith("\x1b"):
+            kept.append(part)
+            continue
+        fits = part[: max(0, columns - width)]
+        while fits and width + _width(fits) > columns:
+            fits = fits[:-1]
+        kept.append(fits)
+        # Nothing follows what did not fit.
+        width = width + _width(fits) if fits == part else columns
+    return "".join(kept)
+
+
+def _width(text: str) -> int:
+    """Columns that `text` takes; letters of East Asia take two."""
+    return len(text) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)

@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from ringreduce.commands.launch import guard
-from ringreduce.commands.launch.failure import Failure, is_traceback_start, last_traceback
+from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.screen import Source
+from ringreduce.commands.launch.tracebacks import is_traceback_start, last_traceback
 
 _TAIL_LINES = 400
 _PR_SET_PDEATHSIG = 1
@@ -32,11 +34,16 @@ _PR_SET_PDEATHSIG = 1
 class Stream:
     """Standard output or error of one worker; `file` is nonblocking."""
 
-    def __init__(self, worker: Worker, file: IO[bytes] | None, is_error: bool) -> None:
+    def __init__(self, worker: Worker, file: IO[bytes] | None, source: Source) -> None:
         assert file is not None
         os.set_blocking(file.fileno(), False)
-        self.worker, self.file, self.is_error, self.has_ended = worker, file, is_error, False
-        self._lines = LineBuffer()
+        self.worker, self.file, self.source, self.has_ended = worker, file, source, False
+        self._lines = LineBuffer(is_raw=source.is_raw)
+
+    @property
+    def partial(self) -> str:
+        """The line that is not whole yet."""
+        return self._lines.partial
 
     def read(self) -> list[str] | None:
         """The whole lines that have arrived; None: there is nothing to read now."""
@@ -45,7 +52,7 @@ class Stream:
             return None
         self.has_ended = not data
         lines = self._lines.feed(data)
-        if self.is_error:
+        if self.source.is_error:
             self.worker.note(lines)
         return lines
 
@@ -86,8 +93,8 @@ class Worker:
             preexec_fn=_prepare(os.getpid(), ignored=ignored),
         )
         self.streams = (
-            Stream(self, self._process.stdout, is_error=False),
-            Stream(self, self._process.stderr, is_error=True),
+            Stream(self, self._process.stdout, Source(rank, is_error=False)),
+            Stream(self, self._process.stderr, Source(rank, is_error=True)),
         )
 
     @property

@@ -1,17 +1,36 @@
-"""Writes the lines of all workers to the launcher's output, marked with ranks, and into files."""
+"""Writes the lines of all workers to the launcher's output, marked with ranks.
+
+On a terminal the last row may be a live line: one that a worker has not ended yet. Other lines
+are written above it.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TextIO
 
+from ringreduce.commands.launch.output import cut, last_state, without_colors
 from ringreduce.vocabulary.config import color_wanted
-from ringreduce.vocabulary.errors import ConfigError
 
 _COLORS = (36, 33, 32, 35, 34, 31)
+_NO_COLOR = "\x1b[0m"
+_ERASE = "\r\x1b[K"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Standard output, or error, of a worker.
+
+    Attributes:
+        is_raw: its lines may hold control sequences, since the worker has the terminal.
+    """
+
+    rank: int
+    is_error: bool
+    is_raw: bool = False
 
 
 class Screen:
@@ -19,54 +38,96 @@ class Screen:
 
     def __init__(self, size: int, stdout: TextIO, stderr: TextIO) -> None:
         self._stdout, self._stderr = stdout, stderr
+        for target in (stdout, stderr):
+            # Letters that its encoding lacks, such as those of Keras's bar, must not end the job.
+            if isinstance(target, io.TextIOWrapper):
+                target.reconfigure(errors="replace")
         self._width = len(str(size - 1))
-        self._size = size
-        self._kept: list[TextIO] = []
+        self._live: tuple[Source, str] | None = None
 
-    def keep(self, folder: Path) -> None:
-        """Write each worker's lines into `folder` too. Raises ConfigError if that is impossible."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(self._size):
-                self._kept.append((folder / f"rank-{rank}.log").open("w", encoding="utf-8"))
-        except OSError as error:
-            self.close()
-            raise ConfigError(
-                f"cannot keep the workers' output in {folder}: {error}",
-                remedy="Give --log-dir, or RINGREDUCE_LOG_DIR, a folder that can be written to.",
-            ) from error
+    @property
+    def columns(self) -> int | None:
+        """Columns of the terminal that a worker's line may take; None without a terminal."""
+        if not self._stdout.isatty():
+            return None
+        columns = os.get_terminal_size(self._stdout.fileno()).columns - self._width - len("[] ")
+        return columns if columns > 0 else None
 
-    def close(self) -> None:
-        """Close the files of `keep`."""
-        kept, self._kept = self._kept, []
-        for file in kept:
-            with contextlib.suppress(OSError):
-                file.close()
+    def can_be_live(self, source: Source) -> bool:
+        """Whether a line of `source` that is not whole may be shown."""
+        return self._stdout.isatty() and self._target(source).isatty()
 
-    def show(self, rank: int, lines: Sequence[str], *, is_error: bool) -> None:
+    def show(self, source: Source, lines: Sequence[str]) -> None:
         """Write whole lines of one worker."""
-        target = self._stderr if is_error else self._stdout
-        mark = self._mark(rank, target)
-        _write(target, "".join(f"{mark}{line}\n" for line in lines))
-        if not self._kept:
+        if not lines:
             return
-        try:
-            self._kept[rank].writelines(f"{line}\n" for line in lines)
-            self._kept[rank].flush()
-        except OSError as error:
-            # A full disk must not end the job; the lines were shown.
-            self.say(f"no longer keeps the workers' output: {error}")
-            self.close()
+        target = self._target(source)
+        mark = self._mark(source.rank, target)
+        text = "".join(f"{mark}{self._line(line, source, target)}\n" for line in lines)
+        if self._live is not None and self._live[0] == source:
+            # The first line is what the live line has become.
+            self._erase()
+        self._write(target, text)
+
+    def show_live(self, source: Source, text: str) -> None:
+        """Make `text` the live line; for no text there is none, if it was from `source`."""
+        mark = self._mark(source.rank, self._stdout)
+        if not source.is_raw:
+            # The last column stays free, where some terminals begin the next row.
+            text = self._line(cut(text, (self.columns or 80) - 1), source, self._stdout)
+        before = self._live[1] if self._live is not None and self._live[0] == source else ""
+        if before and text.startswith(before):
+            # What a person types appears where the cursor is.
+            _write(self._stdout, text[len(before) :].replace("\r", f"\r{mark}"))
+        elif text:
+            self._erase()
+            _write(self._stdout, _drawn(mark, text))
+        elif before:
+            self._erase()
+        self._live = (source, text) if text else None if before else self._live
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
-        _write(self._stderr, f"ringreduce: {text}\n")
+        self._write(self._stderr, f"ringreduce: {text}\n")
+
+    def _target(self, source: Source) -> TextIO:
+        return self._stderr if source.is_error else self._stdout
+
+    def _line(self, line: str, source: Source, target: TextIO) -> str:
+        if not target.isatty():
+            return without_colors(last_state(line))
+        if not color_wanted():
+            return without_colors(line)
+        # A color that a line leaves on is not for the next one.
+        return line + _NO_COLOR if "\x1b" in line and not source.is_raw else line
+
+    def _write(self, target: TextIO, text: str) -> None:
+        """Write lines, above the live line if both are on a terminal."""
+        live = self._live if target.isatty() else None
+        if live is None:
+            _write(target, text)
+            return
+        self._erase()
+        _write(target, text)
+        source, shown = live
+        _write(self._stdout, _drawn(self._mark(source.rank, self._stdout), shown))
+        self._live = live
+
+    def _erase(self) -> None:
+        if self._live is not None:
+            _write(self._stdout, _ERASE)
+            self._live = None
 
     def _mark(self, rank: int, target: TextIO) -> str:
         mark = f"[{rank:>{self._width}}]"
         if target.isatty() and color_wanted():
-            mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}\x1b[0m"
+            mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}{_NO_COLOR}"
         return mark + " "
+
+
+def _drawn(mark: str, text: str) -> str:
+    """A live line from its first column on."""
+    return mark + text.replace("\r", f"\r{mark}")
 
 
 def _write(target: TextIO, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 import psutil
 
 from ringreduce.commands.launch.job import Job, Plan
+from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
@@ -25,6 +27,8 @@ def run(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     max_restarts: int = 0,
+    output: str = "all",
+    tracebacks: str = "cause",
     **choices: Any,
 ) -> int:
     """Run `command` as `size` local workers of one job; return the job's exit code.
@@ -42,6 +46,9 @@ def run(
         stdout, stderr: where lines go; the process's own by default.
         max_restarts: how often all workers are started again after a failure, with another job
             id and secret; ``RINGREDUCE_RESTART`` counts. A signal to the launcher ends the job.
+        output: whose lines are shown as they come: of ``all``, of ``rank0``, or with ``failed``
+            only the last ones of the rank that failed first. Of that one they are always shown.
+        tracebacks: whose are shown after a failure: that of the ``cause``, or ``all``.
         choices: fields of `Config` for the workers; None: as the environment has it. With
             `log_dir`, their lines are also written there, to ``rank-0.log`` and so on; what is
             kept of the k-th restart goes to its folder ``restart-k``.
@@ -52,16 +59,19 @@ def run(
     choices = {name: value for name, value in choices.items() if value is not None}
     if "timeout_s" in choices:
         choices.setdefault("join_timeout_s", choices["timeout_s"])
-    plan = Plan(command, size, threads or default_threads(size), choices)
+    plan = Plan(command, size, threads or default_threads(size), output, tracebacks, choices)
     screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr)
     with queued_signals() as signals, Guard() as guard:
         attempt = 0
         while True:
-            job = Job(_with_folder(plan, attempt, screen), attempt, screen, guard, signals)
-            try:
+            with contextlib.ExitStack() as stack:
+                here, logs = plan, None
+                if "log_dir" in choices:
+                    folder = _folder_of(attempt, Path(choices["log_dir"]))
+                    logs = stack.enter_context(Logs(folder, size))
+                    here = replace(plan, choices={**choices, "log_dir": str(folder.absolute())})
+                job = Job(here, attempt, screen, logs, guard, signals)
                 code = job.run()
-            finally:
-                screen.close()
             if attempt == max_restarts or not job.may_start_again:
                 return code
             attempt += 1
@@ -77,12 +87,6 @@ def default_threads(size: int) -> int:
     return max(1, cores // size)
 
 
-def _with_folder(plan: Plan, attempt: int, screen: Screen) -> Plan:
-    """`plan` with the folder of this attempt's records, into which `screen` writes lines too."""
-    if "log_dir" not in plan.choices:
-        return plan
-    folder = Path(plan.choices["log_dir"])
-    if attempt:
-        folder /= f"restart-{attempt}"
-    screen.keep(folder)
-    return replace(plan, choices={**plan.choices, "log_dir": str(folder.absolute())})
+def _folder_of(attempt: int, folder: Path) -> Path:
+    """Where the records of an attempt are kept, apart from those of the others."""
+    return folder / f"restart-{attempt}" if attempt else folder

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ringreduce.commands.launch.tracebacks import last_words
 from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, decode_dump
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -21,7 +22,7 @@ class Records:
     Attributes:
         dumps: by rank; ranks without a readable record are absent.
         skipped: file names, and why they were not used.
-        log_tails: the last line of the log of each rank without a record, if there is one.
+        log_tails: what the log of each rank without a record ends with.
     """
 
     size: int
@@ -67,7 +68,7 @@ def read_records(folder: Path) -> Records:
     kept = {d.rank: d for d in dumps if (d.job, d.size) == (last.job, last.size)}
     tails = {}
     for rank in range(last.size):
-        if rank not in kept and (line := _last_line(folder / f"rank-{rank}.log")):
+        if rank not in kept and (line := _last_words(folder / f"rank-{rank}.log")):
             tails[rank] = line
     return Records(last.size, kept, skipped, tails)
 
@@ -79,7 +80,7 @@ def _read(path: Path) -> Dump:
         return decode_dump(file.read(FILE_BYTES_MAX + 1))
 
 
-def _last_line(path: Path) -> str:
+def _last_words(path: Path) -> str:
     try:
         if not path.is_file():
             return ""
@@ -88,7 +89,7 @@ def _last_line(path: Path) -> str:
             lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((shorten(line.strip()) for line in reversed(lines) if line.strip()), "")
+    return shorten(last_words(lines))
 
 
 def shorten(text: str, length: int = 240) -> str:

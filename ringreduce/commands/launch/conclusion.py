@@ -1,0 +1,54 @@
+"""Words the end of a job that failed: the cause in full, a line for every other rank. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.tracebacks import exception_in
+
+TRACEBACKS = ("cause", "all")
+
+
+def conclude(
+    cause: Failure,
+    failures: Sequence[Failure],
+    held: Mapping[int, Sequence[str]],
+    tracebacks: str,
+) -> list[str]:
+    """The lines that explain a failure.
+
+    Args:
+        failures: of all ranks, `cause` too.
+        held: by rank, its traceback and what it wrote after that, unless that has been shown. A
+            rank that the launcher stopped may have one too.
+        tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
+    """
+    lines = [f"rank {cause.rank} failed first ({cause.describe()}); all workers were stopped"]
+    if cause.rank in held:
+        lines += _indented(held[cause.rank])
+    elif cause.exception:
+        lines.append(f"  {cause.exception} (its traceback is above)")
+    failed = {failure.rank: failure for failure in failures}
+    others = [f.rank for f in sorted(failures, key=lambda f: f.time_s)]
+    others += sorted(held.keys() - failed.keys())
+    left_out = False
+    for rank in others:
+        if rank == cause.rank:
+            continue
+        how = failed[rank].describe() if rank in failed else "stopped"
+        text = held.get(rank, ())
+        exception = failed[rank].exception if rank in failed else exception_in(text)
+        if tracebacks == "all":
+            lines += [f"then rank {rank} ({how}):" if text else f"then rank {rank} ({how})"]
+            lines += _indented(text)
+        else:
+            lines.append(f"then rank {rank} ({how})" + (f": {exception}" if exception else ""))
+            left_out = left_out or bool(text)
+    if left_out:
+        lines.append("--tracebacks all shows those of all ranks")
+    return lines
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}".rstrip() for line in lines]

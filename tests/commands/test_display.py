@@ -1,0 +1,235 @@
+"""What is seen of workers' output: live lines, whose lines, and each failure once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import RANK, Terminal, run, script
+from tests.processes import clean_environment, launcher
+
+# Draws as Keras's bar does: what was there is overwritten, and the line ends with the epoch.
+BAR = (
+    RANK
+    + """
+import pathlib, sys
+def wait_for(name):
+    while not pathlib.Path(name).exists():
+        pass
+def draw(text, end=""):
+    sys.stdout.write("\\b" * 60 + "\\r\\x1b[1m" + text + "\\x1b[0m" + end)
+    sys.stdout.flush()
+"""
+)
+ONE_EPOCH = (
+    BAR
+    + """
+if rank == 0:
+    print("Epoch 1/1")
+    draw("1/3 loss: 0.5")
+    wait_for("line")
+    draw("2/3 loss: 0.4")
+    wait_for("end")
+    draw("3/3 loss: 0.3", "\\n")
+else:
+    draw("1/3 loss: 0.7")
+    wait_for("line")
+    draw("2/3 loss: 0.7")
+    print(" from rank 1", file=sys.stderr)
+    wait_for("end")
+    draw("3/3 loss: 0.7", "\\n")
+"""
+)
+
+
+def screen_of(output: bytes) -> list[str]:
+    """The rows of a terminal after `output`, for what the launcher uses of terminals."""
+    rows = []
+    for written in output.decode().replace("\r\n", "\n").split("\n"):
+        row: list[str] = []
+        column = 0
+        for letter in written.replace("\x1b[K", "\0"):
+            if letter == "\r":
+                column = 0
+            elif letter == "\b":
+                column = max(0, column - 1)
+            elif letter == "\0":
+                del row[column:]
+            else:
+                row[column : column + 1] = letter
+                column += 1
+        rows.append("".join(row))
+    return rows
+
+
+def test_at_a_terminal_rank_0s_bar_moves_and_other_lines_stand_above(tmp_path: Path) -> None:
+    with Terminal(tmp_path, "-n", "2", script(tmp_path, ONE_EPOCH)) as job:
+        job.wait_shown("1/3 loss: 0.5")
+        assert screen_of(job.shown)[-1] == "[0] 1/3 loss: 0.5"
+        (tmp_path / "line").touch()
+        job.wait_shown("2/3 loss: 0.4")
+        job.wait_shown("from rank 1")
+        job.wait_shown("2/3 loss: 0.4")
+        assert screen_of(job.shown)[-2:] == ["[1]  from rank 1", "[0] 2/3 loss: 0.4"]
+        (tmp_path / "end").touch()
+        assert job.wait() == 0
+    rows = screen_of(job.shown)
+    assert rows.count("[0] 3/3 loss: 0.3") == rows.count("[1] 3/3 loss: 0.7") == 1
+    assert sorted(rows) == sorted(
+        ["[0] Epoch 1/1", "[1]  from rank 1", "[0] 3/3 loss: 0.3", "[1] 3/3 loss: 0.7", ""]
+    )
+
+
+def test_a_live_line_is_cut_to_the_terminals_width(tmp_path: Path) -> None:
+    text = BAR + "draw('x' * 100)\nwait_for('end')\ndraw('y' * 30, '\\n')"
+    with Terminal(tmp_path, "-n", "1", script(tmp_path, text), columns=40) as job:
+        job.wait_shown("xxx")
+        assert screen_of(job.shown)[-1] == "[0] " + "x" * 35
+        (tmp_path / "end").touch()
+        assert job.wait() == 0
+    assert screen_of(job.shown) == ["[0] " + "y" * 30, ""]
+
+
+def test_workers_learn_the_width_that_their_lines_have(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os\nprint('width', os.environ.get('COLUMNS'))")
+    with Terminal(tmp_path, "-n", "11", name, columns=100) as job:
+        assert job.wait() == 0
+    assert job.shown.count(b"width 95") == 11
+    assert "width None" in run(tmp_path, "-n", "1", name).stdout
+
+
+def test_into_a_file_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
+    name = script(tmp_path, ONE_EPOCH)
+    options = ("-n", "2", "--log-dir", "logs")
+    with launcher(
+        tmp_path,
+        "run",
+        *options,
+        name,
+        environment=clean_environment(RINGREDUCE_TIME_SCALE="0.02"),
+    ) as job:
+        job.wait_shown("[0] 1/3 loss: 0.5\n")
+        (tmp_path / "line").touch()
+        job.wait_shown("[0] 2/3 loss: 0.4\n")
+        (tmp_path / "end").touch()
+        assert job.wait() == 0
+        lines = job.stdout.splitlines()
+        assert [line for line in lines if line.startswith("[0]")] == [
+            "[0] Epoch 1/1",
+            "[0] 1/3 loss: 0.5",
+            "[0] 2/3 loss: 0.4",
+            "[0] 3/3 loss: 0.3",
+        ]
+        assert [line for line in lines if line.startswith("[1]")] == ["[1] 3/3 loss: 0.7"]
+        assert job.stderr == "[1]  from rank 1\n"
+    kept = (tmp_path / "logs" / "rank-0.log").read_text().splitlines()
+    assert kept == ["Epoch 1/1", "1/3 loss: 0.5", "2/3 loss: 0.4", "3/3 loss: 0.3"]
+
+
+# --- Whose lines ----------------------------------------------------------------------------
+
+FAILS = (
+    RANK
+    + """
+import pathlib, signal, sys
+print("here")
+if rank != 1:
+    signal.pause()
+while len(list(pathlib.Path("logs").glob("rank-*.log"))) < 3:
+    pass
+print("abort: no memory", file=sys.stderr)
+os._exit(3)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("all", ["[0] here", "[1] here", "[2] here"]),
+        ("rank0", ["[0] here", "[1] here"]),
+        ("failed", ["[1] here"]),
+    ],
+)
+def test_whose_lines_are_shown(tmp_path: Path, output: str, shown: list[str]) -> None:
+    name = script(tmp_path, FAILS)
+    done = run(tmp_path, "-n", "3", "--output", output, "--log-dir", "logs", name)
+    assert done.returncode == 3
+    assert done.stdout.splitlines() == shown or sorted(done.stdout.splitlines()) == shown
+    assert "[1] abort: no memory\n" in done.stderr
+    assert "ringreduce: rank 1 failed first (exit code 3)" in done.stderr
+    assert (tmp_path / "logs" / "rank-2.log").read_text() == "here\n"
+
+
+def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import sys
+        print("I0000 00:00:1.2 3 port.cc:153] oneDNN custom operations are on.", file=sys.stderr)
+        print("E0000 00:00:1.2 3 cuda_dnn.cc:5] Could not create cudnn handle", file=sys.stderr)
+        """,
+    )
+    done = run(tmp_path, "-n", "3", "--log-dir", "logs", name)
+    assert done.stderr.count("oneDNN") == 1
+    assert "[0] I0000" in done.stderr
+    assert done.stderr.count("cudnn handle") == 3
+    assert "oneDNN" in (tmp_path / "logs" / "rank-2.log").read_text()
+
+
+# --- Tracebacks -----------------------------------------------------------------------------
+
+IN_A_RING = """
+import numpy, ringreduce
+comm = ringreduce.init()
+if comm.rank == 1:
+    raise ValueError("bad data")
+comm.all_reduce(numpy.ones(10))
+"""
+
+
+@pytest.mark.parametrize(("tracebacks", "consequences"), [("cause", 0), ("all", 2)])
+def test_one_mistake_is_shown_once(tmp_path: Path, tracebacks: str, consequences: int) -> None:
+    name = script(tmp_path, IN_A_RING)
+    done = run(tmp_path, "-n", "3", "--tracebacks", tracebacks, "--log-dir", "logs", name)
+    assert done.returncode == 1
+    assert done.stderr.count("raise ValueError") == 1
+    assert done.stderr.count("comm.all_reduce(") == consequences
+    title, *rest = done.stderr.partition("ringreduce: rank 1 failed first")[2].splitlines()
+    assert title == " (exit code 1); all workers were stopped"
+    assert "ringreduce:   ValueError: bad data" in rest
+    assert "PeerLostError" in (tmp_path / "logs" / "rank-2.log").read_text()
+
+
+def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
+    # At once when the program ends well, and after a while when it runs on.
+    text = """
+        import pathlib, traceback
+        try:
+            raise ValueError("bad data")
+        except ValueError:
+            traceback.print_exc()
+        while not pathlib.Path("end").exists():
+            pass
+        print("later", flush=True)
+        """
+    name = script(tmp_path, text)
+    (tmp_path / "end").touch()
+    assert "[0] ValueError: bad data" in run(tmp_path, "-n", "1", name).stderr
+    (tmp_path / "end").unlink()
+    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    with launcher(tmp_path, "run", "-n", "1", name, environment=environment) as job:
+        job.wait_error("[0] ValueError: bad data")
+        (tmp_path / "end").touch()
+        assert job.wait() == 0
+        assert job.stderr.count("ValueError: bad data") == 1
+
+
+def test_tracebacks_of_an_interrupted_job_are_shown(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('ready', flush=True)\nimport signal\nsignal.pause()")
+    with launcher(tmp_path, "run", "-n", "2", name) as job:
+        job.wait_shown("ready", times=2)
+        job.signal(2)
+        assert job.wait() == 130
+        assert job.stderr.count("KeyboardInterrupt") == 2
