@@ -28,6 +28,7 @@ from ringreduce.vocabulary.errors import (
 )
 
 if TYPE_CHECKING:
+    from ringreduce.commands.launch.function import launch
     from ringreduce.communicator.communicator import Communicator
     from ringreduce.communicator.process import (
         default_communicator,
@@ -66,6 +67,7 @@ __all__ = [
     "default_communicator",
     "init",
     "is_initialized",
+    "launch",
     "local_rank",
     "local_size",
     "on_rank_zero",
@@ -79,6 +81,7 @@ _LATER = {
     "Communicator": "ringreduce.communicator.communicator",
     "Statistics": "ringreduce.communicator.statistics",
     "ReduceOp": "ringreduce.vocabulary.types",
+    "launch": "ringreduce.commands.launch.function",
     "on_rank_zero": "ringreduce.communicator.rank_zero",
 }
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import keras
 
+from ringreduce.commands.launch.function import launch
 from ringreduce.communicator.process import (
     init,
     is_initialized,
@@ -69,6 +70,7 @@ __all__ = [
     "is_initialized",
     "join",
     "joined",
+    "launch",
     "load_model",
     "local_rank",
     "local_size",

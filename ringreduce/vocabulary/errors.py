@@ -155,7 +155,8 @@ class WorkerError(RingReduceError):
 
     Attributes:
         peer: the rank in which it failed first.
-        traceback: what that rank printed, from its traceback on; empty when it printed none.
+        traceback: of `launch`, that rank's traceback if it printed one, and a line for each other
+            rank that failed.
     """
 
     traceback: str = field(default="", kw_only=True)

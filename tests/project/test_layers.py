@@ -27,6 +27,7 @@ SOURCES = {
 LAYERS = {
     "vocabulary": ("vocabulary", "_version"),
     "pure": ("pure",),
+    "launcher": ("commands.launch",),
     "effects": ("effects",),
     "transport": ("transport",),
     "bootstrap": ("bootstrap",),
@@ -176,8 +177,10 @@ def test_only_the_launcher_starts_processes() -> None:
     assert importers_of("subprocess", "multiprocessing") == {"ringreduce.commands.launch.processes"}
 
 
-def test_nothing_is_unpickled() -> None:
-    assert not importers_of("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+def test_only_functions_and_results_of_own_children_are_pickled() -> None:
+    modules = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+    launch = "ringreduce.commands.launch"
+    assert importers_of(*modules) == {f"{launch}.call", f"{launch}.function"}
 
 
 @pytest.mark.parametrize("module", list(SOURCES))

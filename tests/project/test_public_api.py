@@ -36,6 +36,7 @@ PUBLIC = [
     "default_communicator",
     "init",
     "is_initialized",
+    "launch",
     "local_rank",
     "local_size",
     "on_rank_zero",

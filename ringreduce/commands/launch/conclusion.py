@@ -29,11 +29,24 @@ def conclude(
         lines += _indented(held[cause.rank])
     elif cause.exception:
         lines.append(f"  {cause.exception} (its traceback is above)")
+    lines += others(cause, failures, held, tracebacks)
+    if tracebacks != "all" and held.keys() - {cause.rank}:
+        lines.append("--tracebacks all shows those of all ranks")
+    return lines
+
+
+def others(
+    cause: Failure,
+    failures: Sequence[Failure],
+    held: Mapping[int, Sequence[str]],
+    tracebacks: str,
+) -> list[str]:
+    """A line for each other rank; arguments as for `conclude`."""
+    lines = []
     failed = {failure.rank: failure for failure in failures}
-    others = [f.rank for f in sorted(failures, key=lambda f: f.time_s)]
-    others += sorted(held.keys() - failed.keys())
-    left_out = False
-    for rank in others:
+    ranks = [f.rank for f in sorted(failures, key=lambda f: f.time_s)]
+    ranks += sorted(held.keys() - failed.keys())
+    for rank in ranks:
         if rank == cause.rank:
             continue
         how = failed[rank].describe() if rank in failed else "stopped"
@@ -44,9 +57,6 @@ def conclude(
             lines += _indented(text)
         else:
             lines.append(f"then rank {rank} ({how})" + (f": {exception}" if exception else ""))
-            left_out = left_out or bool(text)
-    if left_out:
-        lines.append("--tracebacks all shows those of all ranks")
     return lines
 
 

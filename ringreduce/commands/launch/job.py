@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringreduce.commands.launch.conclusion import conclude
+from ringreduce.commands.launch.conclusion import conclude, others
 from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.failure import Failure, first_cause
 from ringreduce.commands.launch.logs import Logs
@@ -34,6 +34,8 @@ class Plan:
         output: whose lines are shown as they come (`display.OUTPUTS`).
         tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
         choices: fields of `Config` that the user chose.
+        inherited: for each rank, descriptors that its process gets, and whose numbers stand after
+            the command's arguments; empty: none.
     """
 
     command: Sequence[str]
@@ -42,6 +44,7 @@ class Plan:
     output: str
     tracebacks: str
     choices: Mapping[str, Any]
+    inherited: Sequence[Sequence[int]] = ()
 
 
 class Job:
@@ -69,15 +72,14 @@ class Job:
         self._record_signals = (signal.SIGUSR1,) if "log_dir" in plan.choices else ()
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._ended_by: int | None = None
+        self.ended_by: int | None = None
         self._stop_s: float | None = None
         self._asked_s: float | None = None
 
-    def run(self) -> int:
-        """Start the workers, wait until all have ended, and print what failed.
+    def run(self) -> None:
+        """Start the workers, and wait until all have ended.
 
-        Returns:
-            The exit code of this attempt.
+        After a failure, tracebacks are left for `conclude` or `consequences`.
         """
         try:
             self._start()
@@ -85,16 +87,25 @@ class Job:
         finally:
             self._stop(grace_s=0.0)
             self._selector.close()
-        return self._conclude()
+        cause = self.cause
+        if self.ended_by is not None or cause is None:
+            self._display.release(range(self._plan.size))
+        else:
+            self._display.reveal(cause.rank)
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure that caused the others; None when there is none."""
+        return first_cause(self._failures())
 
     @property
     def may_start_again(self) -> bool:
         """Whether a worker failed, and nobody asked for the end."""
-        cause = first_cause(self._failures())
+        cause = self.cause
         # Ctrl-C may have reached a worker alone.
         return (
             cause is not None
-            and self._ended_by is None
+            and self.ended_by is None
             and not any(number in STOPPING for number in self._signals)
             and cause.returncode != -signal.SIGINT
         )
@@ -111,25 +122,26 @@ class Job:
             listener.setblocking(False)
             job_id = secrets.token_hex(8)
             for rank in range(plan.size):
-                inherited = (listener.fileno(),) if rank == 0 else ()
+                meeting = (listener.fileno(),) if rank == 0 else ()
+                own = plan.inherited[rank] if plan.inherited else ()
                 config = Config(
                     rank=rank,
                     size=plan.size,
                     local_rank=rank,
                     local_size=plan.size,
                     rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
-                    rendezvous_fd=inherited[0] if inherited else None,
+                    rendezvous_fd=meeting[0] if meeting else None,
                     job_id=job_id,
                     restart=self._attempt,
                     **choices,
                 )
                 worker = Worker(
                     rank,
-                    plan.command,
+                    [*plan.command, *map(str, own)],
                     worker_environment(
                         config, plan.threads, decided=choices, columns=self._screen.columns
                     ),
-                    inherited=inherited,
+                    inherited=(*meeting, *own),
                     ignored=self._record_signals,
                 )
                 self._workers.append(worker)
@@ -171,14 +183,14 @@ class Job:
         return lines is not None and not stream.has_ended
 
     def _pass_on(self, number: int) -> None:
-        repeated = self._ended_by is not None and number in STOPPING
+        repeated = self.ended_by is not None and number in STOPPING
         for worker in self._running():
             if number in self._record_signals:
                 worker.ask_for_record()
             else:
                 worker.send(signal.SIGKILL if repeated else number)
         if number in STOPPING and not repeated:
-            self._ended_by = number
+            self.ended_by = number
             self._stop_s = time.monotonic() + TIMES.grace_s
 
     def _reap(self) -> None:
@@ -197,7 +209,7 @@ class Job:
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""
-        cause = first_cause(self._failures())
+        cause = self.cause
         if cause is None:
             return False
         if not cause.is_consequence:
@@ -232,19 +244,23 @@ class Job:
         for worker in self._running():
             worker.stop(number)
 
-    def _conclude(self) -> int:
+    def consequences(self) -> list[str]:
+        """A line for each rank but the cause that failed; once, with their tracebacks if wanted."""
+        cause = self.cause
+        if cause is None:
+            return []
+        held = self._display.take_held()
+        return others(cause, self._failures(), held, self._plan.tracebacks)
+
+    def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
-        failures = self._failures()
-        cause = first_cause(failures)
-        if self._ended_by is not None or cause is None:
-            self._display.release(range(self._plan.size))
-        if self._ended_by is not None:
-            self._screen.say(f"stopped by {signal.Signals(self._ended_by).name}")
-            return 128 + self._ended_by
+        if self.ended_by is not None:
+            self._screen.say(f"stopped by {signal.Signals(self.ended_by).name}")
+            return 128 + self.ended_by
+        cause = self.cause
         if cause is None:
             return 0
-        self._display.reveal(cause.rank)
         held = self._display.take_held()
-        for line in conclude(cause, failures, held, self._plan.tracebacks):
+        for line in conclude(cause, self._failures(), held, self._plan.tracebacks):
             self._screen.say(line)
         return cause.exit_code

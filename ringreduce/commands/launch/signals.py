@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -13,11 +14,12 @@ _QUEUED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 
 @contextlib.contextmanager
 def queued_signals() -> Iterator[deque[int]]:
-    """Within this context, which must be in the main thread, the signals that have arrived."""
+    """Within this context, the signals that have arrived: none in a thread other than main."""
     queue: deque[int] = deque()
+    is_main = threading.current_thread() is threading.main_thread()
     before = {
         number: signal.signal(number, lambda number, frame: queue.append(number))
-        for number in _QUEUED
+        for number in (_QUEUED if is_main else ())
     }
     try:
         yield queue

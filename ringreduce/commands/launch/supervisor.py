@@ -19,10 +19,23 @@ from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
 
 
-def run(
+def run(command: Sequence[str], size: int, **options: Any) -> int:
+    """Run `command` as `size` local workers and print what failed; return the job's exit code.
+
+    0 when all workers ended with 0, 128 plus its number after a signal that ends the job, else
+    the code of the first failure, as a shell shows it; after restarts, that of the last attempt.
+
+    Args:
+        options: as for `supervise`, which says the rest.
+    """
+    return supervise(command, size, **options).conclude()
+
+
+def supervise(
     command: Sequence[str],
     size: int,
     *,
+    inherited: Sequence[Sequence[int]] = (),
     threads: int | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -30,18 +43,15 @@ def run(
     output: str = "all",
     tracebacks: str = "cause",
     **choices: Any,
-) -> int:
-    """Run `command` as `size` local workers of one job; return the job's exit code.
+) -> Job:
+    """Run `command` as `size` local workers of one job; return the last attempt.
 
-    0 when all workers ended with 0, 128 plus its number after a signal that ends the job, else
-    the code of the first failure, as a shell shows it; after restarts, that of the last attempt.
-    No worker is left then.
-
-    Must be called from the main thread, which gets the signals.
+    No worker is left then. In the main thread, signals are passed on to the workers.
 
     Args:
         command: program and arguments, the same for all.
         size: number of workers.
+        inherited: as in `Plan`.
         threads: compute threads for each; by default `default_threads(size)`.
         stdout, stderr: where lines go; the process's own by default.
         max_restarts: how often all workers are started again after a failure, with another job
@@ -59,7 +69,9 @@ def run(
     choices = {name: value for name, value in choices.items() if value is not None}
     if "timeout_s" in choices:
         choices.setdefault("join_timeout_s", choices["timeout_s"])
-    plan = Plan(command, size, threads or default_threads(size), output, tracebacks, choices)
+    plan = Plan(
+        command, size, threads or default_threads(size), output, tracebacks, choices, inherited
+    )
     screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr)
     with queued_signals() as signals, Guard() as guard:
         attempt = 0
@@ -71,9 +83,10 @@ def run(
                     logs = stack.enter_context(Logs(folder, size))
                     here = replace(plan, choices={**choices, "log_dir": str(folder.absolute())})
                 job = Job(here, attempt, screen, logs, guard, signals)
-                code = job.run()
+                job.run()
             if attempt == max_restarts or not job.may_start_again:
-                return code
+                return job
+            job.conclude()
             attempt += 1
             screen.say(f"starting again, {attempt} of {max_restarts}")
 

@@ -1,0 +1,53 @@
+"""Calls the function of `launch` in a worker, and writes its result.
+
+Runs as a script, whose two arguments are inherited descriptors of nameless files: what
+`function.py` wrote, and where the result goes. Imports only the standard library until it has the
+caller's `sys.path`. Both files are of the same user's parent and child; nothing from a network is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import linecache
+import mmap
+import os
+import pickle
+import sys
+from types import TracebackType
+
+
+def main(function_fd: int, result_fd: int) -> None:
+    """Read the function and its arguments, call it, and write what it returns."""
+    # Mapped, not read: all workers share the file's position.
+    with mmap.mmap(function_fd, 0, access=mmap.ACCESS_READ) as sent:
+        path, sys.argv, sources = pickle.load(sent)
+        sys.path[:] = path
+        linecache.cache.update(sources)
+        function, args = pickle.load(sent)
+    os.close(function_fd)
+    result = function(*args)
+    import cloudpickle
+
+    with open(result_fd, "wb") as file:
+        file.truncate(0)  # An attempt before a restart may have written, too.
+        try:
+            cloudpickle.dump(result, file)
+        except Exception as error:
+            raise TypeError(
+                f"the function's result, a {type(result).__name__}, cannot be pickled: {error}"
+            ) from None
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print an exception that ends the worker, without frames of this file."""
+    while traceback and traceback.tb_next and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    # Python's own hook does not look into `linecache` before 3.13.
+    from traceback import print_exception
+
+    print_exception(kind, error, traceback)
+
+
+if __name__ == "__main__":
+    sys.excepthook = _show
+    main(*map(int, sys.argv[1:]))

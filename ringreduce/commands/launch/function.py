@@ -1,0 +1,181 @@
+"""`launch`: a function instead of a script, from a notebook, a test or a program.
+
+The function and its arguments are pickled with cloudpickle, by value where they are defined in
+`__main__` or a notebook, into a nameless file that the workers inherit. Each worker writes its
+result to such a file of its own. Files, not pipes: nobody must read while another writes, and no
+process that a worker leaves behind can hold an end open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import operator
+import pickle
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import cloudpickle
+
+from ringreduce.commands.launch import call
+from ringreduce.commands.launch.conclusion import TRACEBACKS
+from ringreduce.commands.launch.display import OUTPUTS
+from ringreduce.commands.launch.supervisor import supervise
+from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
+from ringreduce.vocabulary.errors import ConfigError, WorkerError
+
+_Result = TypeVar("_Result")
+
+
+def launch(
+    function: Callable[..., _Result],
+    n: int,
+    *args: Any,
+    threads_per_worker: int | None = None,
+    max_restarts: int = 0,
+    output: str = "all",
+    tracebacks: str = "cause",
+    **settings: Any,
+) -> list[_Result]:
+    """Call ``function(*args)`` in `n` new processes of this host that can form a ring.
+
+    The function does what a script does under ``ringreduce run``: it imports what it needs and
+    calls `init`. It may be a closure, a lambda, or defined in a notebook's cell::
+
+        def train(epochs):
+            import ringreduce.keras as rr
+
+            comm = rr.init()
+            ...
+            return comm.rank, model.get_weights()
+
+        results = ringreduce.launch(train, 2, 5)
+
+    The workers' output appears in this process's ``sys.stdout`` and ``sys.stderr``, each line with
+    its rank. No worker is left when this returns or raises, nor when this process dies.
+
+    Args:
+        function: what each worker calls. It and `args` are copied by cloudpickle. Models and
+            datasets are best made within it.
+        n: number of workers.
+        threads_per_worker: compute threads of each; by default the cores shared out.
+        max_restarts, output, tracebacks: as options of ``ringreduce run``: how often all workers
+            are started again after a failure; whose lines are shown (``all``, ``rank0``,
+            ``failed``); whose tracebacks an error has (of the ``cause``, or of ``all``).
+        settings: what a user chooses of `Config`, such as ``timeout_s``, ``transport`` or
+            ``log_dir``; by default as the environment has it.
+
+    Returns:
+        What the function returned, in rank order: copies, made by cloudpickle.
+
+    Raises:
+        ConfigError: the function or its arguments cannot be pickled, `n` is not at least 1, or a
+            setting is unknown or impossible. Nothing was started.
+        WorkerError: a worker failed, or its result cannot be pickled. `peer` is the first that
+            failed, `traceback` says how; all others were stopped.
+        KeyboardInterrupt: this process was interrupted. Other signals, too, do what they would
+            have done, once the workers have ended.
+    """
+    size = _checked_size(n)
+    choices = {name for name, setting in SETTINGS.items() if setting.is_choice}
+    if unknown := sorted(set(settings) - choices):
+        raise ConfigError(
+            f"launch got the unknown option {', '.join(unknown)}",
+            remedy="Known are threads_per_worker, max_restarts, output, tracebacks, "
+            f"{', '.join(sorted(choices))}; arguments of the function stand after the number "
+            "of workers, without names.",
+        )
+    for name, value, accepted in (
+        ("output", output, OUTPUTS),
+        ("tracebacks", tracebacks, TRACEBACKS),
+    ):
+        if value not in accepted:
+            raise ConfigError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+    settings["log_dir"] = str(settings.get("log_dir") or log_dir_wanted()) or None
+    with contextlib.ExitStack() as stack:
+        sent = stack.enter_context(tempfile.TemporaryFile())
+        _write(sent, function, args)
+        results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
+        job = supervise(
+            [sys.executable, str(Path(call.__file__))],
+            size,
+            inherited=[(sent.fileno(), result.fileno()) for result in results],
+            threads=threads_per_worker,
+            max_restarts=max_restarts,
+            output=output,
+            tracebacks=tracebacks,
+            **settings,
+        )
+        if job.ended_by is not None:
+            signal.raise_signal(job.ended_by)
+            # The caller's handler returned.
+            name = signal.Signals(job.ended_by).name
+            raise WorkerError(f"the workers were stopped by {name}", size=size)
+        if (cause := job.cause) is not None:
+            others = "" if size == 1 else "; all workers were stopped"
+            raise WorkerError(
+                f"rank {cause.rank} of {size} failed first ({cause.describe()}){others}",
+                size=size,
+                peer=cause.rank,
+                traceback="\n".join([*cause.traceback, *job.consequences()]),
+            )
+        return [_read(result, rank, size) for rank, result in enumerate(results)]
+
+
+def _checked_size(n: Any) -> int:
+    try:
+        size = operator.index(n)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ConfigError(
+            f"launch got {n!r} as the number of workers; accepted: 1 or more",
+            remedy="Call launch(function, n, *args).",
+        )
+    return size
+
+
+def _write(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Write what `call.main` reads."""
+    # Lines of code that is in no file, such as cells', for tracebacks.
+    sources = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
+    pickle.dump((sys.path, sys.argv, sources), file)
+    try:
+        cloudpickle.dump((function, args), file)
+    except Exception as error:
+        name = getattr(function, "__qualname__", None) or repr(function)
+        raise ConfigError(
+            f"cannot send {name} and its arguments to the workers: {type(error).__name__}: {error}",
+            remedy="Make what cannot be pickled, such as a dataset or a communicator, within the "
+            "function.",
+        ) from error
+    file.flush()
+
+
+def _read(file: IO[bytes], rank: int, size: int) -> Any:
+    """The result that the worker of this rank has written."""
+    if not file.seek(0, 2):
+        raise WorkerError(
+            f"rank {rank} of {size} ended with exit code 0 before the function returned",
+            size=size,
+            peer=rank,
+            remedy="Return from the function instead of ending the process.",
+        )
+    file.seek(0)
+    try:
+        return pickle.load(file)
+    except Exception as error:
+        raise WorkerError(
+            f"the result of rank {rank} of {size} cannot be unpickled here: "
+            f"{type(error).__name__}: {error}",
+            size=size,
+            peer=rank,
+        ) from error

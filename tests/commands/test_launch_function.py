@@ -1,0 +1,338 @@
+"""`launch`: what functions may be, what comes back, and what a failure says and leaves behind.
+
+Functions within a test are pickled by value, as those of a notebook are, so workers do not import
+this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+import ringreduce
+from ringreduce import ConfigError, WorkerError
+from tests.processes import Process, wait_gone
+
+WAITS = """
+import os, signal, sys
+import ringreduce
+
+def wait():
+    os.write(1, b"worker %d\\n" % os.getpid())
+    while True:
+        signal.pause()
+
+try:
+    ringreduce.launch(wait, 2)
+except BaseException as error:
+    print("ended with", type(error).__name__, flush=True)
+"""
+
+# Prints what each cell has written, as JSON.
+NOTEBOOK = """
+import json
+import nbformat
+from nbclient import NotebookClient
+
+CELLS = [
+    '''
+import ringreduce
+
+scale = 5
+
+def work(factor):
+    comm = ringreduce.init()
+    print("rank", comm.rank)
+    return comm.rank, scale * factor
+
+print(ringreduce.launch(work, 2, 2))
+    ''',
+    '''
+def fail():
+    if ringreduce.init().rank == 1:
+        raise ValueError(scale)
+
+ringreduce.launch(fail, 2)
+    ''',
+    '''
+def wait():
+    comm = ringreduce.init()
+    print("worker", os.getpid())
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(KERNEL, signal.SIGINT)  # As the button does.
+    signal.pause()
+
+import os, signal
+KERNEL = os.getpid()
+ringreduce.launch(wait, 2)
+    ''',
+]
+cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=60, allow_errors=True, kernel_name="python3").execute()
+shown = []
+for cell in notebook.cells:
+    texts = {"stdout": "", "stderr": "", "error": ""}
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            texts[output.name] += output.text
+        elif output.output_type == "error":
+            texts["error"] += output.ename + ": " + output.evalue
+    shown.append(texts)
+print(json.dumps(shown))
+"""
+
+
+def workers_of(program: Process) -> list[int]:
+    program.wait_shown("worker ", times=2)
+    return numbers(program.stdout)
+
+
+def numbers(text: str) -> list[int]:
+    return list(map(int, re.findall(r"worker (\d+)", text)))
+
+
+def program(directory: Path, text: str) -> Process:
+    (directory / "program.py").write_text(textwrap.dedent(text))
+    return Process([sys.executable, "program.py"], directory)
+
+
+def test_a_closure_returns_a_result_from_each_rank_in_order() -> None:
+    factor = 3
+
+    def work(offset: int, name: str) -> tuple[int, str, bytes]:
+        comm = ringreduce.init()
+        sizes = comm.all_gather_object(comm.rank * factor + offset)
+        return comm.rank, f"{name} {sizes}", bytes(1 << 20)  # More than a pipe holds.
+
+    results = ringreduce.launch(work, 3, 5, "ranks")
+    assert [result[:2] for result in results] == [(r, "ranks [5, 8, 11]") for r in range(3)]
+    assert {len(result[2]) for result in results} == {1 << 20}
+
+
+def test_one_worker_is_a_world_of_one() -> None:
+    assert ringreduce.launch(lambda: (ringreduce.init().size, os.getppid()), 1) == [
+        (1, os.getpid())
+    ]
+
+
+def test_output_appears_here_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("out")
+        print("err", file=sys.stderr)
+
+    assert ringreduce.launch(speak, 2) == [None, None]
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[0] out", "[1] out"]
+    assert sorted(err.splitlines()) == ["[0] err", "[1] err"]
+
+
+def test_settings_reach_the_workers(tmp_path: Path) -> None:
+    def work() -> tuple[float, str, str]:
+        config = ringreduce.init().config
+        return config.timeout_s, config.transport, os.environ["OMP_NUM_THREADS"]
+
+    found = ringreduce.launch(
+        work, 1, timeout_s=7, transport="zmq", threads_per_worker=3, log_dir=tmp_path / "logs"
+    )
+    assert found == [(7.0, "zmq", "3")]
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == ""
+
+
+def test_a_module_that_is_found_here_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_module.py").write_text("import sys\n\ndef work():\n    return sys.argv\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["caller", "--flag"])
+    import their_module
+
+    assert ringreduce.launch(their_module.work, 1) == [["caller", "--flag"]]
+
+
+def test_the_first_failure_is_raised_with_its_rank_and_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> None:
+        comm = ringreduce.init()
+        if comm.rank == 1:
+            raise ValueError("no luck")
+        comm.barrier()
+
+    with pytest.raises(WorkerError) as caught:
+        ringreduce.launch(work, 2)
+    error = caught.value
+    assert (error.peer, error.size) == (1, 2)
+    first, frame, *rest = error.traceback.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert frame.endswith("in work")
+    # How rank 0 ends depends on when it is stopped.
+    others = rest[rest.index("ValueError: no luck") + 1 :]
+    assert all(line.startswith("then rank 0 ") for line in others)
+    assert "Traceback" not in capsys.readouterr().err  # It is in the error.
+    assert str(error) == (
+        "rank 1 of 2 failed first (exit code 1); all workers were stopped.\n" + error.traceback
+    )
+
+
+def test_a_killed_worker_ends_the_others(tmp_path: Path) -> None:
+    def work() -> None:
+        rank = int(os.environ["RINGREDUCE_RANK"])
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        if rank == 0:
+            while not (tmp_path / "1").exists():
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 .*killed by signal 9 \(SIGKILL\)") as e:
+        ringreduce.launch(work, 2)
+    assert (e.value.peer, e.value.traceback) == (0, "")
+    wait_gone(int((tmp_path / name).read_text()) for name in "01")
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> object:
+        return threading.Lock() if os.environ["RINGREDUCE_RANK"] == "1" else None
+
+    with pytest.raises(WorkerError, match="result, a lock, cannot be pickled") as caught:
+        ringreduce.launch(work, 2)
+    assert caught.value.peer == 1
+
+
+def test_a_worker_that_ends_without_a_result_is_an_error() -> None:
+    def work() -> None:
+        if os.environ["RINGREDUCE_RANK"] == "1":
+            sys.exit()
+
+    with pytest.raises(WorkerError, match="rank 1 of 2 ended with exit code 0 before") as caught:
+        ringreduce.launch(work, 2)
+    assert caught.value.peer == 1
+
+
+def test_after_a_restart_the_results_are_those_of_the_last_attempt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> int:
+        restart = int(os.environ["RINGREDUCE_RESTART"])
+        if restart == 0:
+            raise ValueError("once")
+        return restart
+
+    assert ringreduce.launch(work, 1, max_restarts=2) == [1]
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot send .*<lambda> .*cannot pickle '_thread.lock'"):
+        ringreduce.launch(lambda lock: None, 1, threading.Lock())
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, None, "2"])
+def test_a_bad_number_of_workers_is_refused(n: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"launch got {n!r} as the number")):
+        ringreduce.launch(print, n)  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"option epochs, rank\. Known are .* timeout_s"):
+        ringreduce.launch(print, 1, rank=1, epochs=3)
+
+
+def test_a_setting_out_of_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout_s is -1"):
+        ringreduce.launch(print, 1, timeout_s=-1)
+
+
+def test_it_may_be_called_in_another_thread() -> None:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend(ringreduce.launch(lambda: 5, 1)))
+    thread.start()
+    thread.join()
+    assert found == [5]
+
+
+def test_functions_and_classes_of_main_and_their_source_in_tracebacks(tmp_path: Path) -> None:
+    """Lines of code that is in no file, as in a notebook, are shown too."""
+    text = """
+    import json, linecache
+    import ringreduce
+
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    SCALE = 2
+    def scaled(point):
+        return Point(point.x * SCALE)
+
+    points = ringreduce.launch(scaled, 2, Point(4))
+
+    CELL = "def fail():\\n    raise KeyError('from a cell')\\n"
+    linecache.cache["<cell 1>"] = len(CELL), None, CELL.splitlines(True), "<cell 1>"
+    exec(compile(CELL, "<cell 1>", "exec"))
+    try:
+        ringreduce.launch(fail, 1)
+    except ringreduce.WorkerError as error:
+        same = all(type(point) is Point for point in points)
+        print(json.dumps([[point.x for point in points], same, error.traceback]))
+    """
+    with program(tmp_path, text) as done:
+        assert done.wait() == 0, done.stderr
+        xs, same, traceback = json.loads(done.stdout)
+    assert (xs, same) == ([8, 8], True)
+    assert "    raise KeyError('from a cell')\n" in traceback
+
+
+def test_an_interrupt_ends_the_workers_and_is_raised(tmp_path: Path) -> None:
+    with program(tmp_path, WAITS) as running:
+        pids = workers_of(running)
+        running.signal(signal.SIGINT)
+        assert running.wait() == 0
+        assert running.stdout.endswith("ended with KeyboardInterrupt\n")
+        wait_gone(pids)
+
+
+def test_a_signal_ends_the_program_as_it_would_have(tmp_path: Path) -> None:
+    with program(tmp_path, WAITS) as running:
+        pids = workers_of(running)
+        running.signal(signal.SIGTERM)
+        assert running.wait() == -signal.SIGTERM
+        wait_gone(pids)
+
+
+def test_no_worker_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
+    with program(tmp_path, WAITS) as running:
+        pids = workers_of(running)
+        running.signal(signal.SIGKILL)
+        running.wait()
+        wait_gone(pids)
+
+
+@pytest.mark.full
+def test_a_cell_of_a_notebook_launches_its_own_functions(tmp_path: Path) -> None:
+    """Output and errors are the cell's, and an interrupted cell leaves no worker."""
+    with program(tmp_path, NOTEBOOK) as done:
+        assert done.wait() == 0, done.stderr
+        first, second, third = json.loads(done.stdout)
+    assert sorted(first["stdout"].splitlines()) == [
+        "[(0, 10), (1, 10)]",
+        "[0] rank 0",
+        "[1] rank 1",
+    ]
+    assert "WorkerError: rank 1 of 2 failed first" in second["error"]
+    assert "    raise ValueError(scale)\nValueError: 5" in second["error"]
+    pids = numbers(third["stdout"])
+    assert len(pids) == 2
+    assert third["error"].endswith("KeyboardInterrupt: ")
+    wait_gone(pids)
