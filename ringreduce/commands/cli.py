@@ -111,6 +111,7 @@ def run(
         str, _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure.")
     ] = "cause",
     timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
+    busy_timeout: Annotated[float | None, _option("busy_timeout_s", "--busy-timeout")] = None,
     transport: Annotated[str | None, _option("transport")] = None,
     log_dir: Annotated[Path | None, _option("log_dir")] = None,
     encryption: Annotated[str | None, _option("encryption")] = None,
@@ -128,6 +129,7 @@ def run(
         output=output,
         tracebacks=tracebacks,
         timeout_s=timeout,
+        busy_timeout_s=busy_timeout,
         transport=transport,
         log_dir=str(log_dir or log_dir_wanted()) or None,
         encryption=encryption,

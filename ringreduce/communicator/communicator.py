@@ -123,6 +123,7 @@ class Communicator:
                     self._recorder,
                     self._collectives,
                     self,
+                    patience=formed.patience,
                     link_timeout_s=config.link_timeout_s,
                 )
             except BaseException:  # No thread could be started, for example.
@@ -234,7 +235,8 @@ class Communicator:
         Raises:
             ArrayError: the array's dtype or layout, or the operator, is not supported.
             MismatchError: the previous rank makes another call.
-            PeerTimeoutError: a neighbour made no progress within ``timeout_s``.
+            PeerTimeoutError: a rank made no progress within ``timeout_s``, or was in user code
+                for longer than ``busy_timeout_s``.
             PeerLostError: a rank died or closed its communicator.
             ProtocolError: something else talks on this rank's port.
             ClosedError: `close` was called.

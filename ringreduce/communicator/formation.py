@@ -19,6 +19,7 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import checksum
 from ringreduce.pure.messages import message_bytes_max
+from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.address import listens_on_loopback
@@ -38,6 +39,7 @@ class Formed:
     """What `form` has made, connected.
 
     Attributes:
+        patience: how long calls may wait; the watcher keeps it up to date.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         shares_memory: whether this rank shares memory with another.
         local_rank, local_size: as configured, else counted on this host.
@@ -45,6 +47,7 @@ class Formed:
 
     collectives: Collectives
     control: Control
+    patience: Patience
     transport: str
     shares_memory: bool
     local_rank: int
@@ -68,14 +71,15 @@ def form(config: Config) -> Formed:
         descriptors.shortage_explained(rank=config.rank, size=config.size),
         contextlib.ExitStack() as undo,
     ):
-        shared = _shared_memory(config)
+        patience = Patience(config.timeout_s, config.busy_timeout_s)
+        shared = _shared_memory(config, patience)
         if shared is not None:
             undo.callback(shared.close)
         bind = bind_address(config)
         link = ZmqLink(
             bind=bind,
             segment_bytes=config.segment_bytes,
-            timeout_s=config.timeout_s,
+            patience=patience,
             streams=config.streams,
             security=security,
         )
@@ -117,6 +121,7 @@ def form(config: Config) -> Formed:
     return Formed(
         collectives=collectives,
         control=control,
+        patience=patience,
         transport=placement.transport,
         shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
         local_rank=here.index(config.rank) if config.local_rank is None else config.local_rank,
@@ -126,7 +131,7 @@ def form(config: Config) -> Formed:
     )
 
 
-def _shared_memory(config: Config) -> HostLink | None:
+def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
     """Memory to share; None where it is not wanted or not possible.
 
     Raises:
@@ -137,7 +142,7 @@ def _shared_memory(config: Config) -> HostLink | None:
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")
-        return HostLink(timeout_s=config.timeout_s)
+        return HostLink(patience=patience)
     except NativeError:
         if config.transport == "shm":
             raise

@@ -22,6 +22,7 @@ def init(
     rendezvous: str | None = None,
     job_id: str | None = None,
     timeout_s: float | None = None,
+    busy_timeout_s: float | None = None,
     join_timeout_s: float | None = None,
     link_timeout_s: float | None = None,
     segment_bytes: int | None = None,

@@ -59,7 +59,8 @@ class Work(Generic[_Result]):
 
         Args:
             timeout_s: how long to wait; None: as long as the collective itself, which gives up
-                after the communicator's ``timeout_s`` without progress.
+                after the communicator's ``timeout_s`` without progress (``busy_timeout_s`` while
+                the rank that it waits for is in user code).
 
         Raises:
             PeerTimeoutError: it was not done in `timeout_s`. It continues; you may wait again.

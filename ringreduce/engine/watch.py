@@ -20,6 +20,7 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.messages import Abort, Left
 from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.patience import Patience
 from ringreduce.pure.watching import Action, Ended, Log, Send, Watch
 from ringreduce.transport.control import Control
 from ringreduce.vocabulary.config import TIMES
@@ -33,8 +34,8 @@ class Watcher:
     """The watcher of one communicator.
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
-    error that has ended the ring. A connection may carry nothing of what is due for
-    `link_timeout_s`.
+    error that has ended the ring, and keeps `patience` up to date. A connection may carry nothing
+    of what is due for `link_timeout_s`.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Watcher:
         collectives: Collectives,
         owner: Owner,
         *,
+        patience: Patience,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
+        self._patience = patience
         self._rank, self._size = recorder.rank, recorder.size
         self._watch = Watch(
             self._rank, self._size, control.neighbours, link_timeout_s, time.monotonic()
@@ -138,6 +141,7 @@ class Watcher:
         if now >= watch.due_s:
             standing, flow = self._recorder.standing(), self._collectives.flow()
             self._carry_out(watch.beat(standing, flow, self._collectives.traffic(), now))
+            self._patience.is_busy = watch.is_busy
         self._send_waiting()
 
     def _send_waiting(self) -> None:

@@ -67,6 +67,11 @@ class Suspicion:
     kind: str
     text: str
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the rank is alive and in user code, and so will come if it is given time."""
+        return self.kind == "user code"
+
 
 @dataclass(frozen=True)
 class _Sighting:
@@ -177,7 +182,7 @@ class Board:
         if finding.reason is Reason.OUT_OF_STEP:
             return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
         if fact.operation is None:
-            text = f"rank {rank} is alive and has been in user code for {fact.stood_s:.1f} s"
+            text = f"rank {rank} is alive, in user code for {fact.stood_s:.1f} s"
             return Suspicion(rank, "user code", text)
         return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
 

@@ -64,6 +64,7 @@ class Watch:
     Attributes:
         board: what is known of the other ranks.
         cause: why the ring has ended; None while it has not.
+        is_busy: the rank that holds up this rank's call is alive and in user code.
         is_closing: this rank is leaving; then no lost connection is a failure.
         due_s: when the next heartbeat, or the next check of a possible loss, is due.
     """
@@ -75,7 +76,7 @@ class Watch:
         self._link_timeout_s = link_timeout_s
         self.board = Board(rank, size, now_s)
         self.cause: RingReduceError | None = None
-        self.is_closing = False
+        self.is_busy = self.is_closing = False
         self.due_s = now_s
         self._unacknowledged: set[int] = set()
         self._number = self._complaints = 0
@@ -256,10 +257,12 @@ class Watch:
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
         if standing.operation is None:
+            self.is_busy = False
             self._looks.append(-1)
             return actions
         waited_s = now_s - max(standing.since_s, self._progressed_s)
         suspicion = self.board.suspect(standing, now_s)
+        self.is_busy = suspicion is not None and suspicion.is_busy
         self._looks.append(-1 if suspicion is None else suspicion.rank)
         limit_s = TIMES.slow_warning_s
         if suspicion is not None and suspicion.kind == "silent":

@@ -9,6 +9,7 @@ import zmq
 
 from ringreduce.pure import wire
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_error
+from ringreduce.pure.patience import Limit
 from ringreduce.transport import records
 from ringreduce.transport.calls import Call, ExchangeCall
 from ringreduce.transport.connections import Connections
@@ -67,8 +68,8 @@ class Diagnosis:
         needed = call.sends_to(step, started) + ((1,) if borrows else ())
         return next((pushing.peer for pushing in known.lost_outgoing(needed)), None)
 
-    def timed_out(self, status: int, call: Call, waited_s: float) -> RingReduceError:
-        """The error of a call that has made no progress for too long."""
+    def timed_out(self, status: int, call: Call, waited_s: float, limit: Limit) -> RingReduceError:
+        """The error of a call that has made no progress up to `limit`."""
         if status == records.DRAINING:
             ahead = self._connections.outgoing[0]
             peer, due = ahead.peer, f"rank {ahead.peer} ({ahead.address}) to take its data"
@@ -76,7 +77,7 @@ class Diagnosis:
             nbytes = format_bytes(int(call.expected(self._record.step)[6]))
             peer, address = self._source()
             due = f"{nbytes} from rank {peer} ({address})"
-        return timeout_error(due, waited_s, self._timeout_s, **self.where(call, peer))
+        return timeout_error(due, waited_s, limit, **self.where(call, peer))
 
     def lost(self, call: Call) -> RingReduceError:
         """The error of a call with a lost neighbour: its own reason, if it gave one."""

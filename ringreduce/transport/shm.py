@@ -21,6 +21,7 @@ import numpy as np
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, encode_abort, goodbye_error
+from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.calls import Traffic
@@ -117,8 +118,8 @@ class HostLink:
         OSError: no memory or no socket is available.
     """
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, *, patience: Patience) -> None:
+        self._patience = patience
         self._functions = functions()
         size = heap_bytes()
         self._own: Segment | None = Segment.create(STAGING_BYTES, size)
@@ -161,7 +162,7 @@ class HostLink:
             size=size,
             job=job,
             descriptor=self._own.descriptor,
-            timeout_s=self._timeout_s,
+            timeout_s=self._patience.timeout_s,
         )
         for index, descriptor in enumerate(descriptors):
             try:
@@ -213,18 +214,18 @@ class HostLink:
 
     def _resume(self, status: int, call: HostCall, address: int) -> None:
         """Continue a call that was not completed at the first attempt."""
-        stall = Stall()
+        stall = Stall(self._patience)
         while status == _WAITING:
             facts = self._look()
             if self._interruption.is_set:
                 raise self._interruption.error(**self._where(call, self._index))
-            waited_s = stall.seconds(facts.progress)
+            limit = stall.look(facts.progress)
             if stall.lost is not None:
                 raise self._lost(stall.lost, call)
-            if waited_s >= self._timeout_s:
+            if limit is not None:
                 peer = int(facts.peer)
                 due = f"rank {self._members[peer]} on the same host"
-                raise timeout_error(due, waited_s, self._timeout_s, **self._where(call, peer))
+                raise timeout_error(due, stall.waited_s, limit, **self._where(call, peer))
             arrived = self._functions["shm_has_arrived"]
             late = (i for i in self._mesh.gone() if not arrived(self._group, i))
             stall.lost = next(late, None)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ringreduce.pure import wire
+from ringreduce.pure.patience import Limit, Patience
 from ringreduce.pure.wire import Header
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     MismatchError,
     PeerLostError,
@@ -38,30 +40,41 @@ class Interruption:
 class Stall:
     """For how long a call has made no progress.
 
-    `lost` is a peer that was lost meanwhile. Its last frames still count, so the call runs once
-    more before it fails; progress clears this.
+    Attributes:
+        waited_s: that time, less what this thread did not see: the process was stopped, or another
+            thread kept Python's lock, and progress may have been made meanwhile.
+        lost: a peer that was lost meanwhile. Its last frames still count, so the call runs once
+            more before it fails; progress clears this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
         self._progress: object = None
-        self._since_s = 0.0
+        self._looked_s = 0.0
+        self._idle_s = self.waited_s = 0.0
         self.lost: int | None = None
 
-    def seconds(self, progress: object) -> float:
-        """Seconds since `progress` last changed."""
+    def look(self, progress: object) -> Limit | None:
+        """Note `progress`, which changes while the call advances; return the limit reached."""
         now = time.monotonic()
+        passed_s = min(now - self._looked_s, TIMES.looked_s)
+        self._looked_s = now
         if progress != self._progress:
-            self._progress, self._since_s, self.lost = progress, now, None
-        return now - self._since_s
+            self._progress, self.lost = progress, None
+            self._idle_s = self.waited_s = 0.0
+        else:
+            self.waited_s += passed_s
+            self._idle_s = 0.0 if self._patience.is_busy else self._idle_s + passed_s
+        return self._patience.reached(self.waited_s, self._idle_s)
 
 
-def timeout_error(due: str, waited_s: float, timeout_s: float, **where: Any) -> PeerTimeoutError:
-    """The error of a call that has waited too long for `due`; `where` names the peer."""
+def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> PeerTimeoutError:
+    """The error of a call that has waited for `due` up to `limit`; `where` names the peer."""
     return PeerTimeoutError(
         f"waited {waited_s:.1f} s for {due}",
         **where,
-        remedy=f"Read rank {where['peer']}'s log first; raise RINGREDUCE_TIMEOUT_S "
-        f"(now {timeout_s:g}) only if it is merely slow.",
+        remedy=f"Read rank {where['peer']}'s log first; raise {limit.variable} "
+        f"(now {limit.seconds:g}) only if it is merely slow.",
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.patience import Patience
 from ringreduce.transport import exchange, libzmq, loop
 from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
@@ -40,7 +41,7 @@ class ZmqLink:
 
     Args:
         segment_bytes: payload of a full frame, equal on all ranks.
-        timeout_s: longest wait without any progress.
+        patience: how long a call may wait.
         streams: connections to the next rank that share its segments, equal on all ranks.
         security: this rank, and who may connect.
 
@@ -57,7 +58,7 @@ class ZmqLink:
         *,
         bind: str,
         segment_bytes: int,
-        timeout_s: float,
+        patience: Patience,
         streams: int = 1,
         security: Security,
     ) -> None:
@@ -79,9 +80,11 @@ class ZmqLink:
             release=libzmq.release_callback().address,
         )
         self._record_address = ctypes.addressof(self._record)
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._interruption = Interruption()
-        self._diagnosis = Diagnosis(self._connections, self._record, timeout_s, self._interruption)
+        self._diagnosis = Diagnosis(
+            self._connections, self._record, patience.timeout_s, self._interruption
+        )
         self._meter = FlowMeter(self._connections, self._record)
         self._has_failed = False
         # Buffers of failed calls and control frames, kept until close.
@@ -137,7 +140,7 @@ class ZmqLink:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
 
         Raises:
-            PeerTimeoutError: a neighbour made no progress within the time limit.
+            PeerTimeoutError: there was no progress for longer than `Patience` allows.
             PeerLostError: a neighbour's connection ended, or another rank reported that.
             MismatchError: the previous rank sent a frame of another call.
             CorruptionError: a frame's payload has changed on the way.
@@ -182,7 +185,7 @@ class ZmqLink:
 
     def _resume(self, status: int, run: _Loop, addresses: tuple[int, int, int], call: Call) -> None:
         """Continue a call that its loop has not completed at the first attempt."""
-        diagnosis, stall = self._diagnosis, Stall()
+        diagnosis, stall = self._diagnosis, Stall(self._patience)
         self._meter.begin(call.steps, call.segments(self._record.segment_bytes))
         try:
             while status != DONE:
@@ -193,12 +196,12 @@ class ZmqLink:
                     raise self._interruption.error(**diagnosis.where(call, rank))
                 self._meter.note(is_waiting=status == WAITING)
                 released = sum(each.released for each in self._connections.records)
-                waited_s = stall.seconds((self._record.frames, released))
+                limit = stall.look((self._record.frames, released))
                 if stall.lost is not None:
                     raise diagnosis.lost(call)
-                if waited_s >= self._timeout_s:
-                    raise diagnosis.timed_out(status, call, waited_s)
-                stall.lost = diagnosis.lost_neighbour(call, waited_s)
+                if limit is not None:
+                    raise diagnosis.timed_out(status, call, stall.waited_s, limit)
+                stall.lost = diagnosis.lost_neighbour(call, stall.waited_s)
                 status = run(*addresses)
         finally:
             self._meter.end()

@@ -120,9 +120,14 @@ class Config:
         "", "any text, equal on all ranks of a job and different between jobs", str
     )
     restart: int = _place(0, "how often the launcher has started all workers again")
-    # Long enough for a validation or checkpoint on one rank, short enough that a job that hangs
-    # does not cost money for minutes.
+    # Short enough that a job with a stopped or hanging rank does not cost money for minutes.
     timeout_s: float = _seconds(30.0, "seconds without progress before a collective gives up")
+    # Long enough for a validation or checkpoint on one rank.
+    busy_timeout_s: float = _seconds(
+        600.0,
+        "the same while the rank that it waits for is alive and in user code (it saves, evaluates, "
+        "uploads); `timeout_s` counts where that is larger",
+    )
     # Ranks import TensorFlow before they meet: a minute on a cold, crowded machine.
     join_timeout_s: float = _seconds(
         120.0, "seconds for all ranks to meet; `timeout_s` where only that is given"

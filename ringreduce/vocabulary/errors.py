@@ -130,7 +130,7 @@ class PeerError(RingReduceError):
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """A neighbour made no progress within ``timeout_s``."""
+    """A rank made no progress within ``timeout_s``; ``busy_timeout_s`` if it was in user code."""
 
 
 class PeerLostError(PeerError, ConnectionError):

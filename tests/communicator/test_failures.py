@@ -274,7 +274,8 @@ def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path, transport: str) ->
     attempt("result", ring.barrier)
     hold()
     """
-    with Ring(tmp_path, 2, program, transport=transport, timeout_s=1.0) as ring:
+    limits = {"timeout_s": 0.5, "busy_timeout_s": 1.0}
+    with Ring(tmp_path, 2, program, transport=transport, **limits) as ring:
         [fact] = ring.wait("result", [1])
         assert fact["kind"] == "PeerTimeoutError"
         assert fact["peer"] == 0

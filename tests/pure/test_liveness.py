@@ -150,7 +150,7 @@ def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
 @pytest.mark.parametrize(
     ("other", "kind", "words"),
     [
-        (heartbeat(1, operation=""), "user code", "is alive and has been in user code for 0.6 s"),
+        (heartbeat(1, operation=""), "user code", "is alive, in user code for 0.6 s"),
         (heartbeat(1, calls=4), "behind", "is alive and still in all_reduce after 4 calls"),
         (heartbeat(1, operation="barrier"), "elsewhere", "is in barrier after 5 calls instead"),
     ],

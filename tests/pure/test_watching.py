@@ -149,7 +149,7 @@ def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_t
 
 @pytest.mark.parametrize(
     ("is_silent", "at_s", "what"),
-    [(True, 1.6, "no sign of life for"), (False, 5.6, "is alive and has been in user code")],
+    [(True, 1.6, "no sign of life for"), (False, 5.6, "is alive, in user code")],
 )
 def test_a_warning_names_the_rank_that_is_waited_for_once(
     is_silent: bool, at_s: float, what: str
@@ -205,5 +205,5 @@ def test_a_timeout_names_the_rank_that_all_wait_for() -> None:
     met = PeerTimeoutError("waited 2.0 s", peer=0, remedy="Read rank 0's log first; raise it.")
     named = watch.named(met, here, 0.3)
     assert named.peer == 1
-    assert "Rank 1 is alive and has been in user code for 0.1 s" in str(named)
+    assert "Rank 1 is alive, in user code for 0.1 s" in str(named)
     assert str(named).endswith("raise it.")

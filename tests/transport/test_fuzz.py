@@ -36,6 +36,7 @@ from ringreduce.bootstrap.messages import read_hello
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import wire
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
+from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door, loop, records
@@ -210,10 +211,11 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
     program = """
     import socket
+    from ringreduce.pure.patience import Patience
     from ringreduce.transport.security import Security
     from ringreduce.transport.zeromq import ZmqLink
-    settings = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "timeout_s": 5.0}
-    link = ZmqLink(**settings, security=Security(size=2))
+    settings = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096}
+    link = ZmqLink(**settings, patience=Patience(5.0, 5.0), security=Security(size=2))
     address = "127.0.0.1", int(link.address.rpartition(":")[2])
     for _ in range(2500):
         socket.create_connection(address, 10).close()
@@ -392,7 +394,7 @@ class Loop:
         self.link = ZmqLink(
             bind="tcp://127.0.0.1:*",
             segment_bytes=segment_bytes,
-            timeout_s=10.0,
+            patience=Patience(10.0, 10.0),
             security=members[0],
         )
         # Nobody has to be there: nothing is sent, and the frames come from here.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives.ring import Ring
+from ringreduce.pure.patience import Patience
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
@@ -27,7 +28,7 @@ WORLD_SIZE = 12
 
 
 def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
-    usual = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "timeout_s": 20.0}
+    usual = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "patience": Patience(20.0, 20.0)}
     security = Security(rank=rank, size=size)
     return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 
@@ -141,7 +142,7 @@ def test_member_that_has_left_is_named_by_its_rank_in_the_job(call):
 
 @pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
 def test_silent_member_is_named_by_its_rank_in_the_job(call):
-    with rings_of(MEMBERS, WORLD_SIZE, timeout_s=0.3) as rings:
+    with rings_of(MEMBERS, WORLD_SIZE, patience=Patience(0.3, 0.3)) as rings:
         on_each(rings, Ring.barrier)
         errors = on_each(rings[1:], call)
     # The rank behind the silent one waited for it; the others did or were told.

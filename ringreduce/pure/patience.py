@@ -1,0 +1,44 @@
+"""How long a call may wait: longer for a rank that is alive and in user code. Pure: no clock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Limit(NamedTuple):
+    """A limit that a wait has reached: the variable that sets it, and its value."""
+
+    variable: str
+    seconds: float
+
+
+class Patience:
+    """The limits of one rank's waits.
+
+    Args:
+        timeout_s: longest wait without progress.
+        busy_timeout_s: the same while the rank that is waited for is busy; the larger of the two
+            counts.
+
+    Attributes:
+        is_busy: the rank that holds up the present call is alive and in user code. The watcher sets
+            it; the thread that waits reads it.
+    """
+
+    def __init__(self, timeout_s: float, busy_timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._longest = Limit("RINGREDUCE_TIMEOUT_S", timeout_s)
+        if busy_timeout_s > timeout_s:
+            self._longest = Limit("RINGREDUCE_BUSY_TIMEOUT_S", busy_timeout_s)
+        self.is_busy = False
+
+    def reached(self, waited_s: float, idle_s: float) -> Limit | None:
+        """The limit that a wait has reached; None: it goes on.
+
+        Args:
+            waited_s: for how long there has been no progress.
+            idle_s: the end of that, since the rank that is waited for was last known to be busy.
+        """
+        if idle_s >= self.timeout_s:
+            return Limit("RINGREDUCE_TIMEOUT_S", self.timeout_s)
+        return self._longest if waited_s >= self._longest.seconds else None

@@ -1,0 +1,101 @@
+"""Ranks that are alive and in user code for longer than a call waits for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import PeerTimeoutError
+from tests.processes import wait_until
+
+# Some heartbeats must arrive before it is over.
+TIMEOUT_S = 2 * TIMES.silent_s
+LARGE = 1 << 18
+
+
+class Together:
+    """The communicators of a ring in threads, so that one rank sees how long another waits."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[int, Communicator] = {}
+
+    def join(self, comm: Communicator) -> None:
+        self._known[comm.rank] = comm
+
+    def wait_until_waiting(self, rank: int, call: int, seconds: float) -> None:
+        """Stay in user code until `rank` has waited in its call number `call` for so long."""
+
+        def has_waited() -> bool:
+            if rank not in self._known:
+                return False
+            standing = self._known[rank]._recorder.standing()
+            assert self._known[rank].failure is None
+            return (
+                standing.operation is not None
+                and standing.calls == call
+                and time.monotonic() - standing.since_s > seconds
+            )
+
+        wait_until(has_waited, f"rank {rank} to wait for {seconds:g} s")
+
+    def wait_until_failed(self, rank: int) -> None:
+        wait_until(
+            lambda: rank in self._known and self._known[rank].failure is not None,
+            f"rank {rank} to give up",
+        )
+
+
+def ring(size: int, transport: str, work: Callable[[Communicator], Any], **limits: float) -> Any:
+    if transport != "zmq" and native.library() is None:
+        pytest.skip(native.why_missing())
+    if transport == "hosts":
+        return ring_of_threads(size, work, hosts=["a", "a", "b"], **limits)
+    return ring_of_threads(size, work, transport=transport, **limits)
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [("zmq", 2), ("zmq", 3), ("shm", 2), ("shm", 3), ("hosts", 3)]
+)
+def test_a_call_waits_for_a_rank_in_user_code_beyond_the_limit(transport: str, size: int) -> None:
+    """Around the ring a large array is a chain: rank 0 waits for 2, which waits for 1."""
+    together = Together(size)
+
+    def work(comm: Communicator) -> float:
+        together.join(comm)
+        data = np.full(LARGE, comm.rank + 1.0)
+        comm.barrier()
+        if comm.rank == 1:
+            together.wait_until_waiting(0, call=2, seconds=1.5 * TIMEOUT_S)
+        return float(comm.all_reduce(data)[-1])
+
+    total = size * (size + 1) / 2
+    assert ring(size, transport, work, timeout_s=TIMEOUT_S, busy_timeout_s=60.0) == [total] * size
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_rank_in_user_code_for_ever_is_named_with_its_limit(transport: str) -> None:
+    together = Together(2)
+
+    def work(comm: Communicator) -> str:
+        together.join(comm)
+        if comm.rank == 1:
+            together.wait_until_failed(0)
+            return ""
+        with pytest.raises(PeerTimeoutError) as caught:
+            comm.barrier()
+        assert caught.value.peer == 1
+        return str(caught.value)
+
+    limits = {"timeout_s": TIMEOUT_S / 2, "busy_timeout_s": TIMEOUT_S}
+    text, _ = ring(2, transport, work, **limits)
+    assert "Rank 1 is alive, in user code for " in text
+    assert f"raise RINGREDUCE_BUSY_TIMEOUT_S (now {TIMEOUT_S:g})" in text
