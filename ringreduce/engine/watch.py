@@ -139,6 +139,7 @@ class Watcher:
             # Nobody else needs to connect once both neighbours have sent a heartbeat.
             self._is_locked = control.lock()
         if now >= watch.due_s:
+            watch.note_bytes(control.arrived_bytes(watch.late(now)), now)
             standing, flow = self._recorder.standing(), self._collectives.flow()
             self._carry_out(watch.beat(standing, flow, self._collectives.traffic(), now))
             self._patience.is_busy = watch.is_busy

@@ -4,8 +4,10 @@ Each rank sends a `Heartbeat` four times a second. Neighbours forward those they
 their ages, so that every rank knows how far every other has come and how long ago that was, without
 a common clock (`Board`). A rank that waits can then name the rank that holds it up as
 
-- silent: no heartbeat of it has arrived for a second. It was stopped, or it is cut off;
+- silent: there has been no sign of life for a second. It was stopped, or it is cut off;
 - in user code: it is alive and has not begun the call that the others wait in;
+- locked: its process runs, since its neighbours receive bytes, but sends no heartbeats: something
+  there keeps Python's lock (unpickling, parsing). It counts as in user code;
 - behind: it is alive and still in an earlier call;
 - elsewhere: it is in another operation, where this rank's call should be.
 """
@@ -59,8 +61,8 @@ class Flow:
 class Suspicion:
     """The rank that holds this one up, and how.
 
-    `kind` is ``silent``, ``user code``, ``behind``, ``elsewhere`` or ``slow``; `text` is a clause
-    such as ``rank 1 has shown no sign of life for 3.2 s``.
+    `kind` is ``silent``, ``user code``, ``locked``, ``behind``, ``elsewhere`` or ``slow``; `text`
+    is a clause such as ``rank 1 has shown no sign of life for 3.2 s``.
     """
 
     rank: int
@@ -70,7 +72,7 @@ class Suspicion:
     @property
     def is_busy(self) -> bool:
         """Whether the rank is alive and in user code, and so will come if it is given time."""
-        return self.kind == "user code"
+        return self.kind in ("user code", "locked")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Board:
         self._rank, self._size = rank, size
         self._began_s = now_s
         self._seen: dict[int, _Sighting] = {}
+        # When a rank was last known to be alive without its own heartbeat.
+        self._alive_s: dict[int, float] = {}
         self._left: dict[int, Left] = {}
 
     def note(self, heartbeat: Heartbeat, age_s: float, now_s: float) -> None:
@@ -95,6 +99,12 @@ class Board:
             known is None or known.heartbeat.number < heartbeat.number
         ):
             self._seen[heartbeat.rank] = _Sighting(heartbeat, now_s - age_s)
+            for rank in heartbeat.locked:
+                self.note_alive(rank, now_s - age_s)
+
+    def note_alive(self, rank: int, at_s: float) -> None:
+        """Note that the process of a rank ran at `at_s`, whether or not it sends heartbeats."""
+        self._alive_s[rank] = max(at_s, self._alive_s.get(rank, at_s))
 
     def leave(self, left: Left) -> bool:
         """Note that a rank has left; return whether that is new."""
@@ -133,15 +143,37 @@ class Board:
             known.append(facts)
         return known
 
-    def silent_s(self, rank: int, now_s: float) -> float:
+    def unheard_s(self, rank: int, now_s: float) -> float:
         """For how long no heartbeat of a rank has arrived."""
         seen = self._seen.get(rank)
         return now_s - (self._began_s if seen is None else max(seen.at_s, self._began_s))
 
+    def silent_s(self, rank: int, now_s: float) -> float:
+        """For how long there was no sign of life of a rank."""
+        return min(self.unheard_s(rank, now_s), now_s - self._alive_s.get(rank, self._began_s))
+
     def is_silent(self, rank: int, now_s: float) -> bool:
-        """Whether no heartbeat of a rank arrived for too long; each further hop adds a period."""
+        """Whether there was no sign of life of a rank for too long."""
+        return self.silent_s(rank, now_s) >= self._limit_s(rank)
+
+    def is_locked(self, rank: int, now_s: float) -> bool:
+        """Whether a rank is alive, but sends no heartbeats."""
+        is_unheard = self.unheard_s(rank, now_s) >= self._limit_s(rank)
+        return is_unheard and not self.is_silent(rank, now_s)
+
+    def _limit_s(self, rank: int) -> float:
+        """How late a sign of life may be; each further hop adds a period."""
         hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
-        return self.silent_s(rank, now_s) >= TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
+        return TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
+
+    def _unreachable(self, now_s: float) -> range:
+        """Positions ahead of this rank from which nothing comes, past locked ranks on both sides.
+
+        Those forward nothing, so the silence of the ranks between them proves nothing.
+        """
+        ahead = range(1, self._size)
+        locked = [k for k in ahead if self.is_locked((self._rank + k) % self._size, now_s)]
+        return range(locked[0] + 1, locked[-1]) if locked else range(0)
 
     def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
         """The rank that keeps this one, which is in a collective, waiting; None if none is seen to.
@@ -149,23 +181,28 @@ class Board:
         Heartbeats sent before this rank's own call began say nothing about it and are ignored.
         """
         known = [Facts(self._rank, standing.calls, standing.operation)]
+        unreachable = self._unreachable(now_s)
         for rank in range(self._size):
             if rank == self._rank or rank in self._left:
                 continue
             seen = self._seen.get(rank)
             if seen is not None and seen.heartbeat.calls > standing.calls:
                 continue  # It has completed this call, so this rank does not wait for it.
-            if self.is_silent(rank, now_s):
-                known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
+            if self.is_locked(rank, now_s):
+                calls = 0 if seen is None else seen.heartbeat.calls
+                known.append(Facts(rank, calls, stood_s=self.unheard_s(rank, now_s)))
+            elif self.is_silent(rank, now_s):
+                if (rank - self._rank) % self._size not in unreachable:
+                    known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
             elif seen is not None and seen.at_s >= standing.since_s:
                 heartbeat = seen.heartbeat
                 stood_s = heartbeat.since_s + now_s - seen.at_s
                 operation = heartbeat.operation or None
                 known.append(Facts(rank, heartbeat.calls, operation, stood_s=stood_s))
         finding = find_culprit(known)
-        return self._suspicion(finding, known) if finding.culprits else None
+        return self._suspicion(finding, known, now_s) if finding.culprits else None
 
-    def _suspicion(self, finding: Finding, known: list[Facts]) -> Suspicion:
+    def _suspicion(self, finding: Finding, known: list[Facts], now_s: float) -> Suspicion:
         """Describe `finding`."""
         if finding.reason is Reason.OUT_OF_STEP:
             # This rank may be the odd one; the suspicion names one that is in another call.
@@ -175,10 +212,15 @@ class Board:
             fact = next(fact for fact in known if fact.rank in finding.culprits)
         rank, seen = fact.rank, self._seen.get(fact.rank)
         place = "" if seen is None else _place(seen.heartbeat)
+        last = f" (last heard: {place})" if place else ""
         if finding.reason is Reason.SILENT:
-            text = f"rank {rank} has shown no sign of life for {fact.silent_s:.1f} s"
-            text += f" (last heard: {place})" if place else ""
+            text = f"rank {rank} has shown no sign of life for {fact.silent_s:.1f} s{last}"
             return Suspicion(rank, "silent", text)
+        if self.is_locked(rank, now_s):
+            text = (
+                f"rank {rank} is alive, Python's lock has been held there for {fact.stood_s:.1f} s"
+            )
+            return Suspicion(rank, "locked", f"{text}{last}")
         if finding.reason is Reason.OUT_OF_STEP:
             return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
         if fact.operation is None:
@@ -224,14 +266,15 @@ class Board:
                 continue
             # A heartbeat from before the frame was overdue proves nothing: that rank may have
             # stopped since.
-            quiet_s = max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))
+            quiet_s = max(0.0, sent.quiet_s - self.unheard_s(sent.receiver, now_s))
             if is_dead(msgspec.structs.replace(sent, quiet_s=quiet_s), wait, limit_s):
                 return self._rank, sent.receiver
         return None
 
     def _fresh(self, rank: int, now_s: float) -> Heartbeat | None:
         seen = self._seen.get(rank)
-        return None if seen is None or self.is_silent(rank, now_s) else seen.heartbeat
+        is_late = self.unheard_s(rank, now_s) >= self._limit_s(rank)
+        return None if seen is None or is_late else seen.heartbeat
 
 
 def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:

@@ -45,6 +45,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         operation: the one it is in; empty in user code.
         since_s: how long it had been there when it sent this.
         done: the part of its present pass that is done, 0 to 1.
+        locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
     """
 
     rank: _Rank
@@ -55,6 +56,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
     wait: Wait | None = None
+    locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +107,7 @@ def decode(payload: bytes, size: int) -> Message:
         for heartbeat, _ in message.heartbeats:
             ranks += [sent.receiver for sent in heartbeat.sent]
             ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
+            ranks += heartbeat.locked
     else:
         ranks = [message.rank] if isinstance(message, Left) else []
     if any(rank >= size for rank in ranks):

@@ -79,6 +79,9 @@ class Watch:
         self.is_busy = self.is_closing = False
         self.due_s = now_s
         self._unacknowledged: set[int] = set()
+        # Of neighbours whose heartbeats are late: bytes received in all, and when these grew last.
+        self._arrived: dict[int, int] = {}
+        self._grew_s: dict[int, float] = {}
         self._number = self._complaints = 0
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
@@ -138,6 +141,20 @@ class Watch:
             actions += [Send(payload, frozenset({neighbour})), Ended(self.cause)]
         return actions
 
+    def late(self, now_s: float) -> list[int]:
+        """The neighbours whose next heartbeat is late."""
+        limit_s = 2 * TIMES.heartbeat_s
+        return [n for n in self._neighbours if self.board.unheard_s(n, now_s) >= limit_s]
+
+    def note_bytes(self, arrived: Mapping[int, int], now_s: float) -> None:
+        """Note the total bytes received from late neighbours: a process that runs sends some."""
+        for neighbour, count in arrived.items():
+            if count != self._arrived.get(neighbour, count):
+                self._grew_s[neighbour] = now_s
+                self.board.note_alive(neighbour, now_s)
+        # Only of those: later heartbeats count too, and say nothing of the time after them.
+        self._arrived = dict(arrived)
+
     def look_for_losses(
         self, lost: Mapping[int, bool], standing: Standing, now_s: float
     ) -> list[Action]:
@@ -185,7 +202,7 @@ class Watch:
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
-            if self.board.silent_s(neighbour, now_s) > TIMES.sparing_s
+            if self.board.unheard_s(neighbour, now_s) > TIMES.sparing_s
             and self._number % _SPARING_BEATS != 0
         )
         heartbeats = ((own, 0.0), *self.board.heartbeats(now_s))
@@ -217,6 +234,15 @@ class Watch:
             done=flow.done,
             sent=tuple(sent),
             wait=flow.waits,
+            locked=self._locked(now_s),
+        )
+
+    def _locked(self, now_s: float) -> tuple[int, ...]:
+        """The neighbours that this rank itself sees alive though they send no heartbeats."""
+        return tuple(
+            neighbour
+            for neighbour, grew_s in self._grew_s.items()
+            if now_s - grew_s < TIMES.silent_s <= self.board.unheard_s(neighbour, now_s)
         )
 
     def _look_for_absence(self, standing: Standing, now_s: float) -> list[Action]:

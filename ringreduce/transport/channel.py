@@ -154,6 +154,7 @@ class Outgoing:
         queue: frames that may wait to be sent; 0: any number.
         unconfirmed_ms_max: the connection ends when the other system has not acknowledged data for
             this long; 0: the system's default, many minutes.
+        ping_ms: libzmq sends a few bytes this often, by a thread that needs no Python; 0: never.
 
     Raises:
         RendezvousError: libzmq refuses the address.
@@ -168,6 +169,7 @@ class Outgoing:
         *,
         queue: int = 0,
         unconfirmed_ms_max: int = 0,
+        ping_ms: int = 0,
     ) -> None:
         self.address, self.peer = address, peer
         self.is_lost, self.is_open = False, True
@@ -176,6 +178,11 @@ class Outgoing:
         self.socket.setsockopt(zmq.SNDHWM, queue)
         if unconfirmed_ms_max:
             self.socket.setsockopt(zmq.TCP_MAXRT, unconfirmed_ms_max)
+        if ping_ms:
+            self.socket.setsockopt(zmq.HEARTBEAT_IVL, ping_ms)
+            # A missing answer must not end the connection: a reset under a full queue can abort the
+            # process (libzmq issue 3937).
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
         # Practically never reconnect: a silent reconnect would lose the frames in flight. Really
         # never, -1, makes libzmq 4.3.5 hang in zmq_ctx_term when the neighbour died before the
         # handshake and a frame was queued.

@@ -2,7 +2,8 @@
 
 It is separate from the data, so that a message never waits behind a large frame and can go round
 the ring both ways. When a connection ends, the rank at its other end has died, unless it announced
-that it leaves.
+that it leaves. libzmq's thread pings the neighbours by itself, so bytes arrive from each process
+that runs, also from one in which Python does not.
 
     previous rank  <--- PULL/PUSH --->  this rank  <--- PULL/PUSH --->  next rank
 
@@ -94,6 +95,7 @@ class Control:
                 self._security,
                 queue=_QUEUE,
                 unconfirmed_ms_max=self._link_timeout_ms,
+                ping_ms=milliseconds(TIMES.ping_s),
             )
             self._outgoing[neighbour] = pushing
             self._authenticator.allow(_domain(neighbour), self._security.credentials(neighbour))
@@ -141,6 +143,20 @@ class Control:
             if has_ended or self._outgoing[neighbour].is_lost:
                 lost[neighbour] = has_ended
         return lost
+
+    def arrived_bytes(self, neighbours: Collection[int]) -> dict[int, int]:
+        """Total bytes received from each of `neighbours`, pings included, where they are counted.
+
+        They are on Linux, for a connection that has not ended.
+        """
+        found = {}
+        for neighbour in neighbours:
+            pulling, source = self._incoming[neighbour], self._sources.get(neighbour, -1)
+            # The descriptor of one that has ended may be another connection's by now.
+            count = None if pulling.is_lost(source, False) else pulling.arrived_bytes(source)
+            if count is not None:
+                found[neighbour] = count
+        return found
 
     def read_events(self) -> None:
         """Process the events of all connections."""

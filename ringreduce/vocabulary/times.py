@@ -19,6 +19,8 @@ class Times:
     heartbeat_s: float = 0.25
     # A heartbeat this late counts as missing: even a loaded machine would have sent it.
     silent_s: float = 1.0
+    # Between two pings of libzmq's own threads, which need no Python. Two fit into `silent_s`.
+    ping_s: float = 0.5
     # Without progress for this long, a warning names a stopped rank ...
     silent_warning_s: float = 1.0
     # ... and after this long one that is alive.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerTimeoutError
 from tests.processes import wait_until
+from tests.rings import Ring, assert_lost
 
 # Some heartbeats must arrive before it is over.
 TIMEOUT_S = 2 * TIMES.silent_s
@@ -99,3 +103,50 @@ def test_a_rank_in_user_code_for_ever_is_named_with_its_limit(transport: str) ->
     text, _ = ring(2, transport, work, **limits)
     assert "Rank 1 is alive, in user code for " in text
     assert f"raise RINGREDUCE_BUSY_TIMEOUT_S (now {TIMEOUT_S:g})" in text
+
+
+# The lock is held by the main thread, while a call of the same rank may run in the background.
+LOCKED = """
+import ctypes
+ring = join()
+wait_with_lock = ctypes.PyDLL(None).poll
+def hold_lock(seconds):
+    say("locks")
+    wait_with_lock(None, 0, int(seconds * 1000))
+if RANK == 1:
+    hold_lock({seconds})
+attempt("result", ring.barrier)
+data = np.ones(1000)
+work = ring.all_reduce(data, async_op=True) if RANK == 1 else None
+if RANK == 1:
+    hold_lock({seconds})
+attempt("background", lambda: work.wait() if RANK == 1 else ring.all_reduce(data))
+say("sum", value=data[0])
+if RANK == 1:
+    hold_lock(20.0)
+attempt("killed", ring.barrier)
+hold()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts a connection's bytes")
+@pytest.mark.parametrize(("transport", "size"), [("zmq", 3), ("shm", 2)])
+def test_a_rank_that_keeps_pythons_lock_beyond_the_limit_is_waited_for(
+    tmp_path: Path, transport: str, size: int
+) -> None:
+    if transport == "shm" and native.library() is None:
+        pytest.skip(native.why_missing())
+    program = LOCKED.format(seconds=1.5 * TIMEOUT_S)
+    with Ring(tmp_path, size, program, transport=transport, timeout_s=TIMEOUT_S) as ring:
+        others = ring.others(1)
+        for event in ("result", "background"):
+            for fact in ring.wait(event):
+                assert fact["kind"] == "", fact
+        assert [fact["seconds"] > TIMEOUT_S for fact in ring.wait("result", others)]
+        assert [fact["value"] for fact in ring.wait("sum")] == [size] * size
+        ring.wait("locks", [1], times=3)
+        ring.workers[1].signal(signal.SIGKILL)
+        # How long its neighbours had waited by then is no part of the finding.
+        lost = ring.wait("killed", others)
+        assert_lost([{**fact, "seconds": 0.0} for fact in lost], 1)
+        assert all("died" in fact["text"] for fact in lost), lost

@@ -55,7 +55,14 @@ def board(size: int = 3, now_s: float = 10.0) -> Board:
     [
         Heartbeats(((heartbeat(0), 0.0), (heartbeat(2), 1.5))),
         Heartbeats(
-            ((Heartbeat(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1)), 0.0),)
+            (
+                (
+                    Heartbeat(
+                        *(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1), (0,))
+                    ),
+                    0.0,
+                ),
+            )
         ),
         Abort(b"cause"),
         Left(1, 7, "ValueError: x"),
@@ -171,6 +178,48 @@ def test_ranks_that_wait_too_or_have_gone_on_are_not_suspected(other: Heartbeat)
     known = board(2)
     known.note(other, 0.0, 11.0)
     assert known.suspect(Here(), 11.1) is None
+
+
+def test_a_rank_that_sends_bytes_and_no_heartbeats_is_locked() -> None:
+    known = board(2)
+    known.note(heartbeat(1, operation=""), 0.0, 9.9)
+    known.note_alive(1, 12.0)
+    suspicion = known.suspect(Here(), 12.2)
+    assert suspicion is not None
+    assert (suspicion.rank, suspicion.kind, suspicion.is_busy) == (1, "locked", True)
+    assert suspicion.text == (
+        "rank 1 is alive, Python's lock has been held there for 2.2 s "
+        "(last heard: in user code after 5 calls)"
+    )
+    # Then it was stopped.
+    suspicion = known.suspect(Here(), 12.0 + TIMES.silent_s)
+    assert suspicion is not None
+    assert (suspicion.kind, suspicion.is_busy) == ("silent", False)
+    assert "for 1.0 s" in suspicion.text
+
+
+def test_a_locked_rank_is_seen_by_its_neighbours_and_all_that_hear_them() -> None:
+    known = board(5)
+    sees = msgspec.structs.replace(heartbeat(1), locked=(2,))
+    for rank in (1, 3, 4):
+        known.note(sees if rank == 1 else heartbeat(rank), 0.1, 13.0)
+    assert known.is_locked(2, 13.0)
+    assert known.silent_s(2, 13.0) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("locked", "kind"), [((1, 4), "locked"), ((1,), "silent")])
+def test_ranks_behind_locked_ones_are_not_taken_for_silent(
+    locked: tuple[int, ...], kind: str
+) -> None:
+    """All but this rank unpickle, say; those that are locked forward no heartbeats."""
+    known = board(5)
+    for rank in range(1, 5):
+        known.note(heartbeat(rank, operation=""), 0.0, 10.1)
+        if rank in locked:
+            known.note_alive(rank, 13.0)
+    suspicion = known.suspect(Here(), 13.1)
+    assert suspicion is not None
+    assert suspicion.kind == kind
 
 
 def test_what_was_said_before_the_call_began_says_nothing_of_it() -> None:

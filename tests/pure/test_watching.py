@@ -55,8 +55,8 @@ def logged(actions: list[Action]) -> list[str]:
 ABORT = messages.encode(Abort(encode_abort(MismatchError("is the cause", rank=1, size=2), 1)))
 
 
-def heartbeat(calls: int = 5, operation: str = "", number: int = 1) -> bytes:
-    own = Heartbeat(1, number, calls, operation, 0.0)
+def heartbeat(calls: int = 5, operation: str = "", number: int = 1, rank: int = 1) -> bytes:
+    own = Heartbeat(rank, number, calls, operation, 0.0)
     return messages.encode(Heartbeats(((own, 0.0),)))
 
 
@@ -164,6 +164,41 @@ def test_a_warning_names_the_rank_that_is_waited_for_once(
     assert f"in all_reduce after 5 calls: rank 1 {'has shown ' if is_silent else ''}{what}" in text
     done = watch.beat(Here(6, None, at_s), Flow(), 1, at_s)
     assert logged(done) == ["goes on"]
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows: bool) -> None:
+    watch, here = a_watch(3), Here(operation="all_reduce", since_s=0.1)
+    watch.receive(1, heartbeat(number=1), 0.25)
+    reported = []
+    for number in range(1, 20):
+        at_s = 0.25 + 0.25 * number
+        watch.receive(2, heartbeat(calls=6, number=number + 1, rank=2), at_s)
+        late = watch.late(at_s)
+        assert late == ([] if number == 1 else [1])
+        watch.note_bytes({each: 9 * number if grows else 9 for each in late}, at_s)
+        [message] = sent(watch.beat(here, Flow(), 0, at_s))
+        assert isinstance(message, Heartbeats)
+        reported.append(message.heartbeats[0][0].locked)
+    assert reported == [(1,) if grows and number >= 4 else () for number in range(1, 20)]
+    assert watch.is_busy == grows
+
+
+def test_a_rank_that_is_busy_ends_with_the_call() -> None:
+    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
+    watch.receive(1, heartbeat(), 0.2)
+    watch.beat(here, Flow(), 0, 0.25)
+    assert watch.is_busy
+    watch.beat(Here(calls=6), Flow(), 1, 0.5)
+    assert not watch.is_busy
+
+
+@pytest.mark.parametrize(("calls", "operation"), [(4, "all_reduce"), (5, "barrier")])
+def test_a_rank_in_an_earlier_or_another_call_is_not_busy(calls: int, operation: str) -> None:
+    watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
+    watch.receive(1, heartbeat(calls, operation), 0.2)
+    watch.beat(here, Flow(), 0, 0.25)
+    assert not watch.is_busy
 
 
 def test_a_rank_that_is_always_late_is_named() -> None:
