@@ -353,8 +353,8 @@ class Watch:
     def _explain_pause(self, error: RingReduceError, stood_s: float, what: str) -> None:
         if stood_s:
             error.remedy = (
-                f"This process stood still for {stood_s:.1f} s (stopped, or its host was), and "
-                f"the others {what}."
+                f"This process stood still for {stood_s:.1f} s (it or its host was stopped, or "
+                f"Python's lock was held), and the others {what}."
             )
 
     def _where(self, standing: Standing) -> dict[str, Any]:
