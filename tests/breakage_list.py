@@ -84,10 +84,26 @@ BREAKAGES = (
     Breakage(
         "liveness-what-was-said-before",
         "ringreduce/pure/liveness.py",
-        "max(0.0, sent.quiet_s - self.silent_s(sent.receiver, now_s))",
+        "max(0.0, sent.quiet_s - self.unheard_s(sent.receiver, now_s))",
         "sent.quiet_s",
         "A healthy connection counts as dead when its receiver was stopped for a moment.",
         ("tests/pure/test_liveness.py",),
+    ),
+    Breakage(
+        "stalls-time-not-looked",
+        "ringreduce/transport/stalls.py",
+        "min(now - self._looked_s, TIMES.looked_s)",
+        "now - self._looked_s",
+        "A rank that keeps Python's lock for long gives up on healthy ranks when it goes on.",
+        ("tests/transport/test_stalls.py",),
+    ),
+    Breakage(
+        "watching-old-bytes-are-life",
+        "ringreduce/pure/watching.py",
+        "self._arrived = dict(arrived)",
+        "self._arrived.update(arrived)",
+        "A rank that was late before counts as alive for a while after it was stopped.",
+        ("tests/pure/test_watching.py",),
     ),
     Breakage(
         "blame-user-code-last",

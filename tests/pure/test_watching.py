@@ -184,6 +184,17 @@ def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows
     assert watch.is_busy == grows
 
 
+def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
+    watch = a_watch()
+    for at_s, count in ((0.5, 9), (0.75, 9)):
+        watch.note_bytes(dict.fromkeys(watch.late(at_s), count), at_s)
+    watch.receive(1, heartbeat(number=1), 1.0)
+    watch.note_bytes({}, 1.0)
+    # The heartbeat's own bytes were counted meanwhile.
+    watch.note_bytes({1: 100}, 1.75)
+    assert watch.board.silent_s(1, 1.75) == 0.75
+
+
 def test_a_rank_that_is_busy_ends_with_the_call() -> None:
     watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
     watch.receive(1, heartbeat(), 0.2)
