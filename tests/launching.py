@@ -90,14 +90,20 @@ class Terminal:
         """Return once `text` was written `times` times."""
         self._read_until(lambda: self.shown.count(text.encode()) >= times, text)
 
+    def wait_interruptible(self) -> None:
+        """Return once Ctrl-C is a signal to what runs on the terminal."""
+        self._read_until(
+            lambda: termios.tcgetattr(self._file)[3] & termios.ISIG, "Ctrl-C to be a signal"
+        )
+
     def wait(self) -> int:
         """The exit code, once it has ended."""
         self._read_until(lambda: self._popen.poll() is not None, "the end")
         self._read()
         return self._popen.returncode
 
-    def _read_until(self, condition: Callable[[], bool], what: str) -> None:
-        def holds() -> bool:
+    def _read_until(self, condition: Callable[[], object], what: str) -> None:
+        def holds() -> object:
             self._read()
             return condition()
 

@@ -110,6 +110,15 @@ def run(
     tracebacks: Annotated[
         str, _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure.")
     ] = "cause",
+    stdin: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK",
+            min=0,
+            help="The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there. "
+            "Time limits then are a week.",
+        ),
+    ] = None,
     timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
     busy_timeout: Annotated[float | None, _option("busy_timeout_s", "--busy-timeout")] = None,
     transport: Annotated[str | None, _option("transport")] = None,
@@ -121,6 +130,8 @@ def run(
     Every line they print begins with the rank that wrote it. When one fails, all are
     stopped, and the first failure in time is shown and gives the exit code.
     """
+    if stdin is not None and stdin >= workers:
+        raise typer.BadParameter(f"{stdin}; accepted: 0 to {workers - 1}", param_hint="--stdin")
     code = supervisor.run(
         worker_command(command, is_module=module),
         workers,
@@ -128,6 +139,7 @@ def run(
         max_restarts=max_restarts,
         output=output,
         tracebacks=tracebacks,
+        stdin_rank=stdin,
         timeout_s=timeout,
         busy_timeout_s=busy_timeout,
         transport=transport,

@@ -9,10 +9,12 @@ import secrets
 import selectors
 import signal
 import socket
+import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ringreduce.commands.launch.conclusion import conclude, others
@@ -22,6 +24,7 @@ from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.processes import Guard, Stream, Worker
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
+from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import TIMES, Config, configured_secret, worker_environment
 
 
@@ -33,6 +36,7 @@ class Plan:
         threads: compute threads of each worker.
         output: whose lines are shown as they come (`display.OUTPUTS`).
         tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
+        stdin_rank: the rank that gets the launcher's standard input, or its terminal.
         choices: fields of `Config` that the user chose.
         inherited: for each rank, descriptors that its process gets, and whose numbers stand after
             the command's arguments; empty: none.
@@ -43,6 +47,7 @@ class Plan:
     threads: int
     output: str
     tracebacks: str
+    stdin_rank: int | None
     choices: Mapping[str, Any]
     inherited: Sequence[Sequence[int]] = ()
 
@@ -66,7 +71,8 @@ class Job:
     ) -> None:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
-        self._display = Display(screen, logs, plan.size, plan.output, None)
+        self._display = Display(screen, logs, plan.size, plan.output, plan.stdin_rank)
+        self._terminal: Terminal | None = None
         # They ask workers for flight records, and must not kill one that has no communicator yet,
         # and so no handler.
         self._record_signals = (signal.SIGUSR1,) if "log_dir" in plan.choices else ()
@@ -86,6 +92,7 @@ class Job:
             self._watch()
         finally:
             self._stop(grace_s=0.0)
+            self._take_terminal_back()
             self._selector.close()
         cause = self.cause
         if self.ended_by is not None or cause is None:
@@ -135,19 +142,29 @@ class Job:
                     restart=self._attempt,
                     **choices,
                 )
+                has_stdin = rank == plan.stdin_rank
+                if has_stdin and Terminal.is_possible():
+                    self._terminal = Terminal(self._screen.columns)
+                    self._selector.register(
+                        self._terminal.keyboard, selectors.EVENT_READ, self._terminal.read_keys
+                    )
                 worker = Worker(
                     rank,
                     [*plan.command, *map(str, own)],
                     worker_environment(
                         config, plan.threads, decided=choices, columns=self._screen.columns
                     ),
+                    stdin=None if has_stdin else subprocess.DEVNULL,
+                    terminal=self._terminal if has_stdin else None,
                     inherited=(*meeting, *own),
                     ignored=self._record_signals,
                 )
                 self._workers.append(worker)
                 self._guard.add(worker)
                 for stream in worker.streams:
-                    self._selector.register(stream.file, selectors.EVENT_READ, stream)
+                    self._selector.register(
+                        stream.file, selectors.EVENT_READ, partial(self._read, stream)
+                    )
 
     def _watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
@@ -156,6 +173,9 @@ class Job:
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._reap()
+            if self._terminal is not None:
+                self._terminal.resize(self._screen.columns)
+                self._terminal.pass_keys()
             self._display.tick(releases=not self._failures())
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self._stop(TIMES.grace_s)
@@ -170,7 +190,7 @@ class Job:
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
-            self._read(key.data)
+            key.data()
 
     def _read(self, stream: Stream) -> bool:
         """Show what has arrived on a stream; return whether there may be more now."""
@@ -201,8 +221,16 @@ class Job:
                     while self._read(stream):
                         pass
                 self._guard.remove(worker)
+                if worker.rank == self._plan.stdin_rank:
+                    self._take_terminal_back()
                 if worker.failure() is None and self._stop_s is None:
                     self._display.release([worker.rank])
+
+    def _take_terminal_back(self) -> None:
+        if self._terminal is not None:
+            self._selector.unregister(self._terminal.keyboard)
+            self._terminal.close()
+            self._terminal = None
 
     def _failures(self) -> list[Failure]:
         return [failure for worker in self._workers if (failure := worker.failure())]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +27,7 @@ from ringreduce.commands.launch import guard
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.screen import Source
+from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.tracebacks import is_traceback_start, last_traceback
 
 _TAIL_LINES = 400
@@ -47,7 +50,10 @@ class Stream:
 
     def read(self) -> list[str] | None:
         """The whole lines that have arrived; None: there is nothing to read now."""
-        data = None if self.has_ended else self.file.read(1 << 16)
+        try:
+            data = None if self.has_ended else self.file.read(1 << 16)
+        except OSError:
+            data = b""  # So a terminal ends that no process has open.
         if data is None:
             return None
         self.has_ended = not data
@@ -61,6 +67,8 @@ class Worker:
     """A started worker process.
 
     Args:
+        stdin: its standard input: a descriptor, `subprocess.DEVNULL`, or None for the launcher's.
+        terminal: its own, for standard input and output; then `stdin` does not matter.
         inherited: descriptors that it gets.
         ignored: signals that it ignores until it sets a handler.
 
@@ -74,6 +82,8 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
+        stdin: int | None = subprocess.DEVNULL,
+        terminal: Terminal | None = None,
         inherited: Collection[int],
         ignored: Sequence[int],
     ) -> None:
@@ -85,15 +95,20 @@ class Worker:
         self._process = subprocess.Popen(
             list(command),
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdin=terminal.tty if terminal else stdin,
+            stdout=terminal.tty if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=inherited,
-            preexec_fn=_prepare(os.getpid(), ignored=ignored),
+            preexec_fn=_prepare(os.getpid(), ignored=ignored, has_terminal=terminal is not None),
         )
+        output = self._process.stdout
+        if terminal is not None:
+            # Else its output would not end with the worker.
+            os.close(terminal.tty)
+            output = terminal.output
         self.streams = (
-            Stream(self, self._process.stdout, Source(rank, is_error=False)),
+            Stream(self, output, Source(rank, is_error=False, is_raw=terminal is not None)),
             Stream(self, self._process.stderr, Source(rank, is_error=True)),
         )
 
@@ -179,16 +194,20 @@ class Guard:
             self._process.stdin.flush()
 
 
-def _prepare(parent: int, *, ignored: Sequence[int]) -> Callable[[], None] | None:
-    """The function that the child runs first: it sets signals and its death with the launcher."""
+def _prepare(
+    parent: int, *, ignored: Sequence[int], has_terminal: bool
+) -> Callable[[], None] | None:
+    """The function that the child runs first: signals, terminal, death with the launcher."""
     on_linux = sys.platform == "linux"
-    if not on_linux and not ignored:
+    if not on_linux and not ignored and not has_terminal:
         return None
     prctl = ctypes.CDLL(None).prctl if on_linux else None
 
     def prepare() -> None:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
+        if has_terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         if prctl is None:
             return
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

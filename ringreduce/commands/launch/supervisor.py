@@ -18,6 +18,8 @@ from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
 
+_WEEK_S = 7 * 24 * 3600.0
+
 
 def run(command: Sequence[str], size: int, **options: Any) -> int:
     """Run `command` as `size` local workers and print what failed; return the job's exit code.
@@ -42,6 +44,7 @@ def supervise(
     max_restarts: int = 0,
     output: str = "all",
     tracebacks: str = "cause",
+    stdin_rank: int | None = None,
     **choices: Any,
 ) -> Job:
     """Run `command` as `size` local workers of one job; return the last attempt.
@@ -59,6 +62,9 @@ def supervise(
         output: whose lines are shown as they come: of ``all``, of ``rank0``, or with ``failed``
             only the last ones of the rank that failed first. Of that one they are always shown.
         tracebacks: whose are shown after a failure: that of the ``cause``, or ``all``.
+        stdin_rank: the rank that gets this process's standard input. If that is a terminal, the
+            rank has it to itself, with Ctrl-C, until it ends. All ranks get time limits of a week
+            unless `choices` has others, so that a debugger may wait.
         choices: fields of `Config` for the workers; None: as the environment has it. With
             `log_dir`, their lines are also written there, to ``rank-0.log`` and so on; what is
             kept of the k-th restart goes to its folder ``restart-k``.
@@ -67,10 +73,19 @@ def supervise(
         ConfigError: `log_dir` cannot be written to, or a setting is out of range.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
+    if stdin_rank is not None:
+        choices = {"timeout_s": _WEEK_S, "busy_timeout_s": _WEEK_S} | choices
     if "timeout_s" in choices:
         choices.setdefault("join_timeout_s", choices["timeout_s"])
     plan = Plan(
-        command, size, threads or default_threads(size), output, tracebacks, choices, inherited
+        command,
+        size,
+        threads or default_threads(size),
+        output,
+        tracebacks,
+        stdin_rank,
+        choices,
+        inherited,
     )
     screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr)
     with queued_signals() as signals, Guard() as guard:

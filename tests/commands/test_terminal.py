@@ -1,0 +1,97 @@
+"""``ringreduce run --stdin RANK``: one rank has the keyboard, and its debugger works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launching import RANK, Terminal, run, script
+from tests.processes import DEADLINE_S, clean_environment
+
+
+def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import numpy
+        import ringreduce
+        comm = ringreduce.init()
+        x = 41 + comm.rank
+        if comm.rank == 1:
+            breakpoint()
+        print("total", int(comm.all_reduce(numpy.full(3, x))[0]))
+        """,
+    )
+    with Terminal(tmp_path, "-n", "2", "--stdin", "1", name) as job:
+        job.wait_shown("(Pdb) ")
+        job.type("p 'it is', x\r")
+        job.wait_shown("('it is', 42)")
+        job.type("c\r")
+        assert job.wait() == 0
+    lines = job.shown.decode().splitlines()
+    assert [line for line in lines if line.endswith("total 83")][-2:]
+    assert any(line.startswith("[1] ") and "('it is', 42)" in line for line in lines)
+
+
+def test_ctrl_c_goes_to_that_rank_alone_and_the_terminal_is_given_back(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        RANK
+        + """
+import pathlib, signal, sys
+if rank == 1:
+    answer = input("name? ")
+    print("hello", answer, sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    raise SystemExit(0)
+signal.signal(signal.SIGINT, lambda *_: exit("rank 0 was interrupted"))
+signal.pause()
+""",
+    )
+    with Terminal(tmp_path, "-n", "2", "--stdin", "1", name) as job:
+        job.wait_shown("[1] name? ")
+        job.type("Ada\r")
+        job.wait_shown("hello Ada True True")
+        job.type("\x03")
+        job.wait_shown("interrupted")
+        assert b"rank 0 was interrupted" not in job.shown
+        # Rank 1 has ended, so Ctrl-C is the launcher's again, and ends the job.
+        job.wait_interruptible()
+        job.type("\x03")
+        assert job.wait() == 130
+    assert b"rank 0 was interrupted" in job.shown
+
+
+def test_a_pipe_is_that_ranks_standard_input(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()))")
+    command = [sys.executable, "-m", "ringreduce", "run", "-n", "3", "--stdin", "2", name]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=clean_environment(),
+        input="typed",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''", "[2] 'typed'"]
+
+
+def test_nothing_times_out_meanwhile(tmp_path: Path) -> None:
+    text = "import ringreduce\nprint(ringreduce.Config.from_environment())"
+    name = script(tmp_path, text)
+    done = run(tmp_path, "-n", "2", "--stdin", "0", name, RINGREDUCE_TIMEOUT_S="5")
+    for limit in ("timeout_s", "join_timeout_s"):
+        assert done.stdout.count(f" {limit}=604800.0") == 2
+    done = run(tmp_path, "-n", "2", "--stdin", "0", "--timeout", "7", name)
+    assert done.stdout.count(" timeout_s=7.0") == 2
+
+
+def test_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", "2", "--stdin", "2", script(tmp_path, ""))
+    assert done.returncode == 2
+    assert "accepted: 0 to 1" in done.stderr
