@@ -14,15 +14,45 @@ from ringreduce.commands.launch import supervisor
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.program import worker_command
-from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
+from ringreduce.vocabulary.config import SETTINGS, Config, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Data-parallel training over a ring of processes.",
 )
+
+
+def _number(metavar: str, least: int, help: str, *flags: str, default: str | None = None) -> Any:
+    """An option that is a whole number of at least `least`; `default` in words, if it has none."""
+    # typer's own check would show as a wide column of the help.
+    check = _checked(lambda value: value >= least, f"{least} or more")
+    shown = True if default is None else default
+    return typer.Option(*flags, help=help, metavar=metavar, callback=check, show_default=shown)
+
+
+def _one_of(values: Sequence[str], help: str) -> Any:
+    """An option that is one of `values`."""
+    return typer.Option(
+        help=help,
+        metavar="|".join(values),
+        callback=_checked(values.__contains__, ", ".join(values)),
+        autocompletion=lambda: list(values),
+    )
+
+
+def _setting(name: str, *flags: str, metavar: str = "") -> Any:
+    """The option for the setting `name`, with the help and values that `SETTINGS` has."""
+    setting, default = SETTINGS[name], getattr(Config, name)
+    return typer.Option(
+        *flags,
+        help=f"{setting.help[0].upper()}{setting.help[1:]}.",
+        metavar=metavar or "|".join(setting.values),
+        callback=_checked(setting.accepts, setting.accepted),
+        autocompletion=(lambda: list(setting.values)) if setting.values else None,
+        show_default=f"{default:g}" if isinstance(default, float) else default or "none",
+    )
 
 
 def _checked(accepts: Callable[[Any], bool], accepted: str) -> Callable[[Any], Any]:
@@ -34,24 +64,6 @@ def _checked(accepts: Callable[[Any], bool], accepted: str) -> Callable[[Any], A
         return value
 
     return check
-
-
-def _one_of(values: Sequence[str], help: str) -> Any:
-    """An option that is one of `values`."""
-    check = _checked(values.__contains__, ", ".join(values))
-    return typer.Option(help=help, metavar="|".join(values), callback=check)
-
-
-def _option(name: str, *flags: str) -> Any:
-    """The option for the setting `name`, with the help and values that `SETTINGS` has."""
-    setting = SETTINGS[name]
-    return typer.Option(
-        *flags,
-        help=f"{setting.help[0].upper()}{setting.help[1:]}.",
-        metavar="|".join(setting.values) or None,
-        callback=_checked(setting.accepts, setting.accepted),
-        show_default=False,
-    )
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,28 +87,32 @@ def _root(
     pass
 
 
-# Options after the script belong to the script.
-@app.command(context_settings={"allow_interspersed_args": False}, no_args_is_help=True)
+# Options after the script belong to the script. A paragraph is one line, which the help wraps.
+@app.command(
+    context_settings={"allow_interspersed_args": False},
+    no_args_is_help=True,
+    help="Run a script as N workers on this host that form a ring.\n\n"
+    "Every line they print begins with the rank that wrote it. When one fails, all are stopped, "
+    "and the first failure in time is shown and gives the exit code.",
+)
 def run(
-    command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The program and its arguments.")
-    ],
-    workers: Annotated[int, typer.Option("-n", "--workers", min=1, help="Workers to start.")] = 1,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")
+    ] = None,
+    workers: Annotated[int, _number("N", 1, "Workers to start.", "-n", "--workers")] = 1,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
     threads_per_worker: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Compute threads of each worker; by default the cores shared out."
-        ),
+        int | None, _number("K", 1, "Compute threads of each worker.", default="cores / N")
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="How often all workers are started again after a failure; RINGREDUCE_RESTART "
-            "counts.",
+        _number(
+            "K",
+            0,
+            "How often all workers are started again after a failure; RINGREDUCE_RESTART counts.",
         ),
     ] = 0,
     output: Annotated[
@@ -108,32 +124,32 @@ def run(
         ),
     ] = "all",
     tracebacks: Annotated[
-        str, _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure.")
+        str,
+        _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure: its cause's, or all."),
     ] = "cause",
     stdin: Annotated[
         int | None,
-        typer.Option(
-            metavar="RANK",
-            min=0,
-            help="The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there. "
-            "Time limits then are a week.",
+        _number(
+            "RANK",
+            0,
+            "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there. Time "
+            "limits then are a week.",
+            default="none",
         ),
     ] = None,
-    timeout: Annotated[float | None, _option("timeout_s", "--timeout")] = None,
-    busy_timeout: Annotated[float | None, _option("busy_timeout_s", "--busy-timeout")] = None,
-    transport: Annotated[str | None, _option("transport")] = None,
-    log_dir: Annotated[Path | None, _option("log_dir")] = None,
-    encryption: Annotated[str | None, _option("encryption")] = None,
+    timeout: Annotated[float | None, _setting("timeout_s", "--timeout", metavar="SECONDS")] = None,
+    busy_timeout: Annotated[
+        float | None, _setting("busy_timeout_s", "--busy-timeout", metavar="SECONDS")
+    ] = None,
+    transport: Annotated[str | None, _setting("transport")] = None,
+    log_dir: Annotated[Path | None, _setting("log_dir", metavar="DIR")] = None,
+    encryption: Annotated[str | None, _setting("encryption")] = None,
 ) -> None:
-    """Run a script as N workers on this host that form a ring.
-
-    Every line they print begins with the rank that wrote it. When one fails, all are
-    stopped, and the first failure in time is shown and gives the exit code.
-    """
+    """Start the workers, and leave with the job's exit code."""
     if stdin is not None and stdin >= workers:
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {workers - 1}", param_hint="--stdin")
     code = supervisor.run(
-        worker_command(command, is_module=module),
+        worker_command([script, *(arguments or [])], is_module=module),
         workers,
         threads=threads_per_worker,
         max_restarts=max_restarts,
@@ -149,14 +165,15 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command(no_args_is_help=True)
+@app.command(
+    no_args_is_help=True,
+    help="Print from all ranks' flight records what each was doing, and which rank is the culprit."
+    "\n\nRanks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.",
+)
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --log-dir was.")],
 ) -> None:
-    """Print from all ranks' flight records what each was doing, and which rank is the culprit.
-
-    Ranks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.
-    """
+    """Read the records of a folder, and print the verdict."""
     # Imported here, since `run` does not need it.
     from ringreduce.commands.report.records import read_records
     from ringreduce.commands.report.view import show

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -206,10 +207,12 @@ def test_standard_input_is_at_its_end(tmp_path: Path) -> None:
 # --- The command line -----------------------------------------------------------------------
 
 
-def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command_line(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ringreduce", *arguments],
-        env=clean_environment(NO_COLOR="1", TERM="dumb"),
+        env=clean_environment(NO_COLOR="1", TERM="dumb", COLUMNS="80", **(environment or {})),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -228,6 +231,40 @@ def test_without_arguments_or_asked_it_prints_help(arguments: list[str]) -> None
     assert "Usage: ringreduce" in done.stdout + done.stderr
 
 
+def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
+    done = command_line("run", "--help")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = " ".join(" ".join(line.strip("\u2502 ").split()) for line in lines)
+    for words in (
+        "When one fails, all are stopped, and the first failure in time is shown",
+        "[default: 1]",
+        "[default: (cores / N)]",
+        "[default: (30)]",
+        "[default: (auto)]",
+    ):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ringreduce ", {"run", "report"}),
+        ("ringreduce run --out", {"--output"}),
+        ("ringreduce run --output ", {"all", "rank0", "failed"}),
+        ("ringreduce run --transport ", {"auto", "shm", "zmq"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[str]) -> None:
+    words = typed.split(" ")
+    environment = {
+        "_RINGREDUCE_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    assert set(command_line(environment=environment).stdout.split()) == offered
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -237,6 +274,8 @@ def test_without_arguments_or_asked_it_prints_help(arguments: list[str]) -> None
         (["--timeout", "0", "script.py"], "--timeout"),
         (["--transport", "tcp", "script.py"], "accepted: auto, shm, zmq"),
         (["--threads-per-worker", "0", "script.py"], "--threads-per-worker"),
+        (["--output", "rank1", "script.py"], "accepted: all, rank0, failed"),
+        (["--max-restarts", "-1", "script.py"], "accepted: 0 or more"),
         (["--wokers", "2", "script.py"], "--wokers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

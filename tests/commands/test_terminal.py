@@ -85,7 +85,7 @@ def test_nothing_times_out_meanwhile(tmp_path: Path) -> None:
     text = "import ringreduce\nprint(ringreduce.Config.from_environment())"
     name = script(tmp_path, text)
     done = run(tmp_path, "-n", "2", "--stdin", "0", name, RINGREDUCE_TIMEOUT_S="5")
-    for limit in ("timeout_s", "join_timeout_s"):
+    for limit in ("timeout_s", "busy_timeout_s", "join_timeout_s"):
         assert done.stdout.count(f" {limit}=604800.0") == 2
     done = run(tmp_path, "-n", "2", "--stdin", "0", "--timeout", "7", name)
     assert done.stdout.count(" timeout_s=7.0") == 2
