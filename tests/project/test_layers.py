@@ -39,8 +39,12 @@ LAYERS = {
     "entry points": ("commands", "__main__", "testing"),
 }
 DECIDES = [
+    "ringreduce.commands.launch.conclusion",
     "ringreduce.commands.launch.failure",
+    "ringreduce.commands.launch.holding",
     "ringreduce.commands.launch.output",
+    "ringreduce.commands.launch.startup",
+    "ringreduce.commands.launch.tracebacks",
     "ringreduce.commands.report.verdict",
 ]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart

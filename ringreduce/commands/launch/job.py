@@ -9,7 +9,6 @@ import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -154,7 +153,7 @@ class Job:
                     worker_environment(
                         config, plan.threads, decided=choices, columns=self._screen.columns
                     ),
-                    stdin=None if has_stdin else subprocess.DEVNULL,
+                    has_stdin=has_stdin,
                     terminal=self._terminal if has_stdin else None,
                     inherited=(*meeting, *own),
                     ignored=self._record_signals,

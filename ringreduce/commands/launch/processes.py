@@ -67,8 +67,8 @@ class Worker:
     """A started worker process.
 
     Args:
-        stdin: its standard input: a descriptor, `subprocess.DEVNULL`, or None for the launcher's.
-        terminal: its own, for standard input and output; then `stdin` does not matter.
+        has_stdin: whether it gets the launcher's standard input.
+        terminal: its own, for standard input and output instead.
         inherited: descriptors that it gets.
         ignored: signals that it ignores until it sets a handler.
 
@@ -82,7 +82,7 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdin: int | None = subprocess.DEVNULL,
+        has_stdin: bool = False,
         terminal: Terminal | None = None,
         inherited: Collection[int],
         ignored: Sequence[int],
@@ -95,7 +95,7 @@ class Worker:
         self._process = subprocess.Popen(
             list(command),
             env=environment,
-            stdin=terminal.tty if terminal else stdin,
+            stdin=terminal.tty if terminal else None if has_stdin else subprocess.DEVNULL,
             stdout=terminal.tty if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
