@@ -125,8 +125,8 @@ class Config:
     # Long enough for a validation or checkpoint on one rank.
     busy_timeout_s: float = _seconds(
         600.0,
-        "the same while the rank that it waits for is alive and in user code (it saves, evaluates, "
-        "uploads); `timeout_s` counts where that is larger",
+        "seconds to wait for a rank that is alive and in user code (it saves, evaluates, uploads); "
+        "`timeout_s` counts where that is larger",
     )
     # Ranks import TensorFlow before they meet: a minute on a cold, crowded machine.
     join_timeout_s: float = _seconds(
