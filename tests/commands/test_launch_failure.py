@@ -112,6 +112,11 @@ def test_an_error_raised_from_a_lost_peer_is_a_consequence() -> None:
     assert failure(traceback=(*LOST, "", DIRECT, "", *VALUE_ERROR)).is_consequence
 
 
+def test_a_killed_rank_did_not_end_with_what_it_had_logged() -> None:
+    assert failure(traceback=VALUE_ERROR).exception == "ValueError: bad data"
+    assert failure(returncode=-9, traceback=VALUE_ERROR).exception == ""
+
+
 @pytest.mark.parametrize(
     ("returncode", "shown"), [(1, 1), (3, 3), (255, 255), (-2, 130), (-9, 137), (-15, 143)]
 )

@@ -23,6 +23,7 @@ LOG = "I0000 00:00:1795379367.218074    9398 "
         "one has already been registered",
         LOG + "cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use available CPU "
         "instructions in performance-critical operations.",
+        LOG + "generator_dataset_op.cc:213] Memory patch applied: M_TRIM_THRESHOLD=128 kb was set.",
         "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow "
         "with the appropriate compiler flags.",
         "E0000 00:00:1.5 9398 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
@@ -40,6 +41,7 @@ def test_what_every_process_says_as_it_starts(line: str) -> None:
         "E0000 00:00:1.5 9398 cuda_dnn.cc:52] Could not create cudnn handle",
         "failed call to cuInit: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
         "W0000 00:00:1.5 9482 op_kernel.cc:1845] UNKNOWN: RuntimeError: no file",
+        "I1122 10:00:00.000000 140 train.py:12] epoch 1",
         "ValueError: To enable the following instructions",
     ],
 )

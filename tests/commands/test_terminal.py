@@ -41,10 +41,14 @@ def test_ctrl_c_goes_to_that_rank_alone_and_the_terminal_is_given_back(tmp_path:
         + """
 import pathlib, signal, sys
 if rank == 1:
+    signal.signal(
+        signal.SIGWINCH, lambda *_: print("width", os.get_terminal_size().columns, flush=True)
+    )
     answer = input("name? ")
     print("hello", answer, sys.stdin.isatty(), sys.stdout.isatty(), flush=True)
     try:
-        signal.pause()
+        while True:
+            signal.pause()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
     raise SystemExit(0)
@@ -56,6 +60,8 @@ signal.pause()
         job.wait_shown("[1] name? ")
         job.type("Ada\r")
         job.wait_shown("hello Ada True True")
+        job.resize(60)
+        job.wait_shown("width 56")
         job.type("\x03")
         job.wait_shown("interrupted")
         assert b"rank 0 was interrupted" not in job.shown

@@ -3,7 +3,7 @@
 A rank that dies of an exception takes a while to leave Python; by then its neighbours may have
 raised PeerLostError and ended. So a failure that only reports another rank's is a consequence, at
 any time, and the earliest of the others is the cause. A worker's time of failure is that of its
-last traceback's first line, or of its exit when it printed none.
+last traceback's first line, or of its exit when it printed none or was killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Failure:
 
     @property
     def exception(self) -> str:
-        """The line that names the exception; empty when there was no traceback."""
-        return exception_in(self.traceback)
+        """The line that names the exception; empty for none, or when a signal killed it."""
+        return exception_in(self.traceback) if self.returncode > 0 else ""
 
     @property
     def exit_code(self) -> int:

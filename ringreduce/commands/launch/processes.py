@@ -158,7 +158,8 @@ class Worker:
         code = self._process.returncode
         if self.exit_s is None or code == 0 or self._was_stopped:
             return None
-        when_s = self.exit_s if self._traceback_s is None else self._traceback_s
+        # A process that was killed had only logged its traceback.
+        when_s = self.exit_s if self._traceback_s is None or code < 0 else self._traceback_s
         return Failure(self.rank, code, when_s, last_traceback(list(self._tail)))
 
 

@@ -87,8 +87,9 @@ class Screen:
         self._live = (source, text) if text else None if before else self._live
 
     def say(self, text: str) -> None:
-        """Write a line of the launcher's own."""
-        self._write(self._stderr, f"ringreduce: {text}\n")
+        """Write a line of the launcher's own; it may quote a worker's."""
+        shown = text if self._stderr.isatty() and color_wanted() else without_colors(text)
+        self._write(self._stderr, f"ringreduce: {shown}\n")
 
     def _target(self, source: Source) -> TextIO:
         return self._stderr if source.is_error else self._stdout

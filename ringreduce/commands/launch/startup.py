@@ -6,7 +6,8 @@ import re
 
 # Parts of the texts of TensorFlow 2.18 to 2.21; anything else may be an error that matters.
 _STARTUP = re.compile(
-    r"All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"^I0000 00:00:\d"  # Information that its C++ code gives before logging is set up.
+    r"|All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|oneDNN custom operations are on\."
     r"|Could not find cuda drivers on your machine"
     r"|Unable to register cu(DNN|FFT|BLAS) factory: Attempting to register factory"
