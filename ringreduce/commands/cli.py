@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -183,6 +184,10 @@ def report(
 
 def main() -> None:
     """Entry point of the ``ringreduce`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # Letters that its encoding lacks, such as those of Keras's bar, must not end a job.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="ringreduce")
     except RingReduceError as error:

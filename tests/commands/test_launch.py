@@ -6,6 +6,7 @@ Most scripts here know nothing of ringreduce, since the launcher runs any progra
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -72,6 +73,26 @@ def test_output_and_errors_stay_apart(tmp_path: Path) -> None:
 def test_output_without_a_line_end_is_shown_at_the_end(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "1", script(tmp_path, "print('no end', end='')"))
     assert done.stdout == "[0] no end\n"
+
+
+def test_a_line_that_a_child_holds_open_is_shown_at_the_end(tmp_path: Path) -> None:
+    # The child leaves the worker's group, so it lives on with the worker's output.
+    text = """
+        import subprocess
+        print("no end", end="", flush=True)
+        subprocess.Popen(["cat", "fifo"], start_new_session=True)
+        """
+    os.mkfifo(tmp_path / "fifo")
+    with launcher(tmp_path, "run", "-n", "1", script(tmp_path, text)) as job:
+        assert job.wait() == 0
+        assert job.stdout == "[0] no end\n"
+    (tmp_path / "fifo").write_text("")
+
+
+def test_letters_that_the_terminal_lacks_do_not_end_the_job(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os\nos.write(1, '\N{EURO SIGN} 5\\n'.encode())")
+    done = run(tmp_path, "-n", "1", name, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "[0] ? 5\n")
 
 
 def test_nothing_is_colored_when_nobody_watches(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ class Display:
             if releases and since_s is not None and now_s - since_s >= TIMES.hold_s:
                 self._show(source, holding.take())
 
+    def end_lines(self) -> None:
+        """Show as lines what workers have not ended, as when a child holds an output open."""
+        for source, partial in self._partials.items():
+            if partial.text:
+                self._keep(source.rank, [partial.text])
+                self._show(source, [partial.text])
+        self._partials.clear()
+
     def release(self, ranks: Collection[int]) -> None:
         """Show what is held back of `ranks`."""
         for source, holding in self._holdings.items():

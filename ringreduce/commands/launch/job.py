@@ -93,6 +93,7 @@ class Job:
             self._stop(grace_s=0.0)
             self._take_terminal_back()
             self._selector.close()
+        self._display.end_lines()
         cause = self.cause
         if self.ended_by is not None or cause is None:
             self._display.release(range(self._plan.size))

@@ -6,7 +6,6 @@ are written above it.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,10 +37,6 @@ class Screen:
 
     def __init__(self, size: int, stdout: TextIO, stderr: TextIO) -> None:
         self._stdout, self._stderr = stdout, stderr
-        for target in (stdout, stderr):
-            # Letters that its encoding lacks, such as those of Keras's bar, must not end the job.
-            if isinstance(target, io.TextIOWrapper):
-                target.reconfigure(errors="replace")
         self._width = len(str(size - 1))
         self._live: tuple[Source, str] | None = None
 
