@@ -43,12 +43,12 @@ def _one_of(values: Sequence[str], help: str) -> Any:
     )
 
 
-def _setting(name: str, *flags: str, metavar: str = "") -> Any:
-    """The option for the setting `name`, with the help and values that `SETTINGS` has."""
+def _setting(name: str, *flags: str, metavar: str = "", help: str = "") -> Any:
+    """The option for the setting `name`, by default with the help and values of `SETTINGS`."""
     setting, default = SETTINGS[name], getattr(Config, name)
     return typer.Option(
         *flags,
-        help=f"{setting.help[0].upper()}{setting.help[1:]}.",
+        help=help or f"{setting.help[0].upper()}{setting.help[1:]}.",
         metavar=metavar or "|".join(setting.values),
         callback=_checked(setting.accepts, setting.accepted),
         autocompletion=(lambda: list(setting.values)) if setting.values else None,
@@ -133,8 +133,8 @@ def run(
         _number(
             "RANK",
             0,
-            "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there. Time "
-            "limits then are a week.",
+            "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there and is "
+            "skipped elsewhere. Time limits then are a week.",
             default="none",
         ),
     ] = None,
@@ -143,7 +143,15 @@ def run(
         float | None, _setting("busy_timeout_s", "--busy-timeout", metavar="SECONDS")
     ] = None,
     transport: Annotated[str | None, _setting("transport")] = None,
-    log_dir: Annotated[Path | None, _setting("log_dir", metavar="DIR")] = None,
+    log_dir: Annotated[
+        Path | None,
+        _setting(
+            "log_dir",
+            metavar="DIR",
+            help="Folder for each worker's lines and, when the ring breaks, flight records "
+            "(`ringreduce report`); made if needed.",
+        ),
+    ] = None,
     encryption: Annotated[str | None, _setting("encryption")] = None,
 ) -> None:
     """Start the workers, and leave with the job's exit code."""

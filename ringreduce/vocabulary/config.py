@@ -326,7 +326,12 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def worker_environment(
-    config: Config, threads: int, *, decided: Collection[str] = (), columns: int | None = None
+    config: Config,
+    threads: int,
+    *,
+    decided: Collection[str] = (),
+    columns: int | None = None,
+    skips_breakpoints: bool = False,
 ) -> dict[str, str]:
     """This process's environment, plus the variables of one worker.
 
@@ -336,6 +341,7 @@ def worker_environment(
         decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
             others stay as in the environment.
         columns: width of the terminal that shows its lines; None: as in the environment.
+        skips_breakpoints: whether ``breakpoint()`` does nothing, since another has the keyboard.
     """
     # A launcher that is itself a worker must not pass on its own rank.
     places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
@@ -349,6 +355,8 @@ def worker_environment(
     environment.setdefault("PYTHONUNBUFFERED", "1")
     if columns is not None:
         environment["COLUMNS"] = str(columns)
+    if skips_breakpoints:
+        environment["PYTHONBREAKPOINT"] = "0"
     return environment
 
 

@@ -18,8 +18,7 @@ def test_breakpoint_works_on_the_rank_that_has_the_terminal(tmp_path: Path) -> N
         import ringreduce
         comm = ringreduce.init()
         x = 41 + comm.rank
-        if comm.rank == 1:
-            breakpoint()
+        breakpoint()  # Skipped on rank 0, which has no keyboard.
         print("total", int(comm.all_reduce(numpy.full(3, x))[0]))
         """,
     )
@@ -85,6 +84,13 @@ def test_a_pipe_is_that_ranks_standard_input(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert sorted(done.stdout.splitlines()) == ["[0] ''", "[1] ''", "[2] 'typed'"]
+
+
+def test_a_debugger_without_a_keyboard_says_how_to_get_one(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "import signal\nbreakpoint() if rank else signal.pause()")
+    done = run(tmp_path, "-n", "2", name)
+    assert done.returncode == 1
+    assert "ringreduce: --stdin 1 gives rank 1 the keyboard\n" in done.stderr
 
 
 def test_nothing_times_out_meanwhile(tmp_path: Path) -> None:

@@ -60,5 +60,10 @@ def others(
     return lines
 
 
+def wanted_keyboard(cause: Failure) -> bool:
+    """Whether a debugger or `input` found the end of standard input."""
+    return cause.exception.startswith(("bdb.BdbQuit", "EOFError: EOF when reading a line"))
+
+
 def _indented(lines: Sequence[str]) -> list[str]:
     return [f"  {line}".rstrip() for line in lines]

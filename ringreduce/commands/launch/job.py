@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ringreduce.commands.launch.conclusion import conclude, others
+from ringreduce.commands.launch.conclusion import conclude, others, wanted_keyboard
 from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.failure import Failure, first_cause
 from ringreduce.commands.launch.logs import Logs
@@ -152,7 +152,11 @@ class Job:
                     rank,
                     [*plan.command, *map(str, own)],
                     worker_environment(
-                        config, plan.threads, decided=choices, columns=self._screen.columns
+                        config,
+                        plan.threads,
+                        decided=choices,
+                        columns=self._screen.columns,
+                        skips_breakpoints=plan.stdin_rank not in (None, rank),
                     ),
                     has_stdin=has_stdin,
                     terminal=self._terminal if has_stdin else None,
@@ -291,4 +295,6 @@ class Job:
         held = self._display.take_held()
         for line in conclude(cause, self._failures(), held, self._plan.tracebacks):
             self._screen.say(line)
+        if wanted_keyboard(cause) and self._plan.stdin_rank is None:
+            self._screen.say(f"--stdin {cause.rank} gives rank {cause.rank} the keyboard")
         return cause.exit_code
