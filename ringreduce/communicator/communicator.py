@@ -37,6 +37,7 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.buckets import ALIGNMENT
+from ringreduce.pure.claims import Claim
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import checked_root, decode, encode, flat_view
 from ringreduce.pure.wire import Kind
@@ -360,6 +361,21 @@ class Communicator:
             "all_gather_object", payload.size, varying.all_gather_object, *arguments
         )
         return [decode(each) for each in gathered]
+
+    def claim(self, key: str, value: bytes, text: str, remedy: str) -> None:
+        """Say that this rank has `value` for `key`, where all ranks should have the same.
+
+        No collective: from any thread, at any time, without waiting. Neighbours on the ring compare
+        what both have claimed; a difference breaks the ring with a MismatchError of `text`, in
+        which ``{peer}`` becomes the other rank, and `remedy`. What only one has claimed, or what is
+        still under way when a rank leaves, is not compared.
+
+        Args:
+            key: up to 1024 characters.
+            value: up to 64 bytes.
+        """
+        if self._watcher is not None and not self._closed:
+            self._watcher.claim(Claim(key, value, text, remedy))
 
     def fail(self, error: RingReduceError) -> RingReduceError:
         """Break the ring with `error` from a layer above; return the error to raise.

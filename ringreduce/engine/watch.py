@@ -18,6 +18,7 @@ from typing import Any
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
+from ringreduce.pure.claims import Claim
 from ringreduce.pure.messages import Abort, Left
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
@@ -56,7 +57,7 @@ class Watcher:
             self._rank, self._size, control.neighbours, link_timeout_s, time.monotonic()
         )
         # Messages from other threads, to be sent.
-        self._waiting: deque[Abort | Left] = deque()
+        self._waiting: deque[Abort | Left | Claim] = deque()
         self._is_locked = False
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
@@ -69,6 +70,11 @@ class Watcher:
             self._watch.cause = error
             self._waiting.append(Abort(encode_abort(error, self._rank)))
             self._control.wake()
+
+    def claim(self, claim: Claim) -> None:
+        """Compare a value with the neighbours' in the background; from any thread."""
+        self._waiting.append(claim)
+        self._control.wake()
 
     def leave(self, calls: int, why: str) -> None:
         """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.
@@ -147,7 +153,11 @@ class Watcher:
 
     def _send_waiting(self) -> None:
         while self._waiting:
-            self._carry_out(self._watch.announce(self._waiting.popleft()))
+            message = self._waiting.popleft()
+            if isinstance(message, Claim):
+                self._carry_out(self._watch.claim(message))
+            else:
+                self._carry_out(self._watch.announce(message))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

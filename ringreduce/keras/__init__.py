@@ -28,11 +28,13 @@ from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
 from ringreduce.keras.data import shard
 from ringreduce.keras.evaluation import evaluate, predict
+from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.jit import compile_gradients
 from ringreduce.keras.join import join, joined
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.parity import ParityWarning
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.tape import DistributedGradientTape
@@ -54,6 +56,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "ParityWarning",
     "SyncBatchNormalization",
     "all_gather",
     "all_gather_object",
@@ -65,6 +68,7 @@ __all__ = [
     "callbacks",
     "compile_gradients",
     "evaluate",
+    "fit",
     "fold_seeds",
     "init",
     "is_initialized",

@@ -81,7 +81,7 @@ def join(
             f"got {model!r} to train, which is no compiled model",
             remedy="Call model.compile(...) first; for a loop of your own use rr.joined(dataset).",
         )
-    empty = _empty_batch(dataset)
+    empty = empty_batch(dataset)
     if ring.size == 1:
         return dataset
     count = int(dataset.cardinality())
@@ -93,9 +93,9 @@ def join(
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)
-    _build(model, empty)
+    build(model, empty)
     fold_seeds(model, ring)
-    _follow(model, weighting, ring)
+    weigh_steps(model, weighting, ring)
     padded = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
         return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
@@ -129,7 +129,7 @@ def joined(
     ring = communicator or default_communicator()
     if weighting not in WEIGHTINGS:
         raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
-    empty = _empty_batch(dataset)
+    empty = empty_batch(dataset)
     if ring.size == 1:
         for batch in dataset:
             yield batch, _samples(batch)
@@ -182,7 +182,7 @@ def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     return None if min(counts) < 0 else max(counts)
 
 
-def _empty_batch(dataset: Any) -> Any:
+def empty_batch(dataset: Any) -> Any:
     """Tensors like those of `dataset`, with no samples."""
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(
@@ -217,8 +217,8 @@ def _filled(batch: Any) -> Any:
     return tf.nest.map_structure(fill, batch)
 
 
-def _build(model: Any, empty: Any) -> None:
-    """Create the variables of model, metrics and optimizer now.
+def build(model: Any, empty: Any) -> None:
+    """Create the variables of model, metrics and optimizer now, for batches like `empty`.
 
     An empty step could not undo creating them, and TensorFlow creates no variables in a function
     where they would depend on the exchange at its beginning.
@@ -237,8 +237,11 @@ _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.We
 _followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
 
 
-def _follow(model: Any, weighting: str, ring: Communicator) -> None:
-    """From now on training steps of `model` are weighted, and empty ones change nothing."""
+def weigh_steps(model: Any, weighting: str, ring: Communicator) -> None:
+    """From now on training steps of `model` are weighted, and empty ones change nothing.
+
+    `model` and its optimizer are built.
+    """
     if _followed.get(model) == (weighting, ring):
         return
     _followed[model] = (weighting, ring)

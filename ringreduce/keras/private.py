@@ -29,6 +29,13 @@ except (ImportError, AttributeError) as error:
     raise _missing("keras.src.saving.object_registration.GLOBAL_CUSTOM_NAMES") from error
 
 
+try:
+    from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+except ImportError as error:
+    raise _missing("PyDatasetAdapter or get_tensor_spec") from error
+
+
 def _has(owner: type, name: str) -> bool:
     """Whether instances have `name`: as a member of the class, or set by one of its methods."""
     members = [member for one in owner.__mro__ for member in vars(one).values()]
@@ -78,3 +85,13 @@ def initial_epoch_of(model: Any) -> int | None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have `fit` begin with that epoch, or where its caller says."""
     model._initial_epoch = epoch
+
+
+def adapter_of_py_dataset(dataset: Any) -> Any:
+    """Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs."""
+    return PyDatasetAdapter(dataset)
+
+
+def spec_of_batches(batches: Any) -> Any:
+    """The `tf.TensorSpec` of a list of batches, with any number of rows."""
+    return get_tensor_spec(batches)

@@ -78,3 +78,23 @@ def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) 
         "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
         *(communicator.rank, communicator.size, where, optimizer.name),
     )
+
+
+def require_distributed(model: Any, communicator: Communicator) -> None:
+    """Return if `model` averages gradients, or may do so in a `train_step` of its own.
+
+    Raises:
+        ConfigError: it is compiled with a plain optimizer.
+    """
+    if isinstance(model.optimizer, Wrapper):
+        return
+    if type(model).train_step is not keras.Model.train_step:
+        warn_of_plain_optimizer(model, "rr.fit", communicator)
+        return
+    raise ConfigError(
+        f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
+        rank=communicator.rank,
+        size=communicator.size,
+        remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.get("
+        f'"{model.optimizer.name}")), ...).',
+    )

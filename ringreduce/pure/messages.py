@@ -83,7 +83,14 @@ class Acknowledgement(msgspec.Struct, frozen=True, tag=True):
     """A neighbour's abort or leave has arrived here, so that it may close."""
 
 
-Message = Heartbeats | Abort | Left | Acknowledgement
+class Value(msgspec.Struct, frozen=True, tag=True):
+    """A rank's value of something that should be equal on all ranks; see `pure.claims`."""
+
+    key: Annotated[str, msgspec.Meta(max_length=1024)]
+    value: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
+Message = Heartbeats | Abort | Left | Acknowledgement | Value
 
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -14,11 +14,25 @@ from typing import Any
 import msgspec
 
 from ringreduce.pure import messages
+from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.liveness import Board, Flow, Standing
-from ringreduce.pure.messages import Abort, Acknowledgement, Heartbeat, Heartbeats, Left, Sent
+from ringreduce.pure.messages import (
+    Abort,
+    Acknowledgement,
+    Heartbeat,
+    Heartbeats,
+    Left,
+    Sent,
+    Value,
+)
 from ringreduce.pure.notification import abort_error, encode_abort, left_error
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+    RingReduceError,
+)
 
 # A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
@@ -93,6 +107,19 @@ class Watch:
         self._warn_s, self._has_warned = 0.0, False
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
+        self._claims = Claims(len(self._neighbours))
+
+    def claim(self, claim: Claim) -> list[Action]:
+        """Send a value of this rank to the neighbours, and compare it with theirs."""
+        peer = self._claims.make(claim)
+        sent = Send(messages.encode(Value(claim.key, claim.value)))
+        return [sent, *([] if peer is None else self._disagree(claim, peer))]
+
+    def _disagree(self, claim: Claim, peer: int) -> list[Action]:
+        text, remedy = claim.text.replace("{peer}", str(peer)), claim.remedy
+        return self.end(
+            MismatchError(text, rank=self._rank, size=self._size, peer=peer, remedy=remedy)
+        )
 
     def announce(self, message: Abort | Left) -> list[Action]:
         """Send a message that must reach all ranks; the neighbours acknowledge it."""
@@ -128,6 +155,9 @@ class Watch:
         if isinstance(message, Acknowledgement):
             self._unacknowledged.discard(neighbour)
             return []
+        if isinstance(message, Value):
+            claim = self._claims.receive(neighbour, message.key, message.value)
+            return [] if claim is None else self._disagree(claim, neighbour)
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
         if isinstance(message, Left):

@@ -1,0 +1,155 @@
+"""Arrays with a row for each sample, as `model.fit` takes them: checked, sliced and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.vocabulary.errors import ConfigError
+
+_FORMS = (
+    "Pass arrays with a row for each sample (numpy, tensors or pandas; in tuples, lists or dicts "
+    "too), a tf.data.Dataset, a keras.utils.PyDataset or a generator."
+)
+# Arrays up to this size are compared whole, others by as many evenly spaced rows.
+_WHOLE_BYTES = 64 << 20
+_ROWS = 1024
+
+
+def are_arrays(*parts: Any) -> bool:
+    """Whether all leaves of `parts` are arrays, or None."""
+    leaves = [leaf for leaf in keras.tree.flatten(parts) if leaf is not None]
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+class Arrays:
+    """The arrays of a call of `model.fit` or the like, with equally many rows.
+
+    They stay the caller's and are not copied, a `numpy.memmap` is not read: `take` copies rows.
+
+    Args:
+        x, y, sample_weight: as for ``model.fit``.
+        class_weight: a weight for each class, by which `sample_weight` is made of `y`.
+
+    Attributes:
+        parts: x, (x, y) or (x, y, sample_weight), in tuples and dicts, as numpy arrays.
+        count: number of rows.
+
+    Raises:
+        ConfigError: something is no array, or the numbers of rows differ.
+    """
+
+    def __init__(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None
+    ) -> None:
+        if class_weight is not None:
+            sample_weight = _weights_of_classes(y, sample_weight, class_weight)
+        elif sample_weight is not None and keras.tree.is_nested(y):
+            sample_weight = _for_each_output(y, sample_weight)
+        given = [part for part in (x, y, sample_weight) if part is not None]
+        found = keras.tree.map_structure(_as_numpy, keras.tree.lists_to_tuples(given))
+        self.parts: Any = tuple(found) if len(found) > 1 else found[0]
+        counts = sorted({len(array) for array in keras.tree.flatten(self.parts)})
+        if len(counts) != 1:
+            raise ConfigError(f"got arrays of {counts} rows; all need equally many")
+        self.count: int = counts[0]
+
+    @property
+    def spec(self) -> Any:
+        """The `tf.TensorSpec` of any number of rows, in the structure of `parts`."""
+        return keras.tree.map_structure(
+            lambda array: tf.TensorSpec((None, *array.shape[1:]), _dtype_of(array)), self.parts
+        )
+
+    def take(self, rows: Any) -> Any:
+        """Those rows of all arrays, given as a slice or indices; floats get Keras's float type."""
+        return keras.tree.map_structure(
+            lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
+        )
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """All but the last `fraction` of the rows, and these."""
+        at = math.floor(self.count * (1.0 - fraction))
+        if not 0 < at < self.count:
+            raise ConfigError(
+                f"cannot split {self.count} samples with validation_split={fraction}",
+                remedy="Pass a fraction that leaves samples on both sides.",
+            )
+        return self._between(0, at), self._between(at, self.count)
+
+    def _between(self, first: int, end: int) -> Arrays:
+        part: Arrays = Arrays.__new__(Arrays)
+        part.parts = keras.tree.map_structure(lambda array: array[first:end], self.parts)
+        part.count = end - first
+        return part
+
+    def digest(self) -> list[Any]:
+        """What differs between other arrays: shapes, dtypes, and a hash of the rows, or of some."""
+        arrays = keras.tree.flatten(self.parts)
+        hashed = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            few = self.count <= _ROWS or array.nbytes <= _WHOLE_BYTES
+            rows = slice(None) if few else np.linspace(0, self.count - 1, _ROWS).astype(np.int64)
+            chosen = array[rows]
+            if chosen.dtype.hasobject:
+                hashed.update(repr(chosen.tolist()).encode())
+            else:
+                hashed.update(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)
+        shapes = [f"{array.dtype.name} {tuple(array.shape)}" for array in arrays]
+        return [", ".join(shapes), hashed.hexdigest()]
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    """`array` without a copy, where that is possible."""
+    if isinstance(array, tf.Tensor):
+        array = array.numpy()
+    elif hasattr(array, "iloc"):  # pandas, whose Series are columns for Keras
+        found = array.to_numpy()
+        array = found if found.ndim > 1 else found[:, None]
+    elif hasattr(array, "__array__") and not isinstance(array, np.ndarray):
+        array = np.asarray(array)
+    if not isinstance(array, np.ndarray) or not array.ndim:
+        raise ConfigError(f"cannot share out {type(array).__name__} among ranks", remedy=_FORMS)
+    return array
+
+
+def _numpy_dtype_of(array: np.ndarray) -> Any:
+    return np.dtype(keras.config.floatx()) if array.dtype.kind == "f" else array.dtype
+
+
+def _dtype_of(array: np.ndarray) -> Any:
+    if array.dtype.kind in "OUS":
+        return tf.string
+    return tf.as_dtype(_numpy_dtype_of(array))
+
+
+def _for_each_output(y: Any, sample_weight: Any) -> Any:
+    """Sample weights in the structure of `y`: the same for all outputs, if there is one array."""
+    if keras.tree.is_nested(sample_weight):
+        return sample_weight
+    return keras.tree.map_structure(lambda _: sample_weight, y)
+
+
+def weights_of(y: Any, class_weight: Any) -> np.ndarray:
+    """The weight of each row's class, float32 of shape (rows,); 1 for classes not named."""
+    classes = np.asarray(y)
+    if classes.ndim > 1:
+        classes = classes.argmax(-1) if classes.shape[-1] != 1 else classes[..., 0]
+    weights = np.ones(len(classes), keras.config.floatx())
+    classes = np.round(classes).astype(np.int64)
+    for number, weight in class_weight.items():
+        weights[classes == number] = weight
+    return weights
+
+
+def _weights_of_classes(y: Any, sample_weight: Any, class_weight: Any) -> np.ndarray:
+    if sample_weight is not None:
+        raise ConfigError("got class_weight and sample_weight; pass one of them")
+    if y is None or keras.tree.is_nested(y):
+        raise ConfigError("got class_weight for data without exactly one array of classes as y")
+    return weights_of(_as_numpy(y), class_weight)

@@ -1,0 +1,381 @@
+"""This rank's part of global batches, whatever form the data has.
+
+To train, every rank takes its rows of each batch; a rank's part of a short batch may be empty. To
+evaluate, batch i goes to rank i mod size, so that batches are those of one process.
+
+    arrays              this rank's rows are copied, and nothing else is read
+    PyDataset           every rank makes each batch and takes its rows, or makes its own batches
+    generator           every rank makes each batch
+    tf.data.Dataset     the same, in its graph
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.arrays import Arrays, are_arrays, weights_of
+from ringreduce.keras.tap import tapped
+from ringreduce.pure.epochs import Order, own_rows
+from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.vocabulary.errors import ConfigError
+
+BATCH_SIZE = 32
+
+
+class Feed:
+    """Data of one form, divided among ranks.
+
+    Attributes:
+        dataset: a tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
+        steps: of an epoch, where Keras must be told; else None.
+        is_even: whether every rank surely has equally many rows of each batch.
+    """
+
+    dataset: Any
+    steps: int | None = None
+    is_even = False
+
+    def begin(self, epoch: int) -> None:
+        """The next pass over `dataset` is that epoch, counted from 0."""
+
+    def end(self) -> None:
+        """The epoch has ended."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to divide data.
+
+    Attributes:
+        ring: the ranks.
+        what: names the data in errors, such as ``the data given to rr.fit``.
+        batch_size: rows of a global batch; for a tf.data.Dataset, None if it is batched.
+        steps: global batches of an epoch; None: one pass.
+        shuffle: False, True, or ``"batch"`` for whole batches.
+        seed: of all shuffling.
+        class_weight: weights of classes, for what is not a tf.data.Dataset.
+        deal: give whole batches to ranks in turn, instead of each rank its rows.
+        check: compare what ranks read.
+    """
+
+    ring: Communicator
+    what: str
+    batch_size: int | None = None
+    steps: int | None = None
+    shuffle: Any = False
+    seed: int = 0
+    class_weight: Any = None
+    deal: bool = False
+    check: bool = True
+
+    def divide(self, whole: Any, compared: Callable[[Any], Any]) -> Any:
+        """This rank's part of a tf.data.Dataset of global batches."""
+        ring = self.ring
+        if ring.size == 1:
+            return whole
+        if self.check:
+            whole = tapped(whole, self.what, ring, compared)
+        return whole.shard(ring.size, ring.rank) if self.deal else _own_rows_of(whole, ring)
+
+    def own_steps(self, steps: int) -> int:
+        """How many batches this rank gets of `steps`."""
+        ring = self.ring
+        return len(range(ring.rank, steps, ring.size)) if self.deal else steps
+
+    def require_rows(self, rows: int, name: str) -> None:
+        """Raise unless a global batch has a row for each rank; `name` is what to raise."""
+        ring = self.ring
+        if rows < ring.size and not self.deal:
+            raise ConfigError(
+                f"got a global batch of {rows} samples, fewer than the {ring.size} ranks",
+                rank=ring.rank,
+                size=ring.size,
+                remedy=f"Raise the {name}: batches are those of all ranks together.",
+            )
+
+
+def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
+    """The feed of (x, y, sample_weight), of which y and more may lack. Collective for arrays.
+
+    Raises:
+        ConfigError: the form is unknown, or does not go with an argument; a batch has fewer rows
+            than there are ranks.
+        MismatchError: ranks were given different arrays; later, when they read different data.
+    """
+    x, y, sample_weight = (*parts, None, None)[:3]
+    if isinstance(x, Arrays) or are_arrays(x):
+        known = isinstance(x, Arrays)
+        return _ArrayFeed(x if known else Arrays(x, y, sample_weight, plan.class_weight), plan)
+    kind = type(x).__name__
+    if y is not None or sample_weight is not None:
+        raise ConfigError(
+            f"got y or sample_weight beside a {kind}",
+            remedy="Let it yield them: (x, y) or (x, y, sample_weight).",
+        )
+    if isinstance(x, tf.data.Dataset):
+        return _DatasetFeed(x, plan)
+    if isinstance(x, keras.utils.PyDataset):
+        return _PyDatasetFeed(x, plan)
+    if hasattr(x, "__next__"):
+        return _GeneratorFeed(x, plan)
+    raise ConfigError(
+        f"cannot share out {kind} among ranks",
+        remedy="Pass arrays, a tf.data.Dataset, a keras.utils.PyDataset or a generator of batches.",
+    )
+
+
+class _ArrayFeed(Feed):
+    def __init__(self, arrays: Arrays, plan: Plan) -> None:
+        steps, size = plan.steps, plan.ring.size
+        unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
+        plan.require_rows(min(unit, arrays.count), "batch_size")
+        if plan.check:
+            _compare(arrays, plan.what, plan.ring)
+        self._order = Order(
+            arrays.count,
+            unit,
+            steps or -(-arrays.count // unit),
+            plan.seed if plan.shuffle else None,
+            plan.shuffle == "batch",
+        )
+        self._arrays, self._plan, self._epoch = arrays, plan, 0
+        self.is_even = unit % size == 0 and arrays.count % unit % size == 0
+        self.dataset = (
+            tf.data.Dataset.from_generator(self._batches, output_signature=arrays.spec)
+            .apply(tf.data.experimental.assert_cardinality(plan.own_steps(self._order.steps)))
+            .prefetch(2)
+        )
+
+    def begin(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def _batches(self) -> Iterator[Any]:
+        rank, size = self._plan.ring.rank, self._plan.ring.size
+        for step, rows in enumerate(self._order.of_epoch(self._epoch)):
+            if self._plan.deal:
+                if step % size == rank:
+                    yield self._arrays.take(rows)
+            elif isinstance(rows, slice):
+                first, end = own_rows(rows.stop - rows.start, rank, size)
+                yield self._arrays.take(slice(rows.start + first, rows.start + end))
+            else:
+                yield self._arrays.take(rows[slice(*own_rows(len(rows), rank, size))])
+
+
+class _DatasetFeed(Feed):
+    def __init__(self, dataset: Any, plan: Plan) -> None:
+        if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+            raise _endless(plan, "tf.data.Dataset")
+        whole = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
+        for spec in tf.nest.flatten(whole.element_spec):
+            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+                raise ConfigError(
+                    f"cannot divide {spec}, an element of {plan.what}, by rows",
+                    remedy="Give it dense tensors of known rank; or use rr.shard before batching, "
+                    "and model.fit.",
+                )
+            if spec.shape.rank == 0:
+                raise ConfigError(
+                    f"got a dataset of single samples as {plan.what}",
+                    remedy="Batch it by the global batch size, or pass that as batch_size.",
+                )
+            if (rows := spec.shape.as_list()[0]) is not None:
+                plan.require_rows(rows, "batch size")
+                self.is_even = rows % plan.ring.size == 0
+        if plan.deal and plan.steps is not None:
+            whole = whole.take(plan.steps)
+        else:
+            self.steps = plan.steps
+        self.dataset = plan.divide(whole, lambda element: element).prefetch(tf.data.AUTOTUNE)
+
+
+class _PyDatasetFeed(Feed):
+    def __init__(self, dataset: Any, plan: Plan) -> None:
+        if plan.batch_size is not None:
+            raise ConfigError(
+                f"got batch_size beside a PyDataset as {plan.what}, which makes batches itself",
+                remedy="Leave batch_size out; each of its batches is a global one.",
+            )
+        if plan.steps is None and dataset.num_batches is None:
+            raise _endless(plan, "PyDataset")
+        if dataset.num_batches == 0:
+            raise ConfigError(f"got an empty PyDataset as {plan.what}")
+        self._ordered = _Ordered(dataset, plan)
+        self._adapter = private.adapter_of_py_dataset(self._ordered)
+        whole = self._adapter.get_tf_dataset()
+        if not plan.deal:
+            plan.require_rows(_rows_in(self._ordered[0]), "size of its batches")
+            whole = plan.divide(whole, _targets)
+        count = self._ordered.num_batches
+        self.dataset = whole.apply(tf.data.experimental.assert_cardinality(count))
+
+    def begin(self, epoch: int) -> None:
+        # First: processes that make batches are copies from then on.
+        self._ordered.epoch = epoch
+        self._adapter.on_epoch_begin()
+
+    def end(self) -> None:
+        self._adapter.on_epoch_end()
+
+
+class _Ordered(keras.utils.PyDataset):
+    """The batches of another PyDataset that this rank makes, in the order of an epoch."""
+
+    def __init__(self, dataset: Any, plan: Plan) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset, self._plan, self.epoch = dataset, plan, 0
+        self._known: tuple[Any, list[int]] = ((), [])
+
+    @property
+    def num_batches(self) -> int:
+        """Of an epoch, on this rank."""
+        return self._plan.own_steps(self._plan.steps or int(self._dataset.num_batches))
+
+    def __getitem__(self, index: int) -> Any:
+        return _standard(self._dataset[self._indices()[index]], self._plan.class_weight)
+
+    def _indices(self) -> list[int]:
+        # The dataset may change its length when an epoch ends.
+        plan, count = self._plan, self._dataset.num_batches
+        if self._known[0] != (self.epoch, count):
+            steps = plan.steps or int(count)
+            if count is None:
+                found = list(range(self.epoch * steps, (self.epoch + 1) * steps))
+            else:
+                order = Order(count, 1, steps, plan.seed if plan.shuffle else None)
+                found = [int(np.arange(count)[one][0]) for one in order.of_epoch(self.epoch)]
+            if plan.deal:
+                found = found[plan.ring.rank :: plan.ring.size]
+            self._known = (self.epoch, count), found
+        return self._known[1]
+
+    def on_epoch_begin(self) -> None:
+        """Tell the dataset."""
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the dataset."""
+        self._dataset.on_epoch_end()
+
+
+class _GeneratorFeed(Feed):
+    def __init__(self, generator: Any, plan: Plan) -> None:
+        if plan.steps is None:
+            raise ConfigError(
+                f"got a generator as {plan.what} without the number of its batches",
+                remedy="Pass steps_per_epoch, or validation_steps for validation data.",
+            )
+        first = next(generator, None)
+        if first is None:
+            raise ConfigError(f"got an empty generator as {plan.what}")
+        first = _standard(first, plan.class_weight)
+        plan.require_rows(_rows_in(first), "size of its batches")
+        rest = (_standard(batch, plan.class_weight) for batch in generator)
+        self._batches, self._plan = itertools.chain([first], rest), plan
+        whole = tf.data.Dataset.from_generator(
+            self._epoch, output_signature=private.spec_of_batches([first])
+        )
+        count = plan.own_steps(plan.steps)
+        self.dataset = (
+            plan.divide(whole, _targets)
+            .apply(tf.data.experimental.assert_cardinality(count))
+            .prefetch(1)
+        )
+
+    def _epoch(self) -> Iterator[Any]:
+        """The next batches, and none of those of the epoch after."""
+        steps = self._plan.steps or 0
+        for step in range(steps):
+            batch = next(self._batches, None)
+            if batch is None:
+                raise ConfigError(
+                    f"got a generator as {self._plan.what} that ended after {step} of {steps} "
+                    "batches of an epoch",
+                    remedy="Let it yield as many as all epochs need, or pass fewer steps.",
+                )
+            yield batch
+
+
+def _endless(plan: Plan, kind: str) -> ConfigError:
+    return ConfigError(
+        f"got an endless {kind} as {plan.what}",
+        remedy="Pass steps_per_epoch, or validation_steps for validation data.",
+    )
+
+
+def _rows_in(batch: Any) -> int:
+    return len(keras.tree.flatten(batch)[0])
+
+
+def _standard(batch: Any, class_weight: Any) -> Any:
+    """A batch of a PyDataset or generator as a dict, or a tuple of at most x, y, sample_weight."""
+    if isinstance(batch, dict):
+        return batch
+    parts = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    if not 1 <= len(parts) <= 3:
+        raise ConfigError(
+            f"got a batch of {len(parts)} parts", remedy="Yield (x, y) or (x, y, sample_weight)."
+        )
+    parts = tuple(part for part in parts if part is not None)
+    if class_weight is not None:
+        if len(parts) != 2:
+            raise ConfigError(
+                f"got class_weight for batches of {len(parts)} parts", remedy="Yield (x, y)."
+            )
+        parts = (*parts, weights_of(parts[1], class_weight))
+    parts = keras.tree.lists_to_tuples(parts)
+    return keras.tree.map_structure(
+        lambda one: one if hasattr(one, "shape") else np.asarray(one), parts
+    )
+
+
+def _own_rows_of(dataset: Any, ring: Communicator) -> Any:
+    """Of each batch of `dataset` this rank's rows."""
+
+    def own(*element: Any) -> Any:
+        batch = element if isinstance(dataset.element_spec, tuple) else element[0]
+        count = tf.shape(tf.nest.flatten(batch)[0])[0]
+        first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
+        return tf.nest.map_structure(lambda part: part[first:end], batch)
+
+    return dataset.map(own)
+
+
+def _targets(element: Any) -> Any:
+    """What ranks compare of a batch made in Python: y, since x may be random on purpose."""
+    return element[1] if isinstance(element, tuple) and len(element) > 1 else element
+
+
+def _compare(arrays: Arrays, what: str, ring: Communicator) -> None:
+    """Raise unless all ranks have the same arrays. Collective."""
+    if ring.size == 1:
+        return
+
+    def difference(gathered: list[Any]) -> Difference | None:
+        for rank, (shapes, digest) in enumerate(gathered):
+            if (shapes, digest) != tuple(gathered[0]):
+                differ = f"rank 0 has {gathered[0][0]}, rank {rank} {shapes}"
+                if shapes == gathered[0][0]:
+                    differ = f"rank {rank} has other values than rank 0, or another order"
+                return Difference(
+                    rank,
+                    f"found different arrays as {what}: {differ}",
+                    "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
+                    "seed); each rank takes its own rows.",
+                )
+        return None
+
+    agree(ring, arrays.digest(), difference, "sharing out of data")

@@ -1,0 +1,189 @@
+"""`model.fit` with global batches that are divided among all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.arrays import Arrays, are_arrays
+from ringreduce.keras.batches import Feed, Plan, feed_of
+from ringreduce.keras.callbacks.together import Together
+from ringreduce.keras.join import build, empty_batch, weigh_steps
+from ringreduce.keras.parity import warn_of_differences
+from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.wrappable import require_distributed
+from ringreduce.vocabulary.errors import ConfigError
+
+
+def fit(
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+    *,
+    seed: int = 0,
+    backup_dir: Any = None,
+    check: bool = True,
+    communicator: Communicator | None = None,
+) -> Any:
+    """Train as ``model.fit`` does, with every batch divided among all ranks.
+
+    Every rank passes the same arguments, with the same whole data. **Batches are global**,
+    `batch_size` too: of each, rank r takes the r-th of `size` slices, which differ by at most one
+    row. So N ranks train to what one process trains to, up to the rounding of sums, whether or not
+    arrays and PyDatasets are shuffled: the order of epoch e follows from `seed` and e alone. What
+    cannot be equal is warned about by name when training begins: layers and losses that look at a
+    whole batch, and random layers.
+
+    The callbacks are put into `rr.callbacks.Together`: they see the metrics of all ranks, and only
+    rank 0 writes files. Only rank 0 prints; its bar shows its own rows' metrics until the epoch
+    ends.
+
+    ===================  ========================================================================
+    x                    global batches
+    ===================  ========================================================================
+    arrays               `batch_size` rows (32); each rank copies only its rows
+    tf.data.Dataset      its batches, or `batch_size` of its elements; shuffled by its own means,
+                         with a seed
+    keras PyDataset      its batches, which every rank makes; shuffled by the batch
+    generator            its batches, which every rank makes; needs `steps_per_epoch`
+    ===================  ========================================================================
+
+    Alone it is ``model.fit``, but for the order in which arrays and PyDatasets are shuffled.
+
+    Args:
+        model: compiled, with a `DistributedOptimizer`.
+        seed: of the order of arrays and PyDatasets. The same seed gives the same orders.
+        backup_dir: a directory that all epochs are backed up to
+            (`keras.callbacks.BackupAndRestore`), and that training continues from when the job is
+            started again. Then it ends with the weights of a job that was not disturbed, if nothing
+            but `fit` shuffles.
+        check: compare what ranks read: arrays before training, batches as they are read. Of batches
+            made by a PyDataset or generator y is compared, of others all.
+
+    Other arguments are those of ``model.fit``; data for validation may have each of these forms.
+
+    Returns:
+        The `keras.callbacks.History`, equal on all ranks.
+
+    Raises:
+        ConfigError: the data cannot be divided, arguments do not go together, the model is not
+            compiled, or its optimizer is a plain one.
+        MismatchError: ranks were given different data.
+    """
+    ring = communicator or default_communicator()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ConfigError(
+            f"got {model!r} to train, which is no compiled model",
+            remedy="Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first.",
+        )
+    require_distributed(model, ring)
+    if validation_split and validation_data is None:
+        if not are_arrays(x):
+            raise ConfigError(
+                f"cannot take a validation_split of {type(x).__name__}",
+                remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
+            )
+        whole = Arrays(x, y, sample_weight, class_weight)
+        x, validation_data = whole.split(validation_split)
+        y = sample_weight = class_weight = None
+    is_graph = isinstance(x, tf.data.Dataset)
+    training = feed_of(
+        (x, y, sample_weight),
+        Plan(
+            ring,
+            "the data given to rr.fit",
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            seed=seed,
+            class_weight=None if is_graph else class_weight,
+            check=check,
+        ),
+    )
+    validation = None
+    if validation_data is not None:
+        given = validation_data
+        parts = given if isinstance(given, (tuple, list)) else (given,)
+        of_arrays = isinstance(parts[0], Arrays) or are_arrays(parts[0])
+        validation = feed_of(
+            parts,
+            Plan(
+                ring,
+                "the validation data given to rr.fit",
+                batch_size=validation_batch_size or (batch_size if of_arrays else None),
+                steps=validation_steps,
+                deal=True,
+                check=check,
+            ),
+        )
+    if ring.size > 1:
+        build(model, empty_batch(training.dataset))
+        fold_seeds(model, ring)
+        warn_of_differences(model, ring)
+        if not training.is_even:
+            weigh_steps(model, "samples", ring)
+    return model.fit(
+        training.dataset,
+        epochs=epochs,
+        verbose=verbose if ring.rank == 0 else 0,
+        callbacks=[
+            _Epochs(training, validation),
+            Together(_callbacks(callbacks, backup_dir), communicator),
+        ],
+        validation_data=None if validation is None else validation.dataset,
+        shuffle=False,
+        class_weight=class_weight if is_graph else None,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=training.steps,
+        validation_freq=validation_freq,
+    )
+
+
+def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:
+    """The user's callbacks, also those already in a `Together`, and the backup."""
+    found: list[Any] = []
+    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+        found += callback.callbacks if isinstance(callback, Together) else [callback]
+    if backup_dir is not None:
+        found.append(keras.callbacks.BackupAndRestore(backup_dir))
+    return found
+
+
+class _Epochs(keras.callbacks.Callback):
+    """Tells feeds which epoch is read."""
+
+    def __init__(self, training: Feed, validation: Feed | None) -> None:
+        super().__init__()
+        self._training, self._validation = training, validation
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._training.begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._training.end()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        if self._validation is not None:
+            self._validation.begin(0)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        if self._validation is not None:
+            self._validation.end()

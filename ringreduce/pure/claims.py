@@ -1,0 +1,67 @@
+"""Values that should be equal on all ranks and are compared beside the calls. Pure.
+
+A rank sends each value to its neighbours when it has it; whoever has both compares them. So it
+costs no collective, and ranks may be at different points of their programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+# Values that wait for the other rank's; those of a rank that never makes its own are dropped.
+_WAITING_MAX = 4096
+
+
+class Claim(NamedTuple):
+    """One value of this rank.
+
+    Attributes:
+        key: what it is the value of, alike on all ranks.
+        value: any bytes, compared as they are.
+        text: what a difference means, with ``{peer}`` for the other rank.
+        remedy: what to do about that.
+    """
+
+    key: str
+    value: bytes
+    text: str
+    remedy: str
+
+
+class Claims:
+    """The values of this rank and of its `neighbours` that have not been compared yet."""
+
+    def __init__(self, neighbours: int) -> None:
+        self._neighbours = neighbours
+        self._own: dict[str, tuple[Claim, set[int]]] = {}
+        self._theirs: dict[tuple[int, str], bytes] = {}
+
+    def make(self, claim: Claim) -> int | None:
+        """Note a value of this rank; return a neighbour that has another one, or None."""
+        self._own[claim.key] = claim, set()
+        _bound(self._own)
+        waiting = [(rank, value) for (rank, key), value in self._theirs.items() if key == claim.key]
+        for rank, value in waiting:
+            del self._theirs[rank, claim.key]
+            if self.receive(rank, claim.key, value) is not None:
+                return rank
+        return None
+
+    def receive(self, rank: int, key: str, value: bytes) -> Claim | None:
+        """Note the value of a neighbour; return this rank's if that is another one, else None."""
+        if key not in self._own:
+            self._theirs[rank, key] = value
+            _bound(self._theirs)
+            return None
+        claim, compared = self._own[key]
+        if claim.value != value:
+            return claim
+        compared.add(rank)
+        if len(compared) == self._neighbours:
+            del self._own[key]
+        return None
+
+
+def _bound(waiting: dict[Any, Any]) -> None:
+    while len(waiting) > _WAITING_MAX:
+        del waiting[next(iter(waiting))]
