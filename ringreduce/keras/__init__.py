@@ -47,6 +47,8 @@ from ringreduce.keras.tensors import (
     broadcast_object,
     reduce_scatter,
 )
+from ringreduce.keras.unsharded import DataWarning
+from ringreduce.keras.untrained import WeightsWarning
 from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow import verify_replicas
 from ringreduce.tensorflow.codecs import Compression
@@ -54,10 +56,12 @@ from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = [
     "Compression",
+    "DataWarning",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "ParityWarning",
     "SyncBatchNormalization",
+    "WeightsWarning",
     "all_gather",
     "all_gather_object",
     "all_reduce",

@@ -10,9 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
-_FORMS = (
+FORMS = (
     "Pass arrays with a row for each sample (numpy, tensors or pandas; in tuples, lists or dicts "
     "too), a tf.data.Dataset, a keras.utils.PyDataset or a generator."
 )
@@ -114,7 +116,7 @@ def _as_numpy(array: Any) -> np.ndarray:
     elif hasattr(array, "__array__") and not isinstance(array, np.ndarray):
         array = np.asarray(array)
     if not isinstance(array, np.ndarray) or not array.ndim:
-        raise ConfigError(f"cannot share out {type(array).__name__} among ranks", remedy=_FORMS)
+        raise ConfigError(f"cannot share out {type(array).__name__} among ranks", remedy=FORMS)
     return array
 
 
@@ -153,3 +155,25 @@ def _weights_of_classes(y: Any, sample_weight: Any, class_weight: Any) -> np.nda
     if y is None or keras.tree.is_nested(y):
         raise ConfigError("got class_weight for data without exactly one array of classes as y")
     return weights_of(_as_numpy(y), class_weight)
+
+
+def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:
+    """Raise unless all ranks have the same arrays. Collective."""
+    if ring.size == 1:
+        return
+
+    def difference(gathered: list[Any]) -> Difference | None:
+        for rank, (shapes, digest) in enumerate(gathered):
+            if (shapes, digest) != tuple(gathered[0]):
+                differ = f"rank 0 has {gathered[0][0]}, rank {rank} {shapes}"
+                if shapes == gathered[0][0]:
+                    differ = f"rank {rank} has other values than rank 0, or another order"
+                return Difference(
+                    rank,
+                    f"found different arrays as {what}: {differ}",
+                    "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
+                    "seed); each rank takes its own rows.",
+                )
+        return None
+
+    agree(ring, arrays.digest(), difference, "sharing out of data")

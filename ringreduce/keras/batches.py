@@ -22,13 +22,16 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.arrays import Arrays, are_arrays, weights_of
-from ringreduce.keras.tap import tapped
+from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
+from ringreduce.keras.tap import tapped, targets
 from ringreduce.pure.epochs import Order, own_rows
-from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
 BATCH_SIZE = 32
+_REMEDY = (
+    "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
+    "numbers alike, and sort lists of files. check=False leaves this check out."
+)
 
 
 class Feed:
@@ -38,11 +41,15 @@ class Feed:
         dataset: a tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
         steps: of an epoch, where Keras must be told; else None.
         is_even: whether every rank surely has equally many rows of each batch.
+        failure: what the user's generator or PyDataset raised; TensorFlow shows only its text.
+        first: a batch, of data that is made in Python.
     """
 
     dataset: Any
     steps: int | None = None
     is_even = False
+    failure: Exception | None = None
+    first: Any = None
 
     def begin(self, epoch: int) -> None:
         """The next pass over `dataset` is that epoch, counted from 0."""
@@ -83,7 +90,7 @@ class Plan:
         if ring.size == 1:
             return whole
         if self.check:
-            whole = tapped(whole, self.what, ring, compared)
+            whole = tapped(whole, self.what, _REMEDY, ring, compared)
         return whole.shard(ring.size, ring.rank) if self.deal else _own_rows_of(whole, ring)
 
     def own_steps(self, steps: int) -> int:
@@ -115,22 +122,15 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if isinstance(x, Arrays) or are_arrays(x):
         known = isinstance(x, Arrays)
         return _ArrayFeed(x if known else Arrays(x, y, sample_weight, plan.class_weight), plan)
-    kind = type(x).__name__
+    feed = next((feed for form, feed in _FEEDS.items() if isinstance(x, form)), None)
+    if feed is None:
+        raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
     if y is not None or sample_weight is not None:
         raise ConfigError(
-            f"got y or sample_weight beside a {kind}",
+            f"got y or sample_weight beside a {type(x).__name__}",
             remedy="Let it yield them: (x, y) or (x, y, sample_weight).",
         )
-    if isinstance(x, tf.data.Dataset):
-        return _DatasetFeed(x, plan)
-    if isinstance(x, keras.utils.PyDataset):
-        return _PyDatasetFeed(x, plan)
-    if hasattr(x, "__next__"):
-        return _GeneratorFeed(x, plan)
-    raise ConfigError(
-        f"cannot share out {kind} among ranks",
-        remedy="Pass arrays, a tf.data.Dataset, a keras.utils.PyDataset or a generator of batches.",
-    )
+    return feed(x, plan)
 
 
 class _ArrayFeed(Feed):
@@ -139,7 +139,7 @@ class _ArrayFeed(Feed):
         unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
         plan.require_rows(min(unit, arrays.count), "batch_size")
         if plan.check:
-            _compare(arrays, plan.what, plan.ring)
+            compare_arrays(arrays, plan.what, plan.ring)
         self._order = Order(
             arrays.count,
             unit,
@@ -176,21 +176,23 @@ class _DatasetFeed(Feed):
         if plan.steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise _endless(plan, "tf.data.Dataset")
         whole = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
-        for spec in tf.nest.flatten(whole.element_spec):
+        specs = tf.nest.flatten(whole.element_spec)
+        rows = {spec.shape.as_list()[0] for spec in specs if spec.shape.rank}
+        for spec in specs:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
                 raise ConfigError(
                     f"cannot divide {spec}, an element of {plan.what}, by rows",
                     remedy="Give it dense tensors of known rank; or use rr.shard before batching, "
                     "and model.fit.",
                 )
-            if spec.shape.rank == 0:
+            if spec.shape.rank == 0 or len(rows) > 1:
                 raise ConfigError(
                     f"got a dataset of single samples as {plan.what}",
                     remedy="Batch it by the global batch size, or pass that as batch_size.",
                 )
-            if (rows := spec.shape.as_list()[0]) is not None:
-                plan.require_rows(rows, "batch size")
-                self.is_even = rows % plan.ring.size == 0
+        if (known := rows.pop()) is not None:
+            plan.require_rows(known, "batch size")
+            self.is_even = known % plan.ring.size == 0
         if plan.deal and plan.steps is not None:
             whole = whole.take(plan.steps)
         else:
@@ -209,12 +211,13 @@ class _PyDatasetFeed(Feed):
             raise _endless(plan, "PyDataset")
         if dataset.num_batches == 0:
             raise ConfigError(f"got an empty PyDataset as {plan.what}")
-        self._ordered = _Ordered(dataset, plan)
+        self._ordered = _Ordered(dataset, plan, self)
+        self.first = self._ordered.batch(0)
+        plan.require_rows(_rows_in(self.first), "size of its batches")
         self._adapter = private.adapter_of_py_dataset(self._ordered)
-        whole = self._adapter.get_tf_dataset()
+        whole = self._adapter.get_tf_dataset() if self._ordered.num_batches else _empty(self.first)
         if not plan.deal:
-            plan.require_rows(_rows_in(self._ordered[0]), "size of its batches")
-            whole = plan.divide(whole, _targets)
+            whole = plan.divide(whole, targets)
         count = self._ordered.num_batches
         self.dataset = whole.apply(tf.data.experimental.assert_cardinality(count))
 
@@ -230,13 +233,13 @@ class _PyDatasetFeed(Feed):
 class _Ordered(keras.utils.PyDataset):
     """The batches of another PyDataset that this rank makes, in the order of an epoch."""
 
-    def __init__(self, dataset: Any, plan: Plan) -> None:
+    def __init__(self, dataset: Any, plan: Plan, feed: Feed) -> None:
         super().__init__(
             workers=dataset.workers,
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset, self._plan, self.epoch = dataset, plan, 0
+        self._dataset, self._plan, self._feed, self.epoch = dataset, plan, feed, 0
         self._known: tuple[Any, list[int]] = ((), [])
 
     @property
@@ -245,7 +248,15 @@ class _Ordered(keras.utils.PyDataset):
         return self._plan.own_steps(self._plan.steps or int(self._dataset.num_batches))
 
     def __getitem__(self, index: int) -> Any:
-        return _standard(self._dataset[self._indices()[index]], self._plan.class_weight)
+        return self.batch(self._indices()[index])
+
+    def batch(self, index: int) -> Any:
+        """A batch of the other PyDataset."""
+        try:
+            return _standard(self._dataset[index], self._plan.class_weight)
+        except Exception as error:
+            self._feed.failure = error
+            raise
 
     def _indices(self) -> list[int]:
         # The dataset may change its length when an epoch ends.
@@ -281,16 +292,16 @@ class _GeneratorFeed(Feed):
         first = next(generator, None)
         if first is None:
             raise ConfigError(f"got an empty generator as {plan.what}")
-        first = _standard(first, plan.class_weight)
-        plan.require_rows(_rows_in(first), "size of its batches")
+        self.first = _standard(first, plan.class_weight)
+        plan.require_rows(_rows_in(self.first), "size of its batches")
         rest = (_standard(batch, plan.class_weight) for batch in generator)
-        self._batches, self._plan = itertools.chain([first], rest), plan
+        self._batches, self._plan = itertools.chain([self.first], rest), plan
         whole = tf.data.Dataset.from_generator(
-            self._epoch, output_signature=private.spec_of_batches([first])
+            self._epoch, output_signature=private.spec_of_batches([self.first])
         )
         count = plan.own_steps(plan.steps)
         self.dataset = (
-            plan.divide(whole, _targets)
+            plan.divide(whole, targets)
             .apply(tf.data.experimental.assert_cardinality(count))
             .prefetch(1)
         )
@@ -299,14 +310,25 @@ class _GeneratorFeed(Feed):
         """The next batches, and none of those of the epoch after."""
         steps = self._plan.steps or 0
         for step in range(steps):
-            batch = next(self._batches, None)
-            if batch is None:
-                raise ConfigError(
+            try:
+                yield next(self._batches)
+            except StopIteration:
+                self.failure = ConfigError(
                     f"got a generator as {self._plan.what} that ended after {step} of {steps} "
                     "batches of an epoch",
                     remedy="Let it yield as many as all epochs need, or pass fewer steps.",
                 )
-            yield batch
+                raise self.failure from None
+            except Exception as error:
+                self.failure = error
+                raise
+
+
+_FEEDS: dict[Any, Callable[[Any, Plan], Feed]] = {
+    tf.data.Dataset: _DatasetFeed,
+    keras.utils.PyDataset: _PyDatasetFeed,
+    Iterator: _GeneratorFeed,
+}
 
 
 def _endless(plan: Plan, kind: str) -> ConfigError:
@@ -314,6 +336,12 @@ def _endless(plan: Plan, kind: str) -> ConfigError:
         f"got an endless {kind} as {plan.what}",
         remedy="Pass steps_per_epoch, or validation_steps for validation data.",
     )
+
+
+def _empty(batch: Any) -> Any:
+    """A dataset of no batches, which would be like `batch`."""
+    spec = private.spec_of_batches([batch])
+    return tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
 
 
 def _rows_in(batch: Any) -> int:
@@ -352,30 +380,3 @@ def _own_rows_of(dataset: Any, ring: Communicator) -> Any:
         return tf.nest.map_structure(lambda part: part[first:end], batch)
 
     return dataset.map(own)
-
-
-def _targets(element: Any) -> Any:
-    """What ranks compare of a batch made in Python: y, since x may be random on purpose."""
-    return element[1] if isinstance(element, tuple) and len(element) > 1 else element
-
-
-def _compare(arrays: Arrays, what: str, ring: Communicator) -> None:
-    """Raise unless all ranks have the same arrays. Collective."""
-    if ring.size == 1:
-        return
-
-    def difference(gathered: list[Any]) -> Difference | None:
-        for rank, (shapes, digest) in enumerate(gathered):
-            if (shapes, digest) != tuple(gathered[0]):
-                differ = f"rank 0 has {gathered[0][0]}, rank {rank} {shapes}"
-                if shapes == gathered[0][0]:
-                    differ = f"rank {rank} has other values than rank 0, or another order"
-                return Difference(
-                    rank,
-                    f"found different arrays as {what}: {differ}",
-                    "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
-                    "seed); each rank takes its own rows.",
-                )
-        return None
-
-    agree(ring, arrays.digest(), difference, "sharing out of data")

@@ -1,40 +1,89 @@
-"""Each rank's part of a `tf.data.Dataset`."""
+"""Each rank's part of data: of a `tf.data.Dataset`, of arrays, or of a `PyDataset`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
+from ringreduce.keras.tap import Passes, tapped
+from ringreduce.keras.unsharded import note_sharding
 from ringreduce.vocabulary.errors import ConfigError
 
+_WHAT = "the data given to rr.shard"
+_REMEDY = (
+    "Give every rank the same data in the same order: shuffle after sharding, or pass a seed to "
+    "shuffle, and sort lists of files. check=False leaves this check out."
+)
 
-def shard(dataset: Any, communicator: Communicator | None = None, *, even: bool = True) -> Any:
-    """The part of `dataset` that belongs to this rank: element i goes to rank i mod size.
 
-    Every rank gets equally many elements, so that all make equally many steps; up to size - 1
-    elements at the end are left out. With ``even=False`` none is, and some ranks get one more: pass
-    the result, batched, through `rr.join`.
+def shard(
+    data: Any, communicator: Communicator | None = None, *, even: bool = True, check: bool = True
+) -> Any:
+    """The part of `data` that belongs to this rank: element i goes to rank i mod size.
 
-    `dataset` must be the same on every rank. Shard before batching, and batch by the global batch
-    size divided by `size`: then the ranks' batches of a step together are exactly the global batch.
-    Of a dataset that is already batched each rank gets whole batches. Shuffle before sharding, with
-    the same seed on every rank, or ranks see some elements twice.
+    Elements are those of a `tf.data.Dataset`, rows of arrays, or batches of a
+    `keras.utils.PyDataset`. Every rank gets equally many, so that all make equally many steps; up
+    to size - 1 elements at the end are left out. With ``even=False`` none is, and some ranks get
+    one more: pass a dataset, batched, through `rr.join`.
+
+    `data` must be the same on every rank. Shard a dataset before batching, and batch by the global
+    batch size divided by `size`: then the ranks' batches of a step together are exactly the global
+    batch. Of what is already batched each rank gets whole batches: these are each rank's own, and
+    the global batch is `size` of them. Shuffle after sharding; or before it with the same seed on
+    every rank, or ranks see some elements twice. `rr.fit` does all this itself.
+
+    Args:
+        data: a dataset; an array, or arrays with equally many rows in tuples, lists or dicts; or a
+            PyDataset, of which each rank makes its own batches only.
+        check: compare what the ranks read: elements of a dataset as they pass, arrays by their
+            values now, and of a PyDataset the targets of batch 0 at the beginning of each epoch.
+            A difference ends the job with a MismatchError that says where it is. It costs some
+            microseconds for each element of a dataset, of all ranks. Leave it out where data
+            differs on purpose.
+
+    Returns:
+        What `data` was: a dataset, arrays in the same structure, or a PyDataset.
 
     Raises:
         ClosedError: `init` was not called.
-        ConfigError: `dataset` is no `tf.data.Dataset`.
+        ConfigError: `data` is something else.
     """
     ring = communicator or default_communicator()
-    if not isinstance(dataset, tf.data.Dataset):
+    note_sharding(ring)
+    check = check and ring.size > 1
+    if isinstance(data, tf.data.Dataset):
+        if ring.size == 1:
+            return data
+        return _shard_dataset(tapped(data, _WHAT, _REMEDY, ring) if check else data, ring, even)
+    if isinstance(data, keras.utils.PyDataset):
+        return data if ring.size == 1 else _Dealt(data, ring, even, check)
+    if not are_arrays(data):
         raise ConfigError(
-            f"got {type(dataset).__name__} to shard",
-            remedy="Pass a tf.data.Dataset; tf.data.Dataset.from_tensor_slices(arrays) makes one.",
+            f"got {type(data).__name__} to shard",
+            remedy="Pass a tf.data.Dataset, arrays, or a keras.utils.PyDataset. For a generator "
+            "use rr.fit, or let it yield other data on each rank (rr.rank()).",
         )
-    if ring.size == 1:
-        return dataset
+    arrays = Arrays(data)
+    if check:
+        compare_arrays(arrays, _WHAT, ring)
+    end = arrays.count // ring.size * ring.size if even else arrays.count
+    return keras.tree.map_structure(lambda array: _rows(array, ring, end), data)
+
+
+def _rows(array: Any, ring: Communicator, end: int) -> Any:
+    if array is None:
+        return None
+    # With pandas the meaning of a plain slice depends on the index.
+    rows = array.iloc if hasattr(array, "iloc") else array
+    return rows[ring.rank : end : ring.size]
+
+
+def _shard_dataset(dataset: Any, ring: Communicator, even: bool) -> Any:
     if not even:
         return dataset.shard(ring.size, ring.rank)
     cardinality = int(dataset.cardinality())
@@ -57,3 +106,38 @@ def _deal(dataset: Any, size: int, rank: int) -> Any:
         return tf.data.Dataset.zip(parts)
 
     return dataset.window(size, drop_remainder=True).flat_map(own)
+
+
+class _Dealt(keras.utils.PyDataset):
+    """The batches of another PyDataset that belong to this rank."""
+
+    def __init__(self, dataset: Any, ring: Communicator, even: bool, check: bool) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset, self._even = dataset, even
+        self._rank, self._size = ring.rank, ring.size
+        self._passes = Passes(_WHAT, _REMEDY, ring) if check else None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Of this rank; None: endless."""
+        count = self._dataset.num_batches
+        if count is None:
+            return None
+        return count // self._size if self._even else len(range(self._rank, count, self._size))
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index * self._size + self._rank]
+
+    def on_epoch_begin(self) -> None:
+        """Tell the dataset, and compare its first batch."""
+        self._dataset.on_epoch_begin()
+        if self._passes is not None:
+            self._passes.claim_batch(self._dataset[0])
+
+    def on_epoch_end(self) -> None:
+        """Tell the dataset."""
+        self._dataset.on_epoch_end()

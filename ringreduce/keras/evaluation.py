@@ -22,6 +22,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
+from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.metric_states import (
     MetricStates,
     combined_results,
@@ -59,8 +60,10 @@ def evaluate(
         model: a compiled model.
         x, y, sample_weight: as for ``model.evaluate``, equal on all ranks. Arrays or tensors, in
             lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
-            row. Or, as `x`, a batched `tf.data.Dataset`: batch i goes to rank i mod size.
-        batch_size: samples that a rank takes at a time (32); not for datasets.
+            row. Or, as `x`, what yields batches, of which batch i goes to rank i mod size: a
+            `tf.data.Dataset`; a `keras.utils.PyDataset`, of which each rank makes its own; or a
+            generator, with `steps`, of which every rank makes all.
+        batch_size: samples that a rank takes at a time (32); only for arrays.
         return_dict: return a dict by metric name.
         verbose: shows the progress of rank 0's share.
         steps: use only this many batches of the whole.
@@ -72,7 +75,7 @@ def evaluate(
             custom `test_step` returns beside metrics is the mean over ranks that had data.
 
     Raises:
-        ConfigError: the data are neither arrays nor a dataset.
+        ConfigError: the data are of no such form.
         MismatchError: the ranks passed different numbers of rows, or compiled different metrics.
     """
     ring = communicator or default_communicator()
@@ -86,7 +89,7 @@ def evaluate(
     if share.is_empty:
         # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
-    with _averages_of_rank_0(model, ring):
+    with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
             logs = run(**own, verbose=verbose if ring.rank == 0 else 0, return_dict=True)
             # It matters only that the number of batches is not 0.
@@ -124,15 +127,14 @@ def predict(
             sample in the order of `x`; equal on all ranks, the caller's own.
 
     Raises:
-        ConfigError: the data are neither arrays nor a dataset, or an output does not have rows of
-            equal shape.
+        ConfigError: the data are of no such form, or an output does not have rows of equal shape.
         MismatchError: the ranks passed different numbers of rows, or their models differ.
     """
     ring = communicator or default_communicator()
     share = _share_of((x, None, None), batch_size, steps, ring)
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
-    with _averages_of_rank_0(model, ring):
+    with _averages_of_rank_0(model, ring), share.being_read():
         batches = _predicted(model, x, share, batch_size, verbose if ring.rank == 0 else 0)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
@@ -146,7 +148,8 @@ def _predicted(
     own_x = share.parts[0]
     if share.is_empty:
         # Predict anyway, for the outputs' structure, dtypes and shapes.
-        outputs = model.predict_on_batch(_first_of(x))
+        first = _first_of(x) if share.feed is None else _inputs_of(share.feed.first)
+        outputs = model.predict_on_batch(first)
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
         # Batch by batch, to know which rows belong to which batch.
@@ -177,11 +180,26 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Share:
-    """One rank's data. `is_whole`: leave all to Keras, with one rank or no data on any."""
+    """One rank's data. `is_whole`: leave all to Keras, with one rank or no data on any.
+
+    `feed` makes batches in Python.
+    """
 
     parts: tuple[Any, Any, Any]
     is_empty: bool = False
     is_whole: bool = False
+    feed: Feed | None = None
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Within the block `parts` can be read, once."""
+        if self.feed is not None:
+            self.feed.begin(0)
+        try:
+            yield
+        finally:
+            if self.feed is not None:
+                self.feed.end()
 
 
 def _share_of(
@@ -190,8 +208,13 @@ def _share_of(
     """This rank's part of the data; checks that all ranks passed as many rows. Collective."""
     if ring.size == 1:
         return _Share(whole, is_whole=True)
-    x = whole[0]
-    if isinstance(x, tf.data.Dataset):
+    x, feed = whole[0], None
+    if isinstance(x, (keras.utils.PyDataset, Iterator)):
+        plan = Plan(ring, "the data to evaluate or predict", steps=steps, deal=True, check=False)
+        feed = feed_of(whole, plan)
+        rows = steps or int(x.num_batches)  # type: ignore[union-attr]
+        parts, is_empty = (feed.dataset, None, None), plan.own_steps(rows) == 0
+    elif isinstance(x, tf.data.Dataset):
         if any(part is not None for part in whole[1:]):
             raise ConfigError(
                 "got y or sample_weight beside a dataset",
@@ -210,7 +233,7 @@ def _share_of(
             rows = min(rows, steps * (batch_size or _BATCH_SIZE))
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
         parts, is_empty = _map(lambda part: _rows_of(part, first, end), whole), first == end
-    unit = "batches" if isinstance(x, tf.data.Dataset) else "rows"
+    unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
 
     def compare(gathered: list[Any]) -> Difference | None:
         whole = gathered[0][0]
@@ -225,7 +248,7 @@ def _share_of(
 
     gathered = agree(ring, [rows, is_empty], compare, "sharing out of data")
     is_whole = all(is_empty for _, is_empty in gathered)
-    return _Share(parts, is_empty, is_whole)
+    return _Share(parts, is_empty, is_whole, feed)
 
 
 def _map(function: Callable[[Any], Any], parts: Any) -> Any:

@@ -15,6 +15,7 @@ from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, weigh_steps
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import require_distributed
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -135,26 +136,33 @@ def fit(
             ),
         )
     if ring.size > 1:
+        note_sharding(ring)
         build(model, empty_batch(training.dataset))
         fold_seeds(model, ring)
         warn_of_differences(model, ring)
         if not training.is_even:
             weigh_steps(model, "samples", ring)
-    return model.fit(
-        training.dataset,
-        epochs=epochs,
-        verbose=verbose if ring.rank == 0 else 0,
-        callbacks=[
-            _Epochs(training, validation),
-            Together(_callbacks(callbacks, backup_dir), communicator),
-        ],
-        validation_data=None if validation is None else validation.dataset,
-        shuffle=False,
-        class_weight=class_weight if is_graph else None,
-        initial_epoch=initial_epoch,
-        steps_per_epoch=training.steps,
-        validation_freq=validation_freq,
-    )
+    try:
+        return model.fit(
+            training.dataset,
+            epochs=epochs,
+            verbose=verbose if ring.rank == 0 else 0,
+            callbacks=[
+                _Epochs(training, validation),
+                Together(_callbacks(callbacks, backup_dir), communicator),
+            ],
+            validation_data=None if validation is None else validation.dataset,
+            shuffle=False,
+            class_weight=class_weight if is_graph else None,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=training.steps,
+            validation_freq=validation_freq,
+        )
+    except Exception:
+        for feed in (training, validation):
+            if feed is not None and feed.failure is not None:
+                raise feed.failure from None
+        raise
 
 
 def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
+from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
@@ -91,6 +92,7 @@ def join(
         # Else the step without data would discard earlier steps of its execution, and XLA would
         # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
+    note_sharding(ring)
     longest = _longest(count, weighting, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)
     build(model, empty)

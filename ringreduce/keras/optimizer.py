@@ -32,6 +32,8 @@ from ringreduce.keras.copying import describe, remake
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
+from ringreduce.keras.unsharded import model_in_fit, warn_of_whole_data
+from ringreduce.keras.untrained import warn_of_different_weights
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, put_loss_scale_inside
@@ -191,10 +193,23 @@ class DistributedOptimizer(Wrapper):
             every = self.shared([*private.trained_variables(self._inner), *known])
             state = self.shared(self._inner.variables)
             grads = self._initial.give(every, grads, kinds, self._ring(), state)
+            if self._initial.are_given:
+                self._look_at_fit(every)
         step = Step(grads, known, kinds, weighting.current())
         self._strategy.take(
             step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
         )
+
+    def _look_at_fit(self, trained: Sequence[Any]) -> None:
+        """Warn of what is likely a mistake, if this is the first step in a model's `fit`."""
+        model = model_in_fit()
+        if model is None:
+            return
+        warn_of_whole_data(model, self._ring())
+        if not tf.executing_eagerly():
+            # Eagerly this step has already changed moving averages.
+            with tf.init_scope():
+                warn_of_different_weights(model, trained, self._ring())
 
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[list[Any], Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
@@ -10,6 +9,7 @@ import keras
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.users_line import warn_at_users_line
 
 
 class ParityWarning(UserWarning):
@@ -19,11 +19,10 @@ class ParityWarning(UserWarning):
 def warn_of_differences(model: Any, communicator: Communicator) -> None:
     """Warn on rank 0, once for each model, of layers and losses that look at a whole batch."""
     if communicator.rank == 0 and (found := differences(model)):
-        warnings.warn(
+        warn_at_users_line(
             f"{communicator.size} ranks will not train exactly as one process does with the same "
             "global batch, since " + "; ".join(found) + ".",
             ParityWarning,
-            stacklevel=3,
         )
 
 

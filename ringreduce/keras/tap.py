@@ -14,45 +14,42 @@ compared one by one; of other elements the first 64, then every 64th.
 from __future__ import annotations
 
 import itertools
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-import ringreduce
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.users_line import users_line
 
 _PERIOD = 64
 # A group of elements that are handled together has at most this many bytes.
 _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
 
-_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (ringreduce, keras, tf))
-
 
 def tapped(
     dataset: Any,
     what: str,
+    remedy: str,
     communicator: Communicator,
     compared: Callable[[Any], Any] = lambda element: element,
 ) -> Any:
     """`dataset` with the same elements, which ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as
-    ``the dataset given to rr.shard``, and the caller's line. Costs a pass over each element's
-    memory, and some microseconds for small ones. Elements without a fingerprint (datasets) pass
-    unseen. Of each element, what `compared` returns is compared.
+    ``the dataset given to rr.shard``, the user's line, and `remedy`. Of each element what
+    `compared` returns is compared; elements without a fingerprint (datasets) pass unseen. Costs a
+    pass over each element's memory, and some microseconds for small ones.
     """
     specs = tf.nest.flatten(compared(dataset.element_spec), expand_composites=True)
     if communicator.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
         return dataset
-    passes = _Passes(what, communicator)
+    passes = Passes(what, remedy, communicator)
     length = _group_length(dataset)
     grouped = dataset if length == 1 else dataset.batch(length)
     zero = np.int64(0)
@@ -105,37 +102,45 @@ def _fingerprint(tensor: Any) -> Any:
 _counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-class _Passes:
-    """Counts the passes over one dataset and claims their fingerprints; in tf.data's threads."""
+class Passes:
+    """Counts the passes over one dataset and claims their fingerprints; from any thread."""
 
-    def __init__(self, what: str, communicator: Communicator) -> None:
-        line = _callers_line()
+    def __init__(self, what: str, remedy: str, communicator: Communicator) -> None:
+        file, number = users_line()
+        line = f"{Path(file).name}:{number}"
         counter = _counts.setdefault(communicator, Counter())
         counter[line] += 1
         self._key = f"{line} #{counter[line]}"
-        self._what, self._line, self._communicator = what, line, communicator
+        self._what, self._line, self._remedy = what, line, remedy
+        self._communicator = communicator
         self._numbers = itertools.count(1)
 
     def note(self, number: Any, before: Any, total: Any, fingerprint: Any) -> Any:
         """Claim the fingerprint of the first `total` elements; return the pass's number."""
         if before == 0:
             number = next(self._numbers)  # Atomic, for threads that begin a pass at once.
+        self._claim(int(number), int(before), int(total), int(fingerprint))
+        return np.int64(number)
+
+    def claim_batch(self, batch: Any) -> None:
+        """Claim the targets of the first batch of a new pass over a PyDataset."""
+        parts = [tf.convert_to_tensor(part) for part in tf.nest.flatten(targets(batch))]
+        known = tf.concat([_fingerprint(part) for part in parts], 0)
+        fingerprint = tf.bitcast(_fingerprint(known), tf.int64)
+        self._claim(next(self._numbers), 0, 1, int(fingerprint))
+
+    def _claim(self, number: int, before: int, total: int, fingerprint: int) -> None:
         where = f"element {total}" if total == before + 1 else f"elements {before + 1} to {total}"
         often = "" if number == 1 else f" of pass {number}"
         self._communicator.claim(
             f"{self._key}, pass {number}, {total}",
-            int(fingerprint).to_bytes(8, "little", signed=True),
+            fingerprint.to_bytes(8, "little", signed=True),
             f"and rank {{peer}} read different data: {self._what} ({self._line}) differs in "
             f"{where}{often}, so that samples would be used twice or never",
-            "Give every rank the same data in the same order: shuffle after sharding, or pass a "
-            "seed to shuffle, and sort lists of files. check=False leaves this check out.",
+            self._remedy,
         )
-        return np.int64(number)
 
 
-def _callers_line() -> str:
-    """File and line of the program that is neither ours nor a framework's."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_PACKAGES):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "an unknown line"
+def targets(element: Any) -> Any:
+    """What ranks compare of a batch made in Python: y, since x may be random on purpose."""
+    return element[1] if isinstance(element, tuple) and len(element) > 1 else element

@@ -42,6 +42,18 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     agree(ring, own.tolist(), partial(_difference, variables), "verify_replicas")
 
 
+def differing(variables: Sequence[Any], communicator: Communicator) -> list[Any]:
+    """Those of `variables` of which not all ranks hold the same value.
+
+    Collective. Ranks that have different numbers of variables find no difference.
+    """
+    gathered = communicator.all_gather_object([_hash_of(variable) for variable in variables])
+    if len(set(map(len, gathered))) > 1:
+        return []
+    columns = zip(*gathered, strict=True)
+    return [v for v, column in zip(variables, columns, strict=True) if len(set(column)) > 1]
+
+
 def _difference(variables: Sequence[Any], gathered: list[list[int]]) -> Difference:
     """Find, in the hashes of every rank, which ranks differ and in which of `variables`."""
     counts = list(map(len, gathered))

@@ -1,0 +1,27 @@
+"""Which line of the user's program is running, for errors and warnings about what it passed."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+import ringreduce
+
+_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (ringreduce, keras, tf))
+
+
+def users_line() -> tuple[str, int]:
+    """File and line of the innermost caller that is neither ours nor a framework's."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_at_users_line(text: str, category: type[Warning]) -> None:
+    """`warnings.warn` that points at the user's program."""
+    warnings.warn_explicit(text, category, *users_line())
