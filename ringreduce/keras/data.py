@@ -35,7 +35,8 @@ def shard(
     batch size divided by `size`: then the ranks' batches of a step together are exactly the global
     batch. Of what is already batched each rank gets whole batches: these are each rank's own, and
     the global batch is `size` of them. Shuffle after sharding; or before it with the same seed on
-    every rank, or ranks see some elements twice. `rr.fit` does all this itself.
+    every rank, and read it equally often on all ranks, or some see elements twice. `rr.fit` does
+    all this itself.
 
     Args:
         data: a dataset; an array, or arrays with equally many rows in tuples, lists or dicts; or a

@@ -95,6 +95,7 @@ def require_distributed(model: Any, communicator: Communicator) -> None:
         f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
         rank=communicator.rank,
         size=communicator.size,
-        remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.get("
-        f'"{model.optimizer.name}")), ...).',
+        remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers."
+        f'{type(model.optimizer).__name__}(...)), ...); for a name such as "adam" give the wrapper '
+        'keras.optimizers.get("adam").',
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from ringreduce.pure import liveness, messages, watching
+from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.messages import (
     Abort,
@@ -15,6 +16,7 @@ from ringreduce.pure.messages import (
     Heartbeats,
     Left,
     Message,
+    Value,
     Wait,
 )
 from ringreduce.pure.notification import encode_abort
@@ -145,6 +147,19 @@ def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_t
     assert watch.due_s == pytest.approx(0.3)
     [error] = errors(watch.beat(here, Flow(), 0, 0.3))
     assert "was left by rank 1, which ended with ValueError: no" in str(error)
+
+
+def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() -> None:
+    watch = a_watch()
+    own = Claim("order", b"own", "and rank {peer} differ", "Do so.")
+    assert sent(watch.claim(own)) == [Value("order", b"own")]
+    [error] = errors(watch.receive(1, messages.encode(Value("order", b"other")), 0.1))
+    assert str(error) == "rank 0 of 2 and rank 1 differ. Do so."
+    late = a_watch()
+    assert not late.receive(1, messages.encode(Value("order", b"other")), 0.1)
+    notified, message = sent(late.claim(own))
+    assert notified == Value("order", b"own")
+    assert isinstance(message, Abort)
 
 
 @pytest.mark.parametrize(

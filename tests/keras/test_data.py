@@ -1,0 +1,175 @@
+"""`rr.shard`: each rank's part of data in every form, and data that differs between ranks."""
+
+import time
+
+import numpy as np
+import pytest
+
+from ringreduce import MismatchError
+from ringreduce.testing import ring_of_threads
+
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+rr = pytest.importorskip("ringreduce.keras")
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+SIZE = 3
+COUNT = 70  # more than one group of elements
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, count=10, shuffle=None):
+        super().__init__()
+        self.order = np.arange(4 * count)
+        self.shuffle = shuffle
+
+    def __len__(self):
+        return len(self.order) // 4
+
+    def __getitem__(self, index):
+        rows = self.order[4 * index : 4 * index + 4]
+        return rows, -rows
+
+    def on_epoch_end(self):
+        if self.shuffle:
+            self.shuffle.shuffle(self.order)
+
+
+def elements(data):
+    return [int(number) for number in data]
+
+
+def ragged(count):
+    return tf.data.Dataset.range(count).map(lambda n: tf.zeros(n % 3, tf.int64) + n)
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("count", [0, 1, SIZE, COUNT, COUNT + 1])
+def test_every_element_goes_to_one_rank(count, known, even):
+    def work(comm):
+        data = tf.data.Dataset.range(count).shuffle(COUNT, seed=1)
+        data = data if known else data.filter(lambda _: True)
+        return [elements(rr.shard(data, comm, even=even)) for _ in range(2)]
+
+    for parts in zip(*ring_of_threads(SIZE, work), strict=True):
+        found = sorted(number for part in parts for number in part)
+        lengths = [len(part) for part in parts]
+        if even:
+            assert set(lengths) == {count // SIZE}
+            assert len(set(found)) == len(found)
+        else:
+            assert found == list(range(count))
+            assert max(lengths) - min(lengths) <= 1
+
+
+def test_arrays_are_divided_in_their_structure():
+    rows = np.arange(10)
+
+    def work(comm):
+        return rr.shard({"a": rows, "b": [rows + 1, tf.constant(rows)]}, comm, even=False)
+
+    for rank, part in enumerate(ring_of_threads(SIZE, work)):
+        own = rows[rank::SIZE]
+        assert (part["a"] == own).all()
+        assert (part["b"][0] == own + 1).all()
+        assert (part["b"][1].numpy() == own).all()
+
+
+@pytest.mark.parametrize(("even", "lengths"), [(True, [3, 3, 3]), (False, [4, 3, 3])])
+def test_batches_of_a_py_dataset_are_divided(even, lengths):
+    def work(comm):
+        part = rr.shard(Batches(), comm, even=even)
+        return [part[index][0].tolist() for index in range(part.num_batches)]
+
+    parts = ring_of_threads(SIZE, work)
+    assert [len(part) for part in parts] == lengths
+    assert parts[1][0] == [4, 5, 6, 7]
+    assert parts[2][1] == [20, 21, 22, 23]
+
+
+def until_refused(comm, read):
+    """Read pass after pass until the neighbours have compared what they read."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        read()
+        comm.barrier()
+    raise AssertionError("nobody has noticed")
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda rank: tf.data.Dataset.range(COUNT).shuffle(COUNT), "elements 1 to 64"),
+        (lambda rank: ragged(COUNT).shuffle(COUNT), "element 1"),
+        (lambda rank: tf.data.Dataset.range(COUNT).map(lambda n: n + rank * (n // 69)), "65 to 70"),
+    ],
+    ids=["shuffled", "of unequal shapes", "at its end"],
+)
+def test_a_dataset_that_differs_between_ranks_ends_the_job(make, where):
+    def work(comm):
+        data = rr.shard(make(comm.rank), comm)
+        until_refused(comm, lambda: list(data))
+
+    with pytest.raises(MismatchError, match="read different data") as caught:
+        ring_of_threads(SIZE, work)
+    text = str(caught.value)
+    assert "the data given to rr.shard (test_data.py:" in text
+    assert where in text
+    assert "shuffle after sharding" in text
+
+
+def test_a_dataset_that_differs_from_the_second_pass_on_ends_the_job():
+    def work(comm):
+        seed = np.random.default_rng(comm.rank)
+        data = rr.shard(Batches(shuffle=seed), comm)
+
+        def read():
+            data.on_epoch_begin()
+            data.on_epoch_end()
+
+        until_refused(comm, read)
+
+    with pytest.raises(MismatchError, match="differs in element 1 of pass 2"):
+        ring_of_threads(SIZE, work)
+
+
+def test_arrays_that_differ_between_ranks_end_the_job():
+    def work(comm):
+        rr.shard(np.arange(9) + comm.rank // 2, comm)
+
+    with pytest.raises(MismatchError, match="rank 2 has other values than rank 0"):
+        ring_of_threads(SIZE, work)
+
+
+def test_nothing_is_compared_where_that_is_not_wanted():
+    def work(comm):
+        data = rr.shard(tf.data.Dataset.range(COUNT).shuffle(COUNT), comm, check=False)
+        for _ in range(20):
+            list(data)
+            comm.barrier()
+        return rr.shard(np.arange(6) + comm.rank, comm, check=False).tolist()
+
+    assert ring_of_threads(SIZE, work) == [[0, 3], [2, 5], [4, 7]]
+
+
+def test_a_rank_may_read_alone_and_ahead():
+    def work(comm):
+        data = rr.shard(tf.data.Dataset.range(COUNT).shuffle(COUNT, seed=2), comm)
+        if comm.rank == 0:
+            next(iter(data))
+        if comm.rank == 1:
+            list(tf.data.Dataset.zip(data, data))
+        comm.barrier()
+        return True
+
+    assert all(ring_of_threads(SIZE, work))
+
+
+@pytest.mark.parametrize("data", [[1.0, 2.0], "text", iter([1])])
+def test_what_cannot_be_divided_is_refused(data):
+    def work(comm):
+        with pytest.raises(rr.ConfigError, match="to shard"):
+            rr.shard(data, comm)
+
+    ring_of_threads(2, work)

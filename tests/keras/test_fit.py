@@ -1,0 +1,142 @@
+"""`rr.fit` on data of every form: what it trains to, on how many ranks, and what it refuses."""
+
+import pytest
+
+from tests.facts import facts_of
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+FORMS = ["arrays", "pandas", "batches", "samples", "py dataset", "workers", "generator"]
+VALIDATED = [f"validated by {form}" for form in ("dataset", "py dataset", "generator")]
+# The last batch of 13 rows, or of 1.
+PREFIXES = ["", "uneven "]
+EXACT = ["arrays", "uneven arrays", "sample weights", "class weights", "split", "short epochs"]
+SAME = {
+    **{prefix + form: f"{prefix}arrays" for prefix in PREFIXES for form in FORMS + VALIDATED},
+    "class weights of a dataset": "class weights",
+    "short epochs of arrays": "short epochs",
+    "several steps": "uneven arrays",
+}
+# Only on 3 ranks, to save time.
+RARE = [*FORMS, *VALIDATED, "jit"]
+SHUFFLED = ["shuffled arrays", "shuffled batches", "shuffled py dataset"]
+
+
+def on_2_and_3_ranks(*cases):
+    """Each case on 2 ranks and, in the full suite, on 3."""
+    full = pytest.mark.full
+    return [pytest.param(2, case, id=f"2-{case}") for case in cases if case not in RARE] + [
+        pytest.param(3, case, id=f"3-{case}", marks=full) for case in cases
+    ]
+
+
+def facts_of_all(size, case):
+    """What each rank said in a case of programs/fit.py."""
+    return [fact for _, fact in sorted(facts_of("fit", size)[case].items())]
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), on_2_and_3_ranks(*dict.fromkeys([*EXACT, *SAME, *SHUFFLED, "eager", "jit"]))
+)
+def test_ranks_end_bit_identical_with_one_history(size, case):
+    first, *others = facts_of_all(size, case)
+    assert all(fact["digest"] == first["digest"] for fact in others)
+    assert all(fact["history"] == first["history"] for fact in others)
+
+
+@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*EXACT))
+def test_it_trains_as_one_process_does(size, case):
+    fact = facts_of_all(size, case)[0]
+    assert fact["difference"] < 2e-6
+    assert fact["moved"] > 0.1
+    assert fact["history"].keys() == fact["expected"].keys()
+    for name, values in fact["expected"].items():
+        assert fact["history"][name] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*SAME))
+def test_every_form_gives_the_same_bits(size, case):
+    fact, expected = (facts_of_all(size, one)[0] for one in (case, SAME[case]))
+    assert fact["digest"] == expected["digest"]
+    for name, values in fact["history"].items():
+        assert values == pytest.approx(expected["history"][name], rel=1e-5)
+    assert ("val_loss" in fact["history"]) == ("validated" in case or SAME[case] == case)
+
+
+@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*SHUFFLED))
+def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(size, case):
+    fact = facts_of_all(size, case)[0]
+    assert fact["difference"] < 2e-6
+    assert fact["other"] > 1e-3
+
+
+def test_callbacks_see_the_metrics_of_all_ranks():
+    first, *others = facts_of_all(2, "callbacks")
+    assert len(first["logs"]) == 2
+    assert all(fact["logs"] == first["logs"] for fact in others)
+    assert first["history"]["val_loss"] == [logs["val_loss"] for logs in first["logs"]]
+
+
+def test_a_backup_is_continued_from_to_the_weights_of_an_undisturbed_training():
+    for fact in facts_of_all(2, "backup"):
+        assert fact["epochs"] == [2, 3]
+        assert fact["digest"] == fact["undisturbed"]
+
+
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("parity", ["norm: each rank normalizes", "drop: each rank draws"]),
+        ("frozen", ["/frozen/kernel", "rr.broadcast_variables(model.variables)"]),
+        ("adapted", ["adapted/mean", "Normalization.adapt"]),
+        ("whole data", ["nothing has divided the data", "rr.fit(model, ...)", "rr.shard(data)"]),
+    ],
+)
+def test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line(case, texts):
+    [warning] = facts_of_all(2, case)[0]["warnings"]
+    assert all(text in warning for text in texts)
+    assert facts_of_all(2, case)[0]["file"][0].endswith("programs/fit.py")
+    assert not facts_of_all(2, case)[1]["warnings"]
+
+
+@pytest.mark.parametrize("case", ["no parity", "once"])
+def test_nothing_is_said_where_nothing_is_wrong_or_again(case):
+    assert not facts_of_all(2, case)[0]["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("numbers", "cannot share out list among ranks. Pass arrays"),
+        ("ragged", "cannot share out RaggedTensor"),
+        ("no steps", "Pass steps_per_epoch"),
+        ("short generator", "ended after 1 of 2 batches"),
+        ("split of a dataset", "cannot take a validation_split of _BatchDataset"),
+        ("split of everything", "cannot split 93 samples"),
+        ("small batch", "global batch of 1 samples, fewer than"),
+        ("small batches", "global batch of 1 samples, fewer than"),
+        ("single samples", "dataset of single samples"),
+        ("endless", "endless tf.data.Dataset"),
+        ("other rows", "arrays of [92, 93] rows"),
+        ("two weights", "class_weight and sample_weight"),
+        ("targets beside", "got y or sample_weight beside"),
+        ("batches of a py dataset", "got batch_size beside a PyDataset"),
+        ("plain", "DistributedOptimizer(keras.optimizers.SGD(...))"),
+        ("not compiled", "no compiled model"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_on_all_ranks(case, text):
+    for fact in facts_of_all(2, case):
+        assert fact["error"] == "ConfigError"
+        assert text in fact["text"]
+
+
+def test_an_error_in_the_users_data_is_raised_as_it_was():
+    for fact in facts_of_all(2, "broken"):
+        assert fact["text"] == "'no such file'"
+
+
+def test_different_arrays_end_the_job():
+    for fact in facts_of_all(2, "different"):
+        assert fact["error"] == "MismatchError"
+        assert "rank 1 has other values than rank 0" in fact["text"]

@@ -1,0 +1,281 @@
+"""`rr.fit` with data of every form; each case prints one line of JSON.
+
+What must come out is computed beside it, by plain Keras on the whole data with the same batches.
+"""
+
+import functools
+import warnings
+
+import keras
+import numpy as np
+import pandas
+import tensorflow as tf
+from shared import difference, digest, error_of, say
+
+import ringreduce
+import ringreduce.keras as rr
+
+comm = rr.init()
+BATCH, EPOCHS = 16, 2
+
+
+@functools.cache
+def arrays(count):
+    generator = np.random.default_rng(0)
+    inputs = generator.integers(-4, 5, (count, 4)).astype("float32")
+    return inputs, inputs[:, :2] ** 2
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, *parts, **options):
+        super().__init__(**options)
+        self.parts = parts
+
+    def __len__(self):
+        return -(-len(self.parts[0]) // BATCH)
+
+    def __getitem__(self, index):
+        return tuple(part[index * BATCH : (index + 1) * BATCH] for part in self.parts)
+
+
+def endless(*parts):
+    while True:
+        yield from (Batches(*parts)[index] for index in range(len(Batches(*parts))))
+
+
+def model_of(*layers, **options):
+    keras.utils.set_random_seed(5)
+    middle = layers or (keras.layers.Dense(6, activation="tanh"),)
+    model = keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.01)
+    if options.pop("distributed", True):
+        optimizer = rr.DistributedOptimizer(optimizer)
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
+    return model
+
+
+def history_of(history):
+    return {name: [float(value) for value in values] for name, values in history.history.items()}
+
+
+def fitted(case, given, alone=None, **options):
+    """Fit on data of a form; and on what is said to be the same, with plain Keras."""
+    model = model_of(**options)
+    history = rr.fit(model, **given, epochs=EPOCHS, verbose=0)
+    facts = {"digest": digest(model.get_weights()), "history": history_of(history)}
+    if alone is not None:
+        plain, untrained = (model_of(distributed=False, **options) for _ in range(2))
+        expected = plain.fit(**alone, shuffle=False, epochs=EPOCHS, verbose=0)
+        facts["expected"] = history_of(expected)
+        facts["difference"] = difference(model, plain)
+        facts["moved"] = difference(plain, untrained)
+    say(case, **facts)
+
+
+def forms(prefix, count):
+    """`count` rows: the last batch may have fewer rows than there are ranks.
+
+    Only the first form is compared with Keras: all must reach the same bits.
+    """
+    x, y = arrays(count)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    alone = {"x": x, "y": y, "batch_size": BATCH}
+    frames = {"x": pandas.DataFrame(x), "y": pandas.DataFrame(y)}
+    held_out = arrays(37)
+    checked = {**alone, "validation_data": held_out}
+    fitted(f"{prefix}arrays", {**checked, "shuffle": False}, checked)
+    for name, given in {
+        "pandas": {**frames, "batch_size": BATCH, "shuffle": False},
+        "batches": {"x": data.filter(lambda *_: True).batch(BATCH)},
+        "samples": {"x": data, "batch_size": BATCH},
+        "py dataset": {"x": Batches(x, y), "shuffle": False},
+        "workers": {"x": Batches(x, y, workers=2), "shuffle": False},
+        "generator": {"x": endless(x, y), "steps_per_epoch": -(-count // BATCH)},
+    }.items():
+        fitted(f"{prefix}{name}", given)
+    data = tf.data.Dataset.from_tensor_slices(held_out).batch(BATCH)
+    for name, other in {
+        "dataset": {"validation_data": data},
+        "py dataset": {"validation_data": Batches(*held_out)},
+        "generator": {"validation_data": endless(*held_out), "validation_steps": 3},
+    }.items():
+        fitted(f"{prefix}validated by {name}", {**alone, "shuffle": False, **other})
+
+
+def weights_and_splits():
+    x, y = arrays(93)
+    classes = (x[:, :1] > 1).astype("int32")
+    both = np.concatenate([classes, 1 - classes], 1).astype("float32")
+    base = {"x": x, "batch_size": BATCH}
+    weights = (np.arange(93) % 3).astype("float32")
+    for name, given in {
+        "sample weights": {**base, "y": y, "sample_weight": weights},
+        "class weights": {**base, "y": both, "class_weight": {0: 1.0, 1: 5.0}},
+        "split": {**base, "y": y, "validation_split": 0.3},
+    }.items():
+        fitted(name, {**given, "shuffle": False}, given)
+    data = tf.data.Dataset.from_tensor_slices((x, both)).batch(BATCH)
+    fitted("class weights of a dataset", {"x": data, "class_weight": {0: 1.0, 1: 5.0}})
+    whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+    fitted("short epochs", {"x": whole, "steps_per_epoch": 4}, {"x": whole, "steps_per_epoch": 4})
+    given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False, "steps_per_epoch": 4}
+    fitted("short epochs of arrays", given)
+
+
+def compiled():
+    x, y = arrays(81)
+    given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
+    fitted("several steps", given, steps_per_execution=2)
+    fitted("eager", given, run_eagerly=True)
+    if comm.size > 2:
+        fitted("jit", given, jit_compile=True)
+
+
+def shuffled():
+    """The order is that of one process."""
+    alone = ringreduce.Communicator(ringreduce.Config(rank=0, size=1))
+    x, y = arrays(93)
+    for name, data in {
+        "shuffled arrays": {"x": x, "y": y, "batch_size": BATCH},
+        "shuffled batches": {"x": x, "y": y, "batch_size": BATCH, "shuffle": "batch"},
+        "shuffled py dataset": {"x": Batches(x, y)},
+    }.items():
+        model, single, other = (model_of() for _ in range(3))
+        history = rr.fit(model, **data, epochs=EPOCHS, verbose=0)
+        single.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01), alone), loss="mse")
+        rr.fit(single, **data, epochs=EPOCHS, verbose=0, communicator=alone)
+        rr.fit(other, **data, epochs=EPOCHS, verbose=0, seed=1)
+        say(
+            name,
+            digest=digest(model.get_weights()),
+            history=history_of(history),
+            difference=difference(model, single),
+            other=difference(model, other),
+        )
+
+
+def callbacks(folder):
+    """They see the same everywhere, and a backup is continued from on all ranks."""
+    x, y = arrays(93)
+    logs = []
+    stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=1e9)
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, log: logs.append(dict(log)))
+    model = model_of()
+    history = rr.fit(model, x, y, epochs=9, verbose=0, callbacks=[stop, note], validation_split=0.2)
+    say("callbacks", logs=logs, history=history_of(history))
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("fails here")
+
+    whole, again = model_of(), model_of()
+    rr.fit(whole, x, y, epochs=4, verbose=0)
+    first = model_of()
+    try:
+        rr.fit(first, x, y, epochs=4, verbose=0, callbacks=Fails(), backup_dir=folder)
+    except RuntimeError:
+        history = rr.fit(again, x, y, epochs=4, verbose=0, backup_dir=folder)
+    say(
+        "backup",
+        epochs=history.epoch,
+        digest=digest(again.get_weights()),
+        undisturbed=digest(whole.get_weights()),
+    )
+
+
+def warned(case, action):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        action()
+    ours = ("DataWarning", "WeightsWarning", "ParityWarning")
+    texts = [f"{w.category.__name__}: {w.message}" for w in found if w.category.__name__ in ours]
+    say(case, warnings=texts, file=[w.filename for w in found if w.category.__name__ in ours])
+
+
+def warnings_of_differences():
+    x, y = arrays(93)
+    layers = keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="drop")
+    model = model_of(*layers)
+    warned("parity", lambda: rr.fit(model, x, y, verbose=0))
+    model = model_of(rr.SyncBatchNormalization())
+    warned("no parity", lambda: rr.fit(model, x, y, verbose=0))
+    frozen = keras.layers.Dense(4, name="frozen", trainable=False)
+    model = model_of(frozen)
+    frozen.kernel.assign_add(np.full((4, 4), comm.rank, "float32"))
+    warned("frozen", lambda: rr.fit(model, x, y, verbose=0))
+    one = np.full((1,), 3.0, "float32")
+    adapted = keras.layers.Normalization(name="adapted")
+    adapted.adapt(x + comm.rank * one)
+    warned("adapted", lambda: rr.fit(model_of(adapted), x, y, verbose=0))
+
+
+def refusals():
+    x, y = arrays(93)
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+
+    def refused(case, *given, model=None, **options):
+        own = model_of() if model is None else model
+        say(case, **error_of(lambda: rr.fit(own, *given, verbose=0, **options)))
+
+    refused("numbers", [1.0, 2.0], [1.0, 2.0])
+    refused("ragged", tf.ragged.constant([[1], [2, 3]]))
+    refused("no steps", endless(x, y))
+    refused("short generator", iter([(x, y)]), steps_per_epoch=2)
+    refused("split of a dataset", data.batch(4), validation_split=0.5)
+    refused("split of everything", x, y, validation_split=0.99999)
+    refused("small batch", x, y, batch_size=1)
+    refused("small batches", Batches(x[:1], y[:1]))
+    refused("single samples", data)
+    refused("endless", data.batch(4).repeat())
+    refused("other rows", x, y[:-1])
+    refused("two weights", x, y, class_weight={0: 1}, sample_weight=y[:, 0])
+    refused("targets beside", data.batch(4), y)
+    refused("batches of a py dataset", Batches(x, y), batch_size=4)
+    refused("plain", x, y, model=model_of(distributed=False))
+    refused("not compiled", x, y, model=keras.Sequential([keras.layers.Dense(2)]))
+
+    class Broken(Batches):
+        def __getitem__(self, index):
+            if index == 2:
+                raise KeyError("no such file")
+            return super().__getitem__(index)
+
+    try:
+        rr.fit(model_of(), Broken(x, y), shuffle=False, verbose=0)
+    except KeyError as error:
+        say("broken", text=str(error))
+
+
+def whole_data():
+    """Nothing has been divided before it, in this process."""
+    x, y = arrays(93)
+    model = model_of()
+    warned("whole data", lambda: model.fit(x, y, verbose=0))
+    warned("once", lambda: model_of().fit(x, y, verbose=0))
+
+
+def different_arrays():
+    x, y = arrays(93)
+    # The last case: it breaks the ring.
+    say("different", **error_of(lambda: rr.fit(model_of(), x + comm.rank, y, verbose=0)))
+
+
+def main():
+    import tempfile
+
+    whole_data()
+    forms("uneven ", 81)
+    if comm.size > 2:
+        forms("", 93)
+    weights_and_splits()
+    compiled()
+    shuffled()
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks(folder)
+    warnings_of_differences()
+    refusals()
+    different_arrays()
+
+
+main()
