@@ -9,9 +9,10 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-import ringreduce
-
-_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (ringreduce, keras, tf))
+_PACKAGES = (
+    *(str(Path(str(module.__file__)).parent) for module in (keras, tf)),
+    str(Path(__file__).parents[1]),
+)
 
 
 def users_line() -> tuple[str, int]:

@@ -52,6 +52,7 @@ COMMUNICATOR = [
     "blocked_for",
     "broadcast",
     "broadcast_object",
+    "claim",
     "close",
     "closed",
     "config",
