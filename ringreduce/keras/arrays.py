@@ -55,7 +55,9 @@ class Arrays:
             sample_weight = _for_each_output(y, sample_weight)
         given = [part for part in (x, y, sample_weight) if part is not None]
         found = keras.tree.map_structure(_as_numpy, keras.tree.lists_to_tuples(given))
-        self.parts: Any = tuple(found) if len(found) > 1 else found[0]
+        # As Keras does: a list of inputs without y must not look like x and y.
+        is_tuple = len(found) > 1 or isinstance(found[0], tuple)
+        self.parts: Any = tuple(found) if is_tuple else found[0]
         counts = sorted({len(array) for array in keras.tree.flatten(self.parts)})
         if len(counts) != 1:
             raise ConfigError(f"got arrays of {counts} rows; all need equally many")

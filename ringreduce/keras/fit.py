@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -143,26 +146,39 @@ def fit(
         if not training.is_even:
             weigh_steps(model, "samples", ring)
     try:
-        return model.fit(
-            training.dataset,
-            epochs=epochs,
-            verbose=verbose if ring.rank == 0 else 0,
-            callbacks=[
-                _Epochs(training, validation),
-                Together(_callbacks(callbacks, backup_dir), communicator),
-            ],
-            validation_data=None if validation is None else validation.dataset,
-            shuffle=False,
-            class_weight=class_weight if is_graph else None,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=training.steps,
-            validation_freq=validation_freq,
-        )
+        with _quiet_without(validation):
+            return model.fit(
+                training.dataset,
+                epochs=epochs,
+                verbose=verbose if ring.rank == 0 else 0,
+                callbacks=[
+                    _Epochs(training, validation),
+                    Together(_callbacks(callbacks, backup_dir), communicator),
+                ],
+                validation_data=None if validation is None else validation.dataset,
+                shuffle=False,
+                class_weight=class_weight if is_graph else None,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=training.steps,
+                validation_freq=validation_freq,
+            )
     except Exception:
         for feed in (training, validation):
             if feed is not None and feed.failure is not None:
                 raise feed.failure from None
         raise
+
+
+@contextlib.contextmanager
+def _quiet_without(validation: Feed | None) -> Iterator[None]:
+    """Where this rank has no batch for validation, Keras does not warn that data ran out."""
+    dataset = None if validation is None else validation.dataset
+    if not isinstance(dataset, tf.data.Dataset) or int(dataset.cardinality()) != 0:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield
 
 
 def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:

@@ -226,7 +226,11 @@ def build(model: Any, empty: Any) -> None:
     where they would depend on the exchange at its beginning.
     """
     metrics = getattr(model, "_compile_metrics", None)
-    if not model.built or not (metrics is None or metrics.built):
+    if type(model).call is keras.Model.call:
+        # Only its train_step knows how its parts are called, such as a generator and a
+        # discriminator with an optimizer each. Traced and not run, it creates all variables.
+        tf.function(model.train_step).get_concrete_function(_filled(empty))
+    elif not model.built or not (metrics is None or metrics.built):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_filled(empty))
         model.test_on_batch(x, y, sample_weight)
         model.reset_metrics()
@@ -281,13 +285,16 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
 
 
 def _passing(model: Any) -> list[Any]:
-    """Metrics and moving averages of this rank's own batches, not those of all ranks'."""
-    shared = {
-        id(variable)
-        for layer in private.layers_of(model)
-        if isinstance(layer, SyncBatchNormalization)
-        for variable in layer.non_trainable_variables
-    }
+    """Metrics and moving averages of this rank's own batches, not those of all ranks'.
+
+    A frozen weight that changes follows trained ones, as a moving average of the weights does; it
+    must do so on all ranks.
+    """
+    layers = private.layers_of(model)
+    shared = {id(v) for layer in (model, *layers) for v in private.made_to_be_trained(layer)}
+    for layer in layers:
+        if isinstance(layer, SyncBatchNormalization):
+            shared |= {id(variable) for variable in layer.non_trainable_variables}
     found = [*model.non_trainable_variables, *model.metrics_variables]
     unique = {id(v): v for v in found if id(v) not in shared and not is_seed_state(v)}
     return list(unique.values())

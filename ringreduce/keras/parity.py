@@ -32,7 +32,7 @@ def differences(model: Any) -> list[str]:
     found = []
     if names := _names(filter(_normalizes_batches, layers)):
         found.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
-    if names := _names(filter(_is_random, layers)):
+    if names := _names(filter(_is_random, [model, *layers])):
         found.append(f"{names}: each rank draws other random numbers")
     for loss in _losses(model):
         reduction = getattr(loss, "reduction", None)
@@ -51,12 +51,11 @@ def _normalizes_batches(layer: Any) -> bool:
 
 
 def _is_random(layer: Any) -> bool:
-    kind = type(layer).__name__
-    return (
-        "Dropout" in kind
-        or kind.startswith(("Random", "GaussianNoise"))
-        or bool(getattr(layer, "dropout", 0))
-    )
+    if isinstance(layer, keras.layers.RNN) or hasattr(layer, "cell"):
+        return False  # Their cells are layers too, and always have a generator.
+    if hasattr(layer, "recurrent_dropout"):
+        return bool(layer.dropout or layer.recurrent_dropout)
+    return any(isinstance(one, keras.random.SeedGenerator) for one in vars(layer).values())
 
 
 def _masks(layer: Any) -> bool:

@@ -50,6 +50,7 @@ for _owner, _names in (
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
     (keras.optimizers.RMSprop, ("_momentums",)),
     (keras.Variable, ("_value",)),
+    (keras.Layer, ("_trainable_variables",)),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
 ):
     for _name in _names:
@@ -70,6 +71,11 @@ def layers_of(model: Any) -> list[Any]:
 def has_layers(layer: Any) -> bool:
     """Whether other layers are within it."""
     return bool(layer._layers)
+
+
+def made_to_be_trained(layer: Any) -> list[Any]:
+    """Its variables that were trainable when they were made, and may be frozen now."""
+    return layer._trainable_variables  # type: ignore[no-any-return]
 
 
 def momenta_of_rmsprop(optimizer: Any) -> list[Any]:

@@ -68,10 +68,15 @@ def build_optimizer_here(model: Any) -> None:
     build(model.trainable_variables)
 
 
+def is_distributed(model: Any) -> bool:
+    """Whether an optimizer of `model` averages gradients; a GAN has several, as attributes."""
+    return any(isinstance(one, Wrapper) for one in (model.optimizer, *vars(model).values()))
+
+
 def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
-    if communicator.size == 1 or optimizer is None or isinstance(optimizer, Wrapper):
+    if communicator.size == 1 or optimizer is None or is_distributed(model):
         return
     _log.warning(
         "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
@@ -86,7 +91,7 @@ def require_distributed(model: Any, communicator: Communicator) -> None:
     Raises:
         ConfigError: it is compiled with a plain optimizer.
     """
-    if isinstance(model.optimizer, Wrapper):
+    if is_distributed(model):
         return
     if type(model).train_step is not keras.Model.train_step:
         warn_of_plain_optimizer(model, "rr.fit", communicator)

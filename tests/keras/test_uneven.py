@@ -29,7 +29,7 @@ def facts():
 
 @pytest.mark.parametrize(
     "case",
-    [*WAYS, "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"],
+    [*WAYS, "parts", "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"],
 )
 def test_ranks_end_bit_identical(facts, case):
     digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
@@ -45,6 +45,13 @@ def test_all_train_as_one_process_on_the_batches_of_all(facts, case):
 
 def test_normalization_over_all_ranks_leaves_out_who_has_no_data(facts):
     assert facts["synchronized"][0]["difference"] < 2e-6
+
+
+def test_a_model_of_parts_trains_as_one_process_does(facts):
+    """Its optimizers are built too, and a slow copy of its weights follows in empty steps."""
+    for rank in range(SIZE):
+        assert facts["parts"][rank]["difference"] < 2e-6
+        assert facts["parts"][rank]["count"] == 6
 
 
 @pytest.mark.parametrize("case", ["accumulated", "batches", "eager loop", "graph loop"])

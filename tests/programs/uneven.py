@@ -136,6 +136,61 @@ def metrics_of_own_batches():
     )
 
 
+class Parts(keras.Model):
+    """No `call`: two parts, the second not built, an optimizer each, and a slow copy of one."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+        self.first = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
+        self.second = keras.layers.Dense(2)
+        self.slow = keras.models.clone_model(self.first)
+        self.slow.set_weights(self.first.get_weights())
+        self.slow.trainable = False
+
+    def compile(self, **options):
+        super().compile(**options)
+        self.optimizers = [self.wrap(keras.optimizers.Adam(0.01)) for _ in range(2)]
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        inputs, targets, *_ = data
+        parts = self.first, self.second
+        with tf.GradientTape(persistent=True) as tape:
+            loss = LOSS(targets, self.second(keras.ops.tanh(self.first(inputs))))
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            weights = part.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        for slow, weight in zip(self.slow.weights, self.first.weights, strict=True):
+            slow.assign(0.5 * slow + 0.5 * weight)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def parts():
+    """All its weights are equal everywhere, also where empty steps were made."""
+
+    def made(wrap, **options):
+        keras.utils.set_random_seed(5)
+        model = Parts(wrap)
+        model.compile(**options)
+        return model
+
+    model = made(rr.DistributedOptimizer)
+    model.fit(rr.join(dataset_of(batches_of(comm.rank)), model), shuffle=False, verbose=0)
+    alone = made(lambda optimizer: optimizer, run_eagerly=True)
+    everyone = [batches_of(rank) for rank in range(comm.size)]
+    for step in range(max(map(len, everyone))):
+        batches = [batches[step] for batches in everyone if len(batches) > step]
+        alone.train_on_batch(*(np.concatenate(arrays) for arrays in zip(*batches, strict=True)))
+    weights = model.get_weights()
+    say("parts", digest=digest(weights), count=len(weights), difference=difference(model, alone))
+
+
 def moments_of_all_batches():
     """Normalization over all ranks leaves out who has no data, and is alike on all ranks."""
 
@@ -299,4 +354,5 @@ infinity_in_an_empty_step()
 accumulated()
 loops()
 own_weights()
+parts()
 refusals()
