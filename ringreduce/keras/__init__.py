@@ -26,7 +26,7 @@ from ringreduce.communicator.process import (
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
-from ringreduce.keras.data import shard
+from ringreduce.keras.data import permutation, shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
@@ -83,6 +83,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "on_rank_zero",
+    "permutation",
     "predict",
     "rank",
     "reduce_scatter",

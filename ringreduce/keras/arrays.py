@@ -174,7 +174,7 @@ def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:
                     rank,
                     f"found different arrays as {what}: {differ}",
                     "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
-                    "seed); each rank takes its own rows.",
+                    "seed, or by rr.permutation); each rank takes its own rows.",
                 )
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -74,6 +75,22 @@ def shard(
         compare_arrays(arrays, _WHAT, ring)
     end = arrays.count // ring.size * ring.size if even else arrays.count
     return keras.tree.map_structure(lambda array: _rows(array, ring, end), data)
+
+
+def permutation(count: int, communicator: Communicator | None = None) -> np.ndarray:
+    """A random order of `count` rows, the same on all ranks: ``x, y = x[order], y[order]``.
+
+    It is ``numpy.random.permutation(count)`` of rank 0, for programs that shuffle arrays before
+    they divide them: with each rank's own random numbers, rows would be used twice or never.
+    Collective. Not for what should differ between ranks, such as augmentation of their own rows.
+
+    Returns:
+        int64 of shape (count,), the caller's own.
+    """
+    ring = communicator or default_communicator()
+    order: np.ndarray = np.random.permutation(count).astype(np.int64)
+    ring.broadcast(order)
+    return order
 
 
 def _rows(array: Any, ring: Communicator, end: int) -> Any:
