@@ -1,17 +1,32 @@
-"""README.md shows programs that run and commands that exist."""
+"""README.md and the guides show programs that run, and commands, settings and files that exist."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ringreduce.vocabulary import config
 from tests.jobs import run_job
+from tests.processes import clean_environment
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README, re.DOTALL))
+PAGES = {
+    path.relative_to(ROOT): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+GUIDES = [page for page in PAGES if "guides" in page.parts]
+BY_HAND = {"README.md", *map(str, GUIDES)}
+SHOWN = "\n".join(text for page, text in PAGES.items() if str(page) in BY_HAND)
+PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", SHOWN, re.DOTALL))
+LINKS = [
+    (page, link)
+    for page, text in PAGES.items()
+    for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text)
+]
 
 
 @pytest.fixture
@@ -23,7 +38,20 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert README.count("```python") == len(PROGRAMS) == 3
+    assert SHOWN.count("```python") == len(PROGRAMS) == 5
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 180
+
+
+def test_the_diff_is_of_the_first_example():
+    [diff] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    program = [line.split("(", 1)[0] for line in PROGRAMS["train.py"].splitlines()]
+    for line in diff.splitlines():
+        assert line.startswith("-") or line[1:].split("(", 1)[0].removeprefix("comm = ") in [
+            known.removeprefix("comm = ") for known in program
+        ], line
 
 
 @pytest.mark.tensorflow
@@ -50,6 +78,29 @@ def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_p
     assert len(set(losses)) == 1
 
 
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_the_example_of_forms_of_data_says_the_same_on_all_ranks(tmp_path):
+    file = tmp_path / "forms.py"
+    file.write_text(PROGRAMS["forms.py"])
+    result = run_job(2, [str(file)])
+    assert result.exit_code == 0, result.errors
+    losses = re.findall(r"rank \d: loss (\S+)", result.output)
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_the_example_of_a_notebook_returns_what_the_workers_do(tmp_path):
+    (tmp_path / "notebook.py").write_text(PROGRAMS["notebook.py"])
+    command = [sys.executable, "notebook.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+    assert done.stdout == "[(0, 5), (1, 5)]\n", done.stderr
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_example_on_arrays_runs(size, tmp_path):
     file = tmp_path / "arrays.py"
@@ -66,7 +117,7 @@ def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", README))))
+@pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", SHOWN))))
 def test_variables_are_settings(variable):
     # One that is no setting of a communicator is read by its full name.
     by_name = f'"{variable}"' in Path(config.__file__).read_text(encoding="utf-8")
@@ -76,7 +127,7 @@ def test_variables_are_settings(variable):
 # What the launcher alone sets is left out.
 @pytest.mark.parametrize("name", [name for name in config.SETTINGS if name != "rendezvous_fd"])
 def test_every_setting_is_in_the_table_with_its_values_and_default(name):
-    [row] = re.findall(rf"^\| .*`RINGREDUCE_{name.upper()}`.* \|$", README, re.MULTILINE)
+    [row] = re.findall(rf"^\| .*`RINGREDUCE_{name.upper()}`.* \|$", SHOWN, re.MULTILINE)
     assert all(f"`{value}`" in row for value in config.SETTINGS[name].values)
     default = getattr(config.Config, name)
     if name == "link_timeout_s":
@@ -85,6 +136,11 @@ def test_every_setting_is_in_the_table_with_its_values_and_default(name):
         assert re.search(rf"\({default:.0f}[),]", row)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|bench)/[\w.]+)`", README))))
+@pytest.mark.parametrize(("page", "link"), LINKS, ids=[f"{p}-{link}" for p, link in LINKS])
+def test_links_lead_to_files(page, link):
+    assert (ROOT / page.parent / link).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|bench)/[\w.]+)`", SHOWN))))
 def test_files_it_points_to_exist(path):
     assert (ROOT / path).is_file()
