@@ -56,8 +56,9 @@ def join(
     nothing, and Keras warns that the data has run out, as for every dataset of unknown length. With
     ``steps_per_execution`` or ``jit_compile=True`` such a dataset is first read once, to count it.
     From then on each training step of `model`, which must be compiled, begins with a small
-    exchange. What your own losses and layers reduce over the ranks (`rr.all_reduce` and the like)
-    still counts every rank equally, even one that has no batch left and computes on zeros.
+    exchange. Values that your own losses and layers reduce over the ranks (`rr.all_reduce` and the
+    like) still count every rank equally, even one that has no batch left and computes on zeros;
+    their gradients count each rank's loss with its weight.
 
     Args:
         dataset: this rank's, batched; elements of dense tensors whose first dimension is the

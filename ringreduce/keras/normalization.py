@@ -84,31 +84,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return moments
         refuse_unreachable(ring, "synchronize batch normalization")
         own = tf.stack(_own_moments(inputs, mask, self.axis % len(inputs.shape)))
-        weight, counts = weighting.current(), [1] * ring.size
-        if weight is None:
-            return _combined(collectives.all_gather(own[tf.newaxis], ring, counts=counts))
-        # Leave out the placeholder batch of a rank that has no data left.
-        own = tf.where(weight.own > 0, own, tf.zeros_like(own))
-        # A rank's loss counts with that rank's weight, also in the gradients that it sends to
-        # others; those it receives are multiplied by its own weight later, with all its gradients.
-        own = _times_back(own, tf.math.divide_no_nan(weight.mean, weight.own))
-        every = collectives.all_gather(own[tf.newaxis], ring, counts=counts)
-        return _combined(_times_back(every, weight.factor))
+        if (weight := weighting.current()) is not None:
+            # Leave out the placeholder batch of a rank that has no data left.
+            own = tf.where(weight.own > 0, own, tf.zeros_like(own))
+        counts = [1] * ring.size
+        return _combined(
+            weighting.across_ranks(
+                own[tf.newaxis], lambda value: collectives.all_gather(value, ring, counts=counts)
+            )
+        )
 
 
 # Keras writes the name and module of the class into a file; the configuration is the plain layer's.
 SyncBatchNormalization.__name__ = keras.layers.BatchNormalization.__name__
 SyncBatchNormalization.__module__ = keras.layers.BatchNormalization.__module__
-
-
-@tf.custom_gradient
-def _times_back(values: Any, factor: Any) -> Any:
-    """`values`, with the gradient multiplied by `factor`; a factor of 0 makes even NaN 0."""
-
-    def gradient(upstream: Any) -> Any:
-        return tf.math.multiply_no_nan(upstream, tf.cast(factor, upstream.dtype)), None
-
-    return tf.identity(values), gradient
 
 
 def _own_moments(inputs: Any, mask: Any, channels: int) -> tuple[Any, Any, Any]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.weighting import across_ranks
 from ringreduce.tensorflow import collectives
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -26,7 +27,8 @@ def all_reduce(
 
     Works eagerly and inside `tf.function`, `tf.while_loop` included. All ranks must call it at the
     same point, and either all ask for its gradient or none. The gradient of a sum is the sum of all
-    ranks' gradients, that of a mean their mean. Results are bit-identical on all ranks.
+    ranks' gradients, that of a mean their mean; in a step that `rr.join`, `rr.fit` or
+    `step_weight` weights, each with its rank's weight. Results are bit-identical on all ranks.
 
     Args:
         tensor: anything `tf.convert_to_tensor` takes, or a nested structure of such: a list, a
@@ -82,7 +84,7 @@ def _carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str =
     value = tf.convert_to_tensor(tensor)
     carrier = _CARRIERS.get(value.dtype.name)
     if carrier is None:
-        return collective(value)
+        return across_ranks(value, collective)
     if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ArrayError(
             f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}",

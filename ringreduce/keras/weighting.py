@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,29 @@ def of_mean(mean: Any, op: ReduceOp, communicator: Communicator) -> Any:
     if op is ReduceOp.MEAN or communicator.size == 1:
         return mean
     return weighted(mean, Kind.MEAN, float(communicator.size))
+
+
+def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
+    """The result of `collective`, which has a gradient, on `value` in the present step.
+
+    A rank's loss counts with that rank's weight, also in the gradients that it sends to others;
+    those it receives are multiplied by its own weight later, with all its gradients.
+    """
+    weight = current()
+    if weight is None or not value.dtype.is_floating:
+        return collective(value)
+    value = _times_back(value, tf.math.divide_no_nan(weight.mean, weight.own))
+    return _times_back(collective(value), weight.factor)
+
+
+@tf.custom_gradient
+def _times_back(values: Any, factor: Any) -> Any:
+    """`values`, with the gradient multiplied by `factor`; a factor of 0 makes even NaN 0."""
+
+    def gradient(upstream: Any) -> Any:
+        return tf.math.multiply_no_nan(upstream, tf.cast(factor, upstream.dtype)), None
+
+    return tf.identity(values), gradient
 
 
 _local = threading.local()

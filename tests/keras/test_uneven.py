@@ -54,6 +54,13 @@ def test_a_model_of_parts_trains_as_one_process_does(facts):
         assert facts["parts"][rank]["count"] == 6
 
 
+@pytest.mark.parametrize("case", ["across ranks eager", "across ranks graph"])
+def test_gradients_that_cross_ranks_count_by_the_samples_of_their_loss(facts, case):
+    for rank in range(SIZE):
+        assert facts[case][rank]["difference"] < 1e-6
+        assert facts[case][rank]["digest"] == facts[case][0]["digest"]
+
+
 @pytest.mark.parametrize("case", ["accumulated", "batches", "eager loop", "graph loop"])
 def test_loops_and_accumulation_weight_by_samples_too(facts, case):
     assert facts[case][0]["difference"] < 2e-6

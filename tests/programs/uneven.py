@@ -191,6 +191,33 @@ def parts():
     say("parts", digest=digest(weights), count=len(weights), difference=difference(model, alone))
 
 
+def losses_across_ranks():
+    """A loss that compares own samples with all ranks': its gradients count by its own samples."""
+    counts = [4, 3, 1]
+    rows = np.random.default_rng(3).normal(size=(sum(counts), 4)).astype("float32")
+    own = np.split(rows, np.cumsum(counts)[:-1])[comm.rank]
+    weights = tf.Variable(np.random.default_rng(4).normal(size=(4, 2)).astype("float32"))
+
+    def distances(some, every):
+        return tf.reduce_mean(tf.square(some[:, tf.newaxis] - every[tf.newaxis]))
+
+    def gradient():
+        with rr.step_weight(len(own)):
+            with rr.DistributedGradientTape() as tape:
+                embedded = tf.tanh(own @ weights)
+                loss = distances(embedded, rr.all_gather(embedded))
+            return tape.gradient(loss, weights)
+
+    with tf.GradientTape() as tape:
+        embedded = tf.tanh(rows @ weights)
+        loss = distances(embedded, embedded)
+    expected = tape.gradient(loss, weights)
+    for name, function in (("eager", gradient), ("graph", tf.function(gradient))):
+        found = function()
+        difference = float(tf.reduce_max(tf.abs(found - expected)))
+        say(f"across ranks {name}", digest=digest([found]), difference=difference)
+
+
 def moments_of_all_batches():
     """Normalization over all ranks leaves out who has no data, and is alike on all ranks."""
 
@@ -354,5 +381,6 @@ infinity_in_an_empty_step()
 accumulated()
 loops()
 own_weights()
+losses_across_ranks()
 parts()
 refusals()
