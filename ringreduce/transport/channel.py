@@ -24,6 +24,7 @@ from ringreduce.vocabulary.errors import RendezvousError
 # Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
 # memory and make no measurable difference (docs/performance.md).
 RECEIVE_QUEUE_FRAMES = 4
+_KEEPALIVE_IDLE_S = 60
 _RECONNECT_MS = 24 * 3600 * 1000
 
 
@@ -176,6 +177,9 @@ class Outgoing:
         self.socket = context.socket(zmq.PUSH)
         security.join(self.socket, peer)
         self.socket.setsockopt(zmq.SNDHWM, queue)
+        # Else a firewall may forget a connection that is idle while a rank saves for minutes.
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S)
         if unconfirmed_ms_max:
             self.socket.setsockopt(zmq.TCP_MAXRT, unconfirmed_ms_max)
         if ping_ms:
