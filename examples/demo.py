@@ -49,6 +49,9 @@ def main():
     console.print(comparison(results, weights))
     digests = results[-1]["weights_sha256"]
     same = "equal" if len(set(digests)) == 1 else "DIFFERENT"
+    console.print(
+        "Below 1.00 more workers do not pay: one process uses all cores already (README)."
+    )
     console.print(f"The ring's workers ended with {same} weights, SHA-256 {digests[0][:16]}...")
     sys.exit(len(set(digests)) != 1)
 
@@ -87,7 +90,13 @@ def run(command, advance):
 def comparison(results, weights):
     table = Table(title="Handwritten digits, equal global batch", title_justify="left")
     table.add_column("system", no_wrap=True)
-    columns = ("samples/s", "test accuracy", "final loss", "largest weight\ndifference")
+    columns = (
+        "samples/s",
+        "x one\nprocess",
+        "test\naccuracy",
+        "final loss",
+        "largest weight\ndifference",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for (name, _), result, own in zip(WAYS, results, weights, strict=True):
@@ -95,6 +104,7 @@ def comparison(results, weights):
         table.add_row(
             name,
             f"{result['samples_per_s']:,.0f}",
+            f"{result['samples_per_s'] / results[0]['samples_per_s']:.2f}",
             f"{result['accuracy']:.4f}",
             f"{result['loss']:.5f}",
             "" if own is weights[0] else f"{difference:.1e}",

@@ -17,16 +17,17 @@ SAME = {
     "short epochs of arrays": "short epochs",
     "several steps": "uneven arrays",
 }
-# Only on 3 ranks, to save time.
+# Not on 2 ranks, to save time.
 RARE = [*FORMS, *VALIDATED, "jit"]
 SHUFFLED = ["shuffled arrays", "shuffled batches", "shuffled py dataset"]
 
 
-def on_2_and_3_ranks(*cases):
-    """Each case on 2 ranks and, in the full suite, on 3."""
-    full = pytest.mark.full
+def on_1_to_3_ranks(*cases):
+    """Each case on 2 ranks and, in the full suite, alone and on 3."""
     return [pytest.param(2, case, id=f"2-{case}") for case in cases if case not in RARE] + [
-        pytest.param(3, case, id=f"3-{case}", marks=full) for case in cases
+        pytest.param(size, case, id=f"{size}-{case}", marks=pytest.mark.full)
+        for size in (1, 3)
+        for case in cases
     ]
 
 
@@ -36,7 +37,7 @@ def facts_of_all(size, case):
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), on_2_and_3_ranks(*dict.fromkeys([*EXACT, *SAME, *SHUFFLED, "eager", "jit"]))
+    ("size", "case"), on_1_to_3_ranks(*dict.fromkeys([*EXACT, *SAME, *SHUFFLED, "eager", "jit"]))
 )
 def test_ranks_end_bit_identical_with_one_history(size, case):
     first, *others = facts_of_all(size, case)
@@ -44,7 +45,7 @@ def test_ranks_end_bit_identical_with_one_history(size, case):
     assert all(fact["history"] == first["history"] for fact in others)
 
 
-@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*EXACT))
+@pytest.mark.parametrize(("size", "case"), on_1_to_3_ranks(*EXACT))
 def test_it_trains_as_one_process_does(size, case):
     fact = facts_of_all(size, case)[0]
     assert fact["difference"] < 2e-6
@@ -54,7 +55,7 @@ def test_it_trains_as_one_process_does(size, case):
         assert fact["history"][name] == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*SAME))
+@pytest.mark.parametrize(("size", "case"), on_1_to_3_ranks(*SAME))
 def test_every_form_gives_the_same_bits(size, case):
     fact, expected = (facts_of_all(size, one)[0] for one in (case, SAME[case]))
     assert fact["digest"] == expected["digest"]
@@ -63,7 +64,7 @@ def test_every_form_gives_the_same_bits(size, case):
     assert ("val_loss" in fact["history"]) == ("validated" in case or SAME[case] == case)
 
 
-@pytest.mark.parametrize(("size", "case"), on_2_and_3_ranks(*SHUFFLED))
+@pytest.mark.parametrize(("size", "case"), on_1_to_3_ranks(*SHUFFLED))
 def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(size, case):
     fact = facts_of_all(size, case)[0]
     assert fact["difference"] < 2e-6
