@@ -91,11 +91,11 @@ def comparison(results, weights):
     table = Table(title="Handwritten digits, equal global batch", title_justify="left")
     table.add_column("system", no_wrap=True)
     columns = (
-        "samples/s",
+        "samples\nper s",
         "x one\nprocess",
         "test\naccuracy",
-        "final loss",
-        "largest weight\ndifference",
+        "final\nloss",
+        "weights\ndiffer by",
     )
     for column in columns:
         table.add_column(column, justify="right")
