@@ -34,15 +34,13 @@ class Claims:
     def __init__(self, neighbours: int) -> None:
         self._neighbours = neighbours
         self._own: dict[str, tuple[Claim, set[int]]] = {}
-        self._theirs: dict[tuple[int, str], bytes] = {}
+        self._theirs: dict[str, dict[int, bytes]] = {}
 
     def make(self, claim: Claim) -> int | None:
         """Note a value of this rank; return a neighbour that has another one, or None."""
         self._own[claim.key] = claim, set()
         _bound(self._own)
-        waiting = [(rank, value) for (rank, key), value in self._theirs.items() if key == claim.key]
-        for rank, value in waiting:
-            del self._theirs[rank, claim.key]
+        for rank, value in self._theirs.pop(claim.key, {}).items():
             if self.receive(rank, claim.key, value) is not None:
                 return rank
         return None
@@ -50,7 +48,7 @@ class Claims:
     def receive(self, rank: int, key: str, value: bytes) -> Claim | None:
         """Note the value of a neighbour; return this rank's if that is another one, else None."""
         if key not in self._own:
-            self._theirs[rank, key] = value
+            self._theirs.setdefault(key, {})[rank] = value
             _bound(self._theirs)
             return None
         claim, compared = self._own[key]
