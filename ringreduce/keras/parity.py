@@ -17,7 +17,7 @@ class ParityWarning(UserWarning):
 
 
 def warn_of_differences(model: Any, communicator: Communicator) -> None:
-    """Warn on rank 0, once for each model, of layers and losses that look at a whole batch."""
+    """Warn on rank 0 of layers and losses that look at a whole batch."""
     if communicator.rank == 0 and (found := differences(model)):
         warn_at_users_line(
             f"{communicator.size} ranks will not train exactly as one process does with the same "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 
 import keras
 import tensorflow as tf
@@ -17,12 +18,25 @@ _PACKAGES = (
 
 def users_line() -> tuple[str, int]:
     """File and line of the innermost caller that is neither ours nor a framework's."""
+    frame = _users_frame()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _users_frame() -> FrameType:
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame
 
 
 def warn_at_users_line(text: str, category: type[Warning]) -> None:
     """`warnings.warn` that points at the user's program."""
-    warnings.warn_explicit(text, category, *users_line())
+    frame = _users_frame()
+    # With the registry of that module the same warning of a line is shown once, as Python's are.
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
