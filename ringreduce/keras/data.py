@@ -42,8 +42,9 @@ def shard(
     Args:
         data: a dataset; an array, or arrays with equally many rows in tuples, lists or dicts; or a
             PyDataset, of which each rank makes its own batches only.
-        check: compare what the ranks read: elements of a dataset as they pass, arrays by their
-            values now, and of a PyDataset the targets of batch 0 at the beginning of each epoch.
+        check: compare what the ranks read: elements of a dataset as they pass (y only, where they
+            are (x, y), since x may be random on purpose), arrays by their values now, and of a
+            PyDataset the targets of batch 0 at the beginning of each epoch.
             A difference ends the job with a MismatchError that says where it is. It costs some
             microseconds for each element of a dataset, of all ranks. Leave it out where data
             differs on purpose.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,15 @@ def tapped(
     what: str,
     remedy: str,
     communicator: Communicator,
-    compared: Callable[[Any], Any] = lambda element: element,
 ) -> Any:
     """`dataset` with the same elements, which ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as
-    ``the dataset given to rr.shard``, the user's line, and `remedy`. Of each element what
-    `compared` returns is compared; elements without a fingerprint (datasets) pass unseen. Costs a
-    pass over each element's memory, and some microseconds for small ones.
+    ``the dataset given to rr.shard``, the user's line, and `remedy`. Of each element its `targets`
+    are compared; those without a fingerprint (datasets) pass unseen. Costs a pass over the memory
+    of what is compared, and some microseconds for small elements.
     """
-    specs = tf.nest.flatten(compared(dataset.element_spec), expand_composites=True)
+    specs = tf.nest.flatten(targets(dataset.element_spec), expand_composites=True)
     if communicator.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
         return dataset
     passes = Passes(what, remedy, communicator)
@@ -56,7 +54,7 @@ def tapped(
 
     def step(state: Any, element: Any) -> Any:
         number, count, fingerprint = state
-        parts = tf.nest.flatten(compared(element), expand_composites=True)
+        parts = tf.nest.flatten(targets(element), expand_composites=True)
         known = [tf.bitcast(fingerprint, tf.uint8), *map(_fingerprint, parts)]
         fingerprint = tf.bitcast(_fingerprint(tf.concat(known, 0)), tf.int64)
         more = 1 if length == 1 else tf.shape(parts[0], out_type=tf.int64)[0]
@@ -142,5 +140,6 @@ class Passes:
 
 
 def targets(element: Any) -> Any:
-    """What ranks compare of a batch made in Python: y, since x may be random on purpose."""
-    return element[1] if isinstance(element, tuple) and len(element) > 1 else element
+    """What ranks compare of an element: y, since x may be random on purpose; without y all."""
+    found = element[1] if isinstance(element, (tuple, list)) and len(element) > 1 else element
+    return found if tf.nest.flatten(found) else element
