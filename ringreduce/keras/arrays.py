@@ -53,7 +53,9 @@ class Arrays:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
         elif sample_weight is not None and keras.tree.is_nested(y):
             sample_weight = _for_each_output(y, sample_weight)
-        given = [part for part in (x, y, sample_weight) if part is not None]
+        # As Keras does, which takes no weights without targets.
+        given = [part for part in (x, y, sample_weight if y is not None else None)]
+        given = [part for part in given if part is not None]
         found = keras.tree.map_structure(_as_numpy, keras.tree.lists_to_tuples(given))
         # As Keras does: a list of inputs without y must not look like x and y.
         is_tuple = len(found) > 1 or isinstance(found[0], tuple)
@@ -76,22 +78,6 @@ class Arrays:
             lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
         )
 
-    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
-        """All but the last `fraction` of the rows, and these."""
-        at = math.floor(self.count * (1.0 - fraction))
-        if not 0 < at < self.count:
-            raise ConfigError(
-                f"cannot split {self.count} samples with validation_split={fraction}",
-                remedy="Pass a fraction that leaves samples on both sides.",
-            )
-        return self._between(0, at), self._between(at, self.count)
-
-    def _between(self, first: int, end: int) -> Arrays:
-        part: Arrays = Arrays.__new__(Arrays)
-        part.parts = keras.tree.map_structure(lambda array: array[first:end], self.parts)
-        part.count = end - first
-        return part
-
     def digest(self) -> list[Any]:
         """What differs between other arrays: shapes, dtypes, and a hash of the rows, or of some."""
         arrays = keras.tree.flatten(self.parts)
@@ -108,6 +94,28 @@ class Arrays:
         return [", ".join(shapes), hashed.hexdigest()]
 
 
+def split(parts: Any, fraction: float) -> tuple[Any, Any]:
+    """All but the last `fraction` of the rows of (x, y, sample_weight), and these.
+
+    Raises:
+        ConfigError: as `Arrays`; or one side would have no rows.
+    """
+    count = Arrays(*parts).count
+    at = math.floor(count * (1.0 - fraction))
+    if not 0 < at < count:
+        raise ConfigError(
+            f"cannot split {count} samples with validation_split={fraction}",
+            remedy="Pass a fraction that leaves samples on both sides.",
+        )
+
+    def rows(first: int, end: int) -> Any:
+        return keras.tree.map_structure(
+            lambda array: None if array is None else _as_numpy(array)[first:end], parts
+        )
+
+    return rows(0, at), rows(at, count)
+
+
 def _as_numpy(array: Any) -> np.ndarray:
     """`array` without a copy, where that is possible."""
     if isinstance(array, tf.Tensor):
@@ -119,6 +127,12 @@ def _as_numpy(array: Any) -> np.ndarray:
         array = np.asarray(array)
     if not isinstance(array, np.ndarray) or not array.ndim:
         raise ConfigError(f"cannot share out {type(array).__name__} among ranks", remedy=FORMS)
+    if array.dtype.kind == "O" and array.size and not isinstance(array.flat[0], (str, bytes)):
+        raise ConfigError(
+            f"got an array of Python objects ({type(array.flat[0]).__name__} first)",
+            remedy='Convert it to numbers, such as with astype("float32"). pandas makes objects of '
+            "columns whose types have no common one, such as numbers and bool.",
+        )
     return array
 
 

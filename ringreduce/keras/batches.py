@@ -23,7 +23,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
-from ringreduce.keras.tap import tapped, targets
+from ringreduce.keras.tap import tapped
 from ringreduce.pure.epochs import Order, own_rows
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -84,13 +84,13 @@ class Plan:
     deal: bool = False
     check: bool = True
 
-    def divide(self, whole: Any, compared: Callable[[Any], Any]) -> Any:
+    def divide(self, whole: Any) -> Any:
         """This rank's part of a tf.data.Dataset of global batches."""
         ring = self.ring
         if ring.size == 1:
             return whole
         if self.check:
-            whole = tapped(whole, self.what, _REMEDY, ring, compared)
+            whole = tapped(whole, self.what, _REMEDY, ring)
         return whole.shard(ring.size, ring.rank) if self.deal else _own_rows_of(whole, ring)
 
     def own_steps(self, steps: int) -> int:
@@ -197,7 +197,7 @@ class _DatasetFeed(Feed):
             whole = whole.take(plan.steps)
         else:
             self.steps = plan.steps
-        self.dataset = plan.divide(whole, lambda element: element).prefetch(tf.data.AUTOTUNE)
+        self.dataset = plan.divide(whole).prefetch(tf.data.AUTOTUNE)
 
 
 class _PyDatasetFeed(Feed):
@@ -217,14 +217,20 @@ class _PyDatasetFeed(Feed):
         self._adapter = private.adapter_of_py_dataset(self._ordered)
         whole = self._adapter.get_tf_dataset() if self._ordered.num_batches else _empty(self.first)
         if not plan.deal:
-            whole = plan.divide(whole, targets)
-        count = self._ordered.num_batches
-        self.dataset = whole.apply(tf.data.experimental.assert_cardinality(count))
+            whole = plan.divide(whole)
+        self._plan, self._count = plan, self._ordered.num_batches
+        self.dataset = whole.apply(tf.data.experimental.assert_cardinality(self._count))
 
     def begin(self, epoch: int) -> None:
         # First: processes that make batches are copies from then on.
         self._ordered.epoch = epoch
         self._adapter.on_epoch_begin()
+        if (count := self._ordered.num_batches) < self._count:
+            raise ConfigError(
+                f"got a PyDataset as {self._plan.what} that had {self._count} batches for this "
+                f"rank in the first epoch and has {count} now",
+                remedy="Keep its length, or pass steps_per_epoch.",
+            )
 
     def end(self) -> None:
         self._adapter.on_epoch_end()
@@ -289,21 +295,20 @@ class _GeneratorFeed(Feed):
                 f"got a generator as {plan.what} without the number of its batches",
                 remedy="Pass steps_per_epoch, or validation_steps for validation data.",
             )
-        first = next(generator, None)
-        if first is None:
+        batches = (_standard(batch, plan.class_weight) for batch in generator)
+        # Two, as Keras does: where their shapes differ, those of others may.
+        first = list(itertools.islice(batches, 2))
+        if not first:
             raise ConfigError(f"got an empty generator as {plan.what}")
-        self.first = _standard(first, plan.class_weight)
+        self.first = first[0]
         plan.require_rows(_rows_in(self.first), "size of its batches")
-        rest = (_standard(batch, plan.class_weight) for batch in generator)
-        self._batches, self._plan = itertools.chain([self.first], rest), plan
+        self._batches, self._plan = itertools.chain(first, batches), plan
         whole = tf.data.Dataset.from_generator(
-            self._epoch, output_signature=private.spec_of_batches([self.first])
+            self._epoch, output_signature=private.spec_of_batches(first)
         )
         count = plan.own_steps(plan.steps)
         self.dataset = (
-            plan.divide(whole, targets)
-            .apply(tf.data.experimental.assert_cardinality(count))
-            .prefetch(1)
+            plan.divide(whole).apply(tf.data.experimental.assert_cardinality(count)).prefetch(1)
         )
 
     def _epoch(self) -> Iterator[Any]:
@@ -357,6 +362,8 @@ def _standard(batch: Any, class_weight: Any) -> Any:
         raise ConfigError(
             f"got a batch of {len(parts)} parts", remedy="Yield (x, y) or (x, y, sample_weight)."
         )
+    if len(parts) == 3 and parts[1] is None and parts[2] is not None:
+        raise ConfigError("got a batch with sample_weight and no y", remedy="Yield x, or (x, y).")
     parts = tuple(part for part in parts if part is not None)
     if class_weight is not None:
         if len(parts) != 2:

@@ -210,6 +210,10 @@ def _share_of(
         return _Share(whole, is_whole=True)
     x, feed = whole[0], None
     if isinstance(x, (keras.utils.PyDataset, Iterator)):
+        if steps is None and isinstance(x, Iterator):
+            raise ConfigError(
+                "got a generator without the number of its batches", remedy="Pass steps."
+            )
         plan = Plan(ring, "the data to evaluate or predict", steps=steps, deal=True, check=False)
         feed = feed_of(whole, plan)
         rows = steps or int(x.num_batches)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.arrays import Arrays, are_arrays
+from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, weigh_steps
@@ -80,9 +80,11 @@ def fit(
             started again. Then it ends with the weights of a job that was not disturbed, if nothing
             but `fit` shuffles.
         check: compare what ranks read: arrays before training, batches as they are read. Of batches
-            made by a PyDataset or generator y is compared, of others all.
+            with y that is compared, since x may be random on purpose.
 
-    Other arguments are those of ``model.fit``; data for validation may have each of these forms.
+    An epoch of `steps_per_epoch` goes on where the last one ended; with arrays and PyDatasets a new
+    pass begins at the end of one, also within an epoch. Other arguments are those of ``model.fit``;
+    data for validation may have each of these forms.
 
     Returns:
         The `keras.callbacks.History`, equal on all ranks.
@@ -105,9 +107,7 @@ def fit(
                 f"cannot take a validation_split of {type(x).__name__}",
                 remedy="Pass validation_data, such as dataset.take(n) and dataset.skip(n).",
             )
-        whole = Arrays(x, y, sample_weight, class_weight)
-        x, validation_data = whole.split(validation_split)
-        y = sample_weight = class_weight = None
+        (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
     training = feed_of(
         (x, y, sample_weight),
@@ -126,7 +126,7 @@ def fit(
     if validation_data is not None:
         given = validation_data
         parts = given if isinstance(given, (tuple, list)) else (given,)
-        of_arrays = isinstance(parts[0], Arrays) or are_arrays(parts[0])
+        of_arrays = are_arrays(parts[0])
         validation = feed_of(
             parts,
             Plan(

@@ -1,0 +1,104 @@
+"""Feeds: each rank's part of global batches, and data that changes its form."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ringreduce.testing import ring_of_threads
+
+keras = pytest.importorskip("keras")
+tf = pytest.importorskip("tensorflow")
+rr = pytest.importorskip("ringreduce.keras")
+batches = pytest.importorskip("ringreduce.keras.batches")
+rr_arrays = pytest.importorskip("ringreduce.keras.arrays")
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
+COUNT = 4
+BATCH = 6
+
+
+def rows(index, width=2):
+    """A batch whose rows are all different."""
+    numbers = np.arange(BATCH * width).reshape(BATCH, width) + 100 * index
+    return numbers, numbers[:, 0]
+
+
+class Changing(keras.utils.PyDataset):
+    """One batch more or less after each epoch."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.length, self.more = COUNT, more
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return rows(index)
+
+    def on_epoch_end(self):
+        self.length += self.more
+
+
+def read(given, size=2, epochs=1, **options):
+    """By epoch the targets that all ranks together get, in order."""
+
+    def work(comm):
+        feed = batches.feed_of([given()], batches.Plan(comm, "the data", **options))
+        found = []
+        for epoch in range(epochs):
+            feed.begin(epoch)
+            found.append([batch[1].numpy().tolist() for batch in feed.dataset])
+            feed.end()
+        return found
+
+    by_rank = ring_of_threads(size, work)
+    return [
+        [list(itertools.chain(*parts)) for parts in itertools.zip_longest(*each, fillvalue=[])]
+        for each in zip(*by_rank, strict=True)
+    ]
+
+
+def test_batches_of_a_generator_may_have_rows_of_any_length():
+    given = lambda: (rows(index, width=2 + index) for index in itertools.count())  # noqa: E731
+    assert read(given, epochs=2, steps=2) == [
+        [rows(index, 2 + index)[1].tolist() for index in which] for which in ((0, 1), (2, 3))
+    ]
+
+
+def test_a_py_dataset_that_becomes_shorter_is_refused():
+    with pytest.raises(rr.ConfigError, match=r"had 4 batches .* has 3 now\. Keep its length, or"):
+        read(lambda: Changing(-1), epochs=2)
+
+
+def test_a_py_dataset_may_change_its_length_where_the_steps_are_given():
+    for more in (-1, 1):
+        for epoch in read(lambda: Changing(more), epochs=3, steps=2):  # noqa: B023
+            assert [len(batch) for batch in epoch] == [BATCH] * 2
+
+
+def test_weights_without_targets_are_refused_in_a_batch():
+    with pytest.raises(rr.ConfigError, match="sample_weight and no y"):
+        read(lambda: iter([(rows(0)[0], None, rows(0)[1])]), steps=1)
+
+
+def test_weights_without_targets_count_nothing_as_in_keras():
+    arrays = rr_arrays.Arrays(rows(0)[0], None, rows(0)[1])
+    assert arrays.parts.shape == (BATCH, 2)
+
+
+def test_arrays_of_objects_that_are_no_text_are_refused():
+    with pytest.raises(rr.ConfigError, match=r"Python objects \(int first\). Convert it"):
+        rr_arrays.Arrays(np.array([[1, True]], object))
+
+
+def test_what_is_random_on_purpose_is_no_difference():
+    def given():
+        data = tf.data.Dataset.from_tensor_slices(rows(0))
+        # As augmentation by each rank's own random numbers does.
+        own = next(numbers)
+        return data.map(lambda x, y: (x + own, y)).batch(2)
+
+    numbers = itertools.count()
+    assert read(given, epochs=20)[-1] == [[0, 2], [4, 6], [8, 10]]
