@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,6 +23,10 @@ FORMS = (
 # Arrays up to this size are compared whole, others by as many evenly spaced rows.
 _WHOLE_BYTES = 64 << 20
 _ROWS = 1024
+# So many small batches are copied at a time, since each call of Python costs as much as a step of a
+# small model.
+_GROUP_BATCHES = 64
+_GROUP_BYTES = 1 << 20
 
 
 def are_arrays(*parts: Any) -> bool:
@@ -72,11 +78,26 @@ class Arrays:
             lambda array: tf.TensorSpec((None, *array.shape[1:]), _dtype_of(array)), self.parts
         )
 
-    def take(self, rows: Any) -> Any:
-        """Those rows of all arrays, given as a slice or indices; floats get Keras's float type."""
+    def take(self, rows: np.ndarray) -> Any:
+        """Those rows of all arrays, given as indices; floats get Keras's float type."""
         return keras.tree.map_structure(
             lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
         )
+
+    def batches(self, indices: Callable[[], Iterator[np.ndarray]], rows: int) -> Any:
+        """A tf.data.Dataset of the rows whose indices each pass yields, at most `rows` at once."""
+        row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
+        length = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // max(1, rows * row_bytes)))
+
+        def groups() -> Iterator[tuple[np.ndarray, Any]]:
+            batches = indices()
+            while group := list(itertools.islice(batches, length)):
+                bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
+                yield bounds, self.take(np.concatenate(group))
+
+        signature = (tf.TensorSpec((None,), tf.int64), self.spec)
+        grouped = tf.data.Dataset.from_generator(groups, output_signature=signature)
+        return grouped.prefetch(1).flat_map(_batches_of)
 
     def digest(self) -> list[Any]:
         """What differs between other arrays: shapes, dtypes, and a hash of the rows, or of some."""
@@ -92,6 +113,16 @@ class Arrays:
                 hashed.update(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)
         shapes = [f"{array.dtype.name} {tuple(array.shape)}" for array in arrays]
         return [", ".join(shapes), hashed.hexdigest()]
+
+
+def _batches_of(bounds: Any, rows: Any) -> Any:
+    """A dataset of the batches in `rows`, of which batch i ends where the next begins."""
+
+    def batch(index: Any) -> Any:
+        first, end = bounds[index], bounds[index + 1]
+        return tf.nest.map_structure(lambda part: part[first:end], rows)
+
+    return tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1).map(batch)
 
 
 def split(parts: Any, fraction: float) -> tuple[Any, Any]:

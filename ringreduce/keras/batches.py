@@ -147,28 +147,26 @@ class _ArrayFeed(Feed):
             plan.seed if plan.shuffle else None,
             plan.shuffle == "batch",
         )
-        self._arrays, self._plan, self._epoch = arrays, plan, 0
+        self._plan, self._epoch = plan, 0
         self.is_even = unit % size == 0 and arrays.count % unit % size == 0
         self.dataset = (
-            tf.data.Dataset.from_generator(self._batches, output_signature=arrays.spec)
+            arrays.batches(self._batches, unit if plan.deal else -(-unit // size))
             .apply(tf.data.experimental.assert_cardinality(plan.own_steps(self._order.steps)))
-            .prefetch(2)
+            .prefetch(tf.data.AUTOTUNE)
         )
 
     def begin(self, epoch: int) -> None:
         self._epoch = epoch
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self) -> Iterator[np.ndarray]:
+        """The indices of this rank's rows of each batch."""
         rank, size = self._plan.ring.rank, self._plan.ring.size
-        for step, rows in enumerate(self._order.of_epoch(self._epoch)):
-            if self._plan.deal:
-                if step % size == rank:
-                    yield self._arrays.take(rows)
-            elif isinstance(rows, slice):
-                first, end = own_rows(rows.stop - rows.start, rank, size)
-                yield self._arrays.take(slice(rows.start + first, rows.start + end))
-            else:
-                yield self._arrays.take(rows[slice(*own_rows(len(rows), rank, size))])
+        for step, found in enumerate(self._order.of_epoch(self._epoch)):
+            rows = np.arange(found.start, found.stop) if isinstance(found, slice) else found
+            if not self._plan.deal:
+                yield rows[slice(*own_rows(len(rows), rank, size))]
+            elif step % size == rank:
+                yield rows
 
 
 class _DatasetFeed(Feed):
