@@ -40,7 +40,7 @@ def differences(model: Any) -> list[str]:
             found.append(
                 f"the loss {loss.name}: with reduction={reduction!r} it is no mean over samples"
             )
-    if names := _names(filter(_masks, layers)):
+    if (names := _names(filter(_masks, layers))) and _may_mask_outputs(model):
         found.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")
     return found
 
@@ -60,6 +60,13 @@ def _is_random(layer: Any) -> bool:
 
 def _masks(layer: Any) -> bool:
     return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", 0))
+
+
+def _may_mask_outputs(model: Any) -> bool:
+    outputs = getattr(model, "outputs", None)
+    if outputs is None:  # Of a subclassed model this is not known.
+        return True
+    return any(getattr(output, "_keras_mask", None) is not None for output in outputs)
 
 
 def _names(layers: Any) -> str:
