@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -84,19 +83,28 @@ class Arrays:
             lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
         )
 
-    def batches(self, indices: Callable[[], Iterator[np.ndarray]], rows: int) -> Any:
-        """A tf.data.Dataset of the rows whose indices each pass yields, at most `rows` at once."""
+    def batches(self, indices: Callable[[], Sequence[np.ndarray]], count: int, rows: int) -> Any:
+        """A tf.data.Dataset of `count` batches of at most `rows` rows.
+
+        The indices of their rows are looked up anew in each pass.
+        """
         row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
         length = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // max(1, rows * row_bytes)))
+        specs = tf.nest.flatten(self.spec)
 
-        def groups() -> Iterator[tuple[np.ndarray, Any]]:
-            batches = indices()
-            while group := list(itertools.islice(batches, length)):
-                bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
-                yield bounds, self.take(np.concatenate(group))
+        def take(number: Any) -> list[np.ndarray]:
+            group = indices()[number * length : (number + 1) * length]
+            bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
+            return [bounds, *tf.nest.flatten(self.take(np.concatenate(group)))]
 
-        signature = (tf.TensorSpec((None,), tf.int64), self.spec)
-        grouped = tf.data.Dataset.from_generator(groups, output_signature=signature)
+        def group(number: Any) -> Any:
+            dtypes = [tf.int64, *(spec.dtype for spec in specs)]
+            bounds, *parts = tf.numpy_function(take, [number], dtypes)
+            shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
+            return tf.ensure_shape(bounds, [None]), tf.nest.pack_sequence_as(self.spec, shaped)
+
+        # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
+        grouped = tf.data.Dataset.range(-(-count // length)).map(group)
         return grouped.prefetch(1).flat_map(_batches_of)
 
     def digest(self) -> list[Any]:

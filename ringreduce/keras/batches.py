@@ -147,26 +147,27 @@ class _ArrayFeed(Feed):
             plan.seed if plan.shuffle else None,
             plan.shuffle == "batch",
         )
-        self._plan, self._epoch = plan, 0
+        self._plan = plan
         self.is_even = unit % size == 0 and arrays.count % unit % size == 0
+        self.begin(0)
+        count = plan.own_steps(self._order.steps)
         self.dataset = (
-            arrays.batches(self._batches, unit if plan.deal else -(-unit // size))
-            .apply(tf.data.experimental.assert_cardinality(plan.own_steps(self._order.steps)))
+            arrays.batches(lambda: self._own, count, unit if plan.deal else -(-unit // size))
+            .apply(tf.data.experimental.assert_cardinality(count))
             .prefetch(tf.data.AUTOTUNE)
         )
 
     def begin(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def _batches(self) -> Iterator[np.ndarray]:
-        """The indices of this rank's rows of each batch."""
         rank, size = self._plan.ring.rank, self._plan.ring.size
-        for step, found in enumerate(self._order.of_epoch(self._epoch)):
-            rows = np.arange(found.start, found.stop) if isinstance(found, slice) else found
-            if not self._plan.deal:
-                yield rows[slice(*own_rows(len(rows), rank, size))]
-            elif step % size == rank:
-                yield rows
+        found = [
+            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            for rows in self._order.of_epoch(epoch)
+        ]
+        if self._plan.deal:
+            # The indices of this rank's rows of each batch.
+            self._own = found[rank::size]
+        else:
+            self._own = [rows[slice(*own_rows(len(rows), rank, size))] for rows in found]
 
 
 class _DatasetFeed(Feed):
