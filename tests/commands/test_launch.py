@@ -450,6 +450,30 @@ def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Pa
     assert "ringreduce: rank 1 failed first" in done.stderr
 
 
+def test_a_cause_that_takes_long_to_end_is_named_with_its_traceback(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        RANK
+        + textwrap.dedent(
+            """
+            import atexit, pathlib, signal
+            if rank == 0:
+                # As TensorFlow's threads may keep Python from ending.
+                atexit.register(signal.pause)
+                atexit.register(pathlib.Path("raised").touch)
+                raise ValueError("bad data")
+            while not pathlib.Path("raised").exists():
+                pass
+            raise RuntimeError("was left by rank 0, which ended with ValueError: bad data")
+            """
+        ),
+    )
+    done = run(tmp_path, "-n", "2", name)
+    assert "ringreduce: rank 0 failed first (stopped while it ended)" in done.stderr
+    assert done.stderr.count('raise ValueError("bad data")') == 1
+    assert "then rank 1 (exit code 1): RuntimeError: was left by rank 0" in done.stderr
+
+
 def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ignore = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     fail = "    open('ready', 'w').close()\nelse:\n"

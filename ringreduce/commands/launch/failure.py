@@ -23,7 +23,7 @@ _REPORTS_ANOTHER = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that ended with an exit code other than 0.
+    """A worker that ended with an exit code other than 0, or was about to.
 
     Attributes:
         returncode: its exit code, or minus the signal that killed it.
@@ -35,6 +35,7 @@ class Failure:
     returncode: int
     time_s: float
     traceback: tuple[str, ...]
+    was_stopped: bool = False  # by the launcher, after its traceback
 
     @property
     def is_consequence(self) -> bool:
@@ -53,6 +54,8 @@ class Failure:
 
     def describe(self) -> str:
         """``exit code 3``, or ``killed by signal 9 (SIGKILL)``."""
+        if self.was_stopped:
+            return "stopped while it ended"
         if self.returncode > 0:
             return f"exit code {self.returncode}"
         try:

@@ -237,7 +237,14 @@ class Job:
             self._terminal = None
 
     def _failures(self) -> list[Failure]:
-        return [failure for worker in self._workers if (failure := worker.failure())]
+        found = [failure for worker in self._workers if (failure := worker.failure())]
+        if not found or not all(failure.is_consequence for failure in found):
+            return found
+        # The cause may have been about to end when it was stopped; others may have logged
+        # tracebacks long ago.
+        late = [failure for worker in self._workers if (failure := worker.unfinished_failure())]
+        late = [failure for failure in late if not failure.is_consequence]
+        return found + sorted(late, key=lambda failure: failure.time_s)[-1:]
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""

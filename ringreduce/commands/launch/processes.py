@@ -89,7 +89,7 @@ class Worker:
     ) -> None:
         self.rank = rank
         self.exit_s: float | None = None
-        self._was_stopped = False
+        self._stopped_s: float | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._traceback_s: float | None = None
         self._process = subprocess.Popen(
@@ -134,7 +134,8 @@ class Worker:
 
     def stop(self, number: int) -> None:
         """End it; its exit code then is not a failure."""
-        self._was_stopped = True
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
         self.send(number)
 
     def reap(self) -> bool:
@@ -156,11 +157,18 @@ class Worker:
     def failure(self) -> Failure | None:
         """How it failed; None if it did not, or was stopped by the launcher."""
         code = self._process.returncode
-        if self.exit_s is None or code == 0 or self._was_stopped:
+        if self.exit_s is None or code == 0 or self._stopped_s is not None:
             return None
         # A process that was killed had only logged its traceback.
         when_s = self.exit_s if self._traceback_s is None or code < 0 else self._traceback_s
         return Failure(self.rank, code, when_s, last_traceback(list(self._tail)))
+
+    def unfinished_failure(self) -> Failure | None:
+        """How it was failing when the launcher stopped it: Python may take long to end."""
+        when_s = self._traceback_s
+        if self._stopped_s is None or when_s is None or when_s > self._stopped_s:
+            return None
+        return Failure(self.rank, 1, when_s, last_traceback(list(self._tail)), was_stopped=True)
 
 
 class Guard:
