@@ -9,6 +9,7 @@ model.fit(rr.shard(dataset))
 Where something takes a `communicator`, the default is the process's, which `init` makes.
 """
 
+import atexit
 from typing import NoReturn
 
 import keras
@@ -26,6 +27,7 @@ from ringreduce.communicator.process import (
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
+from ringreduce.keras.apart import warn_of_ranks_apart
 from ringreduce.keras.data import permutation, shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
@@ -104,3 +106,5 @@ if keras.backend.backend() != "tensorflow":
         f"ringreduce.keras works on the TensorFlow backend, not on {keras.backend.backend()}",
         remedy="Set KERAS_BACKEND=tensorflow, or use ringreduce.Communicator directly.",
     )
+
+atexit.register(warn_of_ranks_apart)

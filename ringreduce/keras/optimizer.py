@@ -35,6 +35,7 @@ from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, St
 from ringreduce.keras.unsharded import model_in_fit, warn_of_whole_data
 from ringreduce.keras.untrained import warn_of_different_weights
 from ringreduce.keras.weighting import Kind, gradient_op
+from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, put_loss_scale_inside
 from ringreduce.tensorflow import GradientBridge
@@ -201,10 +202,11 @@ class DistributedOptimizer(Wrapper):
         )
 
     def _look_at_fit(self, trained: Sequence[Any]) -> None:
-        """Warn of what is likely a mistake, if this is the first step in a model's `fit`."""
+        """Prepare the model, and warn of likely mistakes, in the first step of its `fit`."""
         model = model_in_fit()
         if model is None:
             return
+        save_whole_files(model, self._ring())
         warn_of_whole_data(model, self._ring())
         if not tf.executing_eagerly():
             # Eagerly this step has already changed moving averages.

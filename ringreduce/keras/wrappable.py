@@ -102,5 +102,5 @@ def require_distributed(model: Any, communicator: Communicator) -> None:
         size=communicator.size,
         remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers."
         f'{type(model.optimizer).__name__}(...)), ...); for a name such as "adam" give the wrapper '
-        'keras.optimizers.get("adam").',
+        'keras.optimizers.get("adam"). rr.load_model wraps that of a saved model.',
     )

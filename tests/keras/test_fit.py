@@ -84,6 +84,14 @@ def test_a_backup_is_continued_from_to_the_weights_of_an_undisturbed_training():
         assert fact["digest"] == fact["undisturbed"]
 
 
+def test_a_file_that_all_ranks_save_is_whole_and_ranks_other_than_0_are_told():
+    for rank, fact in enumerate(facts_of_all(2, "saved")):
+        assert fact["broken"] == 0
+        assert fact["files"] == ["model.keras"]
+        assert len(fact["warnings"]) == min(rank, 1)
+        assert all("rr.on_rank_zero(lambda: model.save(...))" in w for w in fact["warnings"])
+
+
 @pytest.mark.parametrize(
     ("case", "texts"),
     [

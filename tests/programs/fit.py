@@ -4,7 +4,9 @@ What must come out is computed beside it, by plain Keras on the whole data with 
 """
 
 import functools
+import os
 import warnings
+import zipfile
 
 import keras
 import numpy as np
@@ -184,6 +186,29 @@ def callbacks(folder):
     )
 
 
+def saved(folder):
+    """All ranks save into the same file, at once."""
+    folder = comm.broadcast_object(folder)
+    x, y = arrays(93)
+    model = model_of(keras.layers.Dense(500))
+    rr.fit(model, x, y, verbose=0)
+    path = os.path.join(folder, "model.keras")
+    broken = 0
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            comm.barrier()
+            model.save(path)
+            comm.barrier()
+            try:
+                keras.models.load_model(path)
+            except (ValueError, OSError, zipfile.BadZipFile):
+                broken += 1
+    texts = [str(warning.message) for warning in found if "saves" in str(warning.message)]
+    say("saved", broken=broken, files=os.listdir(folder), warnings=texts)
+    comm.barrier()
+
+
 def warned(case, action):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
@@ -273,6 +298,8 @@ def main():
     shuffled()
     with tempfile.TemporaryDirectory() as folder:
         callbacks(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        saved(folder)
     warnings_of_differences()
     refusals()
     different_arrays()
