@@ -56,7 +56,7 @@ def is_running(pid: int) -> bool:
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """Our environment without what a job or a user's thread limits would add to it.
+    """Our environment without what a job, a terminal or a user's thread limits would add.
 
     Two stay, since the whole suite is run with them too: that the native library is hidden, and
     the scale of times.
@@ -69,6 +69,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
             or not name.startswith(("RINGREDUCE_", "TF_NUM_"))
         )
         and not name.endswith("_NUM_THREADS")
+        and name != "COLUMNS"
     }
     return kept | variables
 

@@ -17,8 +17,14 @@ SAME = {
     "short epochs of arrays": "short epochs",
     "several steps": "uneven arrays",
 }
-# Not on 2 ranks, to save time.
-RARE = [*FORMS, *VALIDATED, "jit"]
+# Not on 2 ranks, to save time, besides batches that divide evenly.
+RARE = [
+    *FORMS,
+    *VALIDATED,
+    *("uneven pandas", "uneven validated by py dataset", "uneven validated by generator"),
+    *("class weights of a dataset", "short epochs of arrays", "eager", "jit"),
+    *("shuffled batches", "shuffled py dataset"),
+]
 SHUFFLED = ["shuffled arrays", "shuffled batches", "shuffled py dataset"]
 
 

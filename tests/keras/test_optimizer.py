@@ -303,8 +303,3 @@ def test_options_of_horovods_that_are_not_there_say_what_is():
         rr.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
     with pytest.raises(TypeError, match="no_such"):
         rr.DistributedOptimizer(keras.optimizers.SGD(), no_such=2)
-
-
-def test_only_a_dataset_is_sharded(world_of_one):
-    with pytest.raises(ringreduce.ConfigError, match=r"tf\.data\.Dataset"):
-        rr.shard(np.ones((3, 2)))

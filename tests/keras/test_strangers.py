@@ -15,7 +15,7 @@ FOLDER = ROOT / "tests" / "programs" / "strangers"
 # Draw random numbers in each step, others on each rank.
 RANDOM = ("ddim", "gan", "vae")
 EQUAL = ("contrastive", "distillation", "imbalanced", "own_loop", "recommender", "series")
-QUICK = ("contrastive", "own_loop")
+QUICK = ("own_loop",)
 LINES_MAX = 6
 
 every_program = pytest.mark.parametrize(

@@ -19,6 +19,18 @@ import ringreduce.keras as rr
 
 comm = rr.init()
 BATCH, EPOCHS = 16, 2
+# Not on 2 ranks, to save time.
+RARE = {
+    "uneven pandas",
+    "uneven validated by py dataset",
+    "uneven validated by generator",
+    "class weights of a dataset",
+    "short epochs of arrays",
+    "eager",
+    "jit",
+    "shuffled batches",
+    "shuffled py dataset",
+}
 
 
 @functools.cache
@@ -60,8 +72,14 @@ def history_of(history):
     return {name: [float(value) for value in values] for name, values in history.history.items()}
 
 
+def is_left_out(case):
+    return comm.size == 2 and case in RARE
+
+
 def fitted(case, given, alone=None, **options):
     """Fit on data of a form; and on what is said to be the same, with plain Keras."""
+    if is_left_out(case):
+        return
     model = model_of(**options)
     history = rr.fit(model, **given, epochs=EPOCHS, verbose=0)
     facts = {"digest": digest(model.get_weights()), "history": history_of(history)}
@@ -129,8 +147,7 @@ def compiled():
     given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False}
     fitted("several steps", given, steps_per_execution=2)
     fitted("eager", given, run_eagerly=True)
-    if comm.size != 2:
-        fitted("jit", given, jit_compile=True)
+    fitted("jit", given, jit_compile=True)
 
 
 def shuffled():
@@ -142,6 +159,8 @@ def shuffled():
         "shuffled batches": {"x": x, "y": y, "batch_size": BATCH, "shuffle": "batch"},
         "shuffled py dataset": {"x": Batches(x, y)},
     }.items():
+        if is_left_out(name):
+            continue
         model, single, other = (model_of() for _ in range(3))
         history = rr.fit(model, **data, epochs=EPOCHS, verbose=0)
         single.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01), alone), loss="mse")
