@@ -119,9 +119,8 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
         MismatchError: ranks were given different arrays; later, when they read different data.
     """
     x, y, sample_weight = (*parts, None, None)[:3]
-    if isinstance(x, Arrays) or are_arrays(x):
-        known = isinstance(x, Arrays)
-        return _ArrayFeed(x if known else Arrays(x, y, sample_weight, plan.class_weight), plan)
+    if are_arrays(x):
+        return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
     feed = next((feed for form, feed in _FEEDS.items() if isinstance(x, form)), None)
     if feed is None:
         raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
@@ -163,8 +162,8 @@ class _ArrayFeed(Feed):
             np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             for rows in self._order.of_epoch(epoch)
         ]
+        # The indices of this rank's rows in each of its batches.
         if self._plan.deal:
-            # The indices of this rank's rows of each batch.
             self._own = found[rank::size]
         else:
             self._own = [rows[slice(*own_rows(len(rows), rank, size))] for rows in found]
