@@ -184,10 +184,16 @@ def _received(source: socket.socket, count: int) -> bytes:
 
 def _load_loops() -> None:
     """Load the compiled loops, or compile them: 0.3 s of each worker that uses sockets."""
-    from ringreduce.transport import exchange, libzmq, loop
+    from ringreduce.transport import exchange, frames, libzmq, loop, sodium
 
     libzmq.load()
-    for function, arguments in ((loop.run, 3), (exchange.run, 3), (loop.post, 4)):
+    sodium.load()
+    for function, arguments in (
+        (loop.run, 3),
+        (exchange.run, 3),
+        (frames.post, 4),
+        (frames.skip, 2),
+    ):
         function.compile((numba.int64,) * arguments)
 
 

@@ -111,7 +111,6 @@ class Ring:
         proxied: bool = False,
         secret: str = "",
         encryption: str = "auto",
-        integrity: str = "auto",
     ) -> None:
         self.size = size
         path = directory / "worker.py"
@@ -148,7 +147,6 @@ class Ring:
                         transport=transport,
                         host_id=hosts[rank] if hosts else "",
                         encryption=encryption,
-                        integrity=integrity,
                     )
                     for listener, job in zip(listeners, jobs, strict=True)
                 ]

@@ -11,6 +11,7 @@ import logging
 import secrets
 
 from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
+from ringreduce.transport.security import MATERIAL_BYTES
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError
 
@@ -75,6 +76,7 @@ class Members:
             ("wire version", hello.wire_version, self._own.wire_version),
             ("size", hello.size, self._own.size),
             ("settings", hello.settings, self._own.settings),
+            ("encryption", hello.encryption, self._own.encryption),
         ):
             if other != this:
                 raise MismatchError(
@@ -130,4 +132,5 @@ class Members:
             hosts=tuple(hello.host for hello in hellos),
             memory=tuple(hello.memory for hello in hellos),
             keys=tuple(hello.key for hello in hellos),
+            material=secrets.token_bytes(MATERIAL_BYTES) if own.key else b"",
         )

@@ -23,6 +23,7 @@ class Hello(msgspec.Struct, tag=True):
     host: str
     memory: str
     settings: dict[str, int]
+    encryption: str
     key: str
     # These may differ; "" if unknown.
     python: str = ""
@@ -39,6 +40,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
         hosts: name of each rank's host; equal for ranks that share one.
         memory: name of the memory that each rank can share; empty for none.
         keys: each rank's public key; empty without a secret.
+        material: 32 random bytes, of which the keys of frames are made; empty without a secret.
     """
 
     job: int
@@ -47,6 +49,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
     hosts: tuple[str, ...]
     memory: tuple[str, ...]
     keys: tuple[str, ...]
+    material: bytes
 
 
 class Refusal(msgspec.Struct, tag=True):

@@ -25,7 +25,7 @@ from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.monitor import unwatch, watch
-from ringreduce.transport.security import MECHANISMS, Security
+from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ConfigError,
@@ -76,8 +76,10 @@ class Meeting:
             control=control,
             host=config.host_id or platform.node() or "localhost",
             memory=memory,
-            # Compared too: it follows from the address, which hosts may resolve differently.
-            settings=config.agreed() | {"mechanism": MECHANISMS.index(security.mechanism)},
+            settings=config.agreed(),
+            # Compared too: it follows from the address, which hosts may resolve differently, and
+            # from what libsodium has.
+            encryption=security.encryption,
             key=security.public,
             python=platform.python_version(),
             numpy=np.__version__,
@@ -124,7 +126,7 @@ class Meeting:
             ConfigError: the answer is not from ringreduce.
         """
         table = self._admit() if self._config.rank == 0 else self._await_answer()
-        if table is not None and self._security.mechanism == "NULL":
+        if table is not None and self._security.data.mechanism == "NULL":
             announced = (*table.addresses, *table.controls)
             if not all(map(listens_on_loopback, announced)):
                 raise self._error(

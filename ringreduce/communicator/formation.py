@@ -17,12 +17,10 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.pure import checksum
 from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
-from ringreduce.transport.address import listens_on_loopback
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.security import Security
@@ -98,7 +96,7 @@ def form(config: Config) -> Formed:
         while (table := meeting.advance()) is None:
             link.read_events()
             control.read_events()
-        security.learn(table.keys)
+        security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         placement = place(table.hosts, domains)
         if config.transport == "shm" and placement.transport != "shm":
@@ -194,11 +192,6 @@ def _connect(
 
 def _ring(config: Config, table: Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
     """The ring of `members`, which include this rank."""
-    checked = checksum.is_wanted(
-        config.integrity,
-        encrypted=link.is_encrypted,
-        loopback=all(listens_on_loopback(table.addresses[member]) for member in members),
-    )
-    link.connect(job=table.job, addresses=table.addresses, members=members, checked=checked)
+    link.connect(job=table.job, addresses=table.addresses, members=members)
     place, size = members.index(config.rank), len(members)
     return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)

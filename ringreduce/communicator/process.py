@@ -27,7 +27,6 @@ def init(
     link_timeout_s: float | None = None,
     segment_bytes: int | None = None,
     transport: str | None = None,
-    integrity: str | None = None,
     host_id: str | None = None,
     secret: str | None = None,
     encryption: str | None = None,

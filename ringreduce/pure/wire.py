@@ -2,16 +2,17 @@
 
     word 0   magic (32 bits) | version (8) | kind (8) | dtype (8) | op (8)
     word 1   job: 64 bits drawn by rank 0 when this ring formed
-    word 2   epoch (32) | rank of the sender (32)
+    word 2   epoch (16) | group (16) | rank of the sender (32)
     word 3   sequence: number of the collective on this communicator
     word 4   count: elements of the whole buffer, over all chunks
     word 5   step (32) | segment (32)
-    word 6   payload bytes in this frame (32) | their CRC-32C (32), 0 where none is made
+    word 6   payload bytes in this frame
     word 7   signature: what else must agree, such as the gradient plan or the root
 
-A receiver knows every word in advance from its own call, except the checksum. It compares the
-header before it looks at the payload, and the checksum before it uses any of that; nothing is ever
-sized or chosen by what a peer sends. The header needs no checksum: a changed bit is a difference.
+A receiver knows every word in advance from its own call, and compares them before it uses the
+payload; nothing is ever sized or chosen by what a peer sends. A group is a part of the job's ranks;
+each time that it forms its ring anew, an epoch begins, and a frame of another epoch is dropped. How
+frames are encrypted and authenticated says `ringreduce.transport.frames`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 HEADER_BYTES = 64
 # The words above as they are in memory.
 _LAYOUT = np.dtype(
@@ -38,14 +39,14 @@ _LAYOUT = np.dtype(
         ("dtype", "u1"),
         ("op", "u1"),
         ("job", "<u8"),
-        ("epoch", "<u4"),
+        ("epoch", "<u2"),
+        ("group", "<u2"),
         ("rank", "<u4"),
         ("sequence", "<u8"),
         ("count", "<u8"),
         ("step", "<u4"),
         ("segment", "<u4"),
-        ("nbytes", "<u4"),
-        ("checksum", "<u4"),
+        ("nbytes", "<u8"),
         ("signature", "<u8"),
     ]
 )
@@ -82,11 +83,11 @@ class Header:
     dtype: int = 0
     op: int = 0
     epoch: int = 0
+    group: int = 0
     count: int = 0
     step: int = 0
     segment: int = 0
     nbytes: int = 0
-    checksum: int = 0
     signature: int = 0
     magic: int = MAGIC
     version: int = WIRE_VERSION

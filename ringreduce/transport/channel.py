@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.transport import door
 from ringreduce.transport.monitor import unwatch, watch
-from ringreduce.transport.security import OVERHEAD_BYTES, Security
+from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
 from ringreduce.vocabulary.errors import RendezvousError
 
 # Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
@@ -45,12 +45,12 @@ class Incoming:
         bind: str,
         frame_bytes_max: int,
         slice_ms: int,
-        security: Security,
+        admission: Admission,
         domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.socket = context.socket(zmq.PULL)
-        security.serve(self.socket, domain)
+        admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
         seen = (
             zmq.EVENT_LISTENING
@@ -63,7 +63,7 @@ class Incoming:
         self._has_visitor_left = False
         self._listener = -1  # descriptor of the listening socket
         self._is_proven = False  # whether a peer has proven that the key is its own
-        self._asks = security.mechanism != "NULL"
+        self._asks = admission.mechanism != "NULL"
         # The kernel sizes its buffers: fixed ones are slower up to 512 KiB and no faster above
         # (docs/performance.md).
         self.socket.set_hwm(queue)
@@ -76,8 +76,8 @@ class Incoming:
         except zmq.ZMQError as error:
             raise RendezvousError(
                 f"cannot listen on {bind}: {error.strerror}",
-                rank=security.rank,
-                size=security.size,
+                rank=admission.rank,
+                size=admission.size,
                 remedy="The rendezvous host must be one of rank 0's own addresses.",
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -166,7 +166,7 @@ class Outgoing:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         peer: int,
-        security: Security,
+        admission: Admission,
         *,
         queue: int = 0,
         unconfirmed_ms_max: int = 0,
@@ -175,7 +175,7 @@ class Outgoing:
         self.address, self.peer = address, peer
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
-        security.join(self.socket, peer)
+        admission.join(self.socket, peer)
         self.socket.setsockopt(zmq.SNDHWM, queue)
         # Else a firewall may forget a connection that is idle while a rank saves for minutes.
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -200,8 +200,8 @@ class Outgoing:
             why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
             raise RendezvousError(
                 f"cannot connect to rank {peer} at {address[:200]!r}: {why}",
-                rank=security.rank,
-                size=security.size,
+                rank=admission.rank,
+                size=admission.size,
                 peer=peer,
                 remedy=f"Read rank {peer}'s log.",
             ) from error

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import zmq
 
 from ringreduce.pure import schedule
-from ringreduce.transport import inherited
+from ringreduce.transport import inherited, sodium
 from ringreduce.transport.channel import (
     Incoming,
     Outgoing,
@@ -23,6 +23,7 @@ from ringreduce.transport.channel import (
     join_ports,
     split_ports,
 )
+from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
@@ -55,13 +56,13 @@ class Connections:
         self._distances = distances(security.size, streams)
         self._addresses: tuple[str, ...] = ()
         self._context = zmq.Context(io_threads=streams)
-        self._authenticator = security.authenticator(self._context)
+        self._authenticator = security.data.authenticator(self._context)
         self.incoming: list[Incoming] = []
         self.outgoing: list[Outgoing] = []
         limits = frame_bytes_max, milliseconds(TIMES.poll_s)
         try:
             for channel in range(len(self._distances)):
-                pulling = Incoming(self._context, bind, *limits, security, _domain(channel))
+                pulling = Incoming(self._context, bind, *limits, security.data, _domain(channel))
                 self.incoming.append(pulling)
         except BaseException:
             self._authenticator.close()
@@ -93,14 +94,18 @@ class Connections:
         for channel, distance in enumerate(self._distances):
             peer = self.members[(self.place + distance) % len(self.members)]
             ports = announced_ports(addresses[peer], ports_per_rank, peer, self._security)
-            pushing = Outgoing(self._context, ports[channel], peer, self._security)
+            pushing = Outgoing(self._context, ports[channel], peer, self._security.data)
             self.outgoing.append(pushing)
             self.records[channel].sender = pushing.socket.underlying
             self.records[channel].receiver = self.incoming[channel].socket.underlying
         self._addresses = tuple(addresses[member] for member in self.members)
-        for channel in range(len(self._distances)):
-            expected = self._security.credentials(self.behind(channel)[0])
-            self._authenticator.allow(_domain(channel), expected)
+        for channel, record in enumerate(self.records[: len(self._distances)]):
+            sender = self.behind(channel)[0]
+            if self._security.seals:
+                key = self._security.frame_key
+                record.seal_key[:] = key(self.rank, self.outgoing[channel].peer, channel)
+                record.open_key[:] = key(sender, self.rank, channel)
+            self._authenticator.allow(_domain(channel), self._security.data.credentials(sender))
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
@@ -160,7 +165,8 @@ class Connections:
         return bool(record.released < record.borrowed)
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies of the connections, and nothing else."""
+        """In a forked child: forget the keys, and close its copies of the connections."""
+        self._forget_keys()
         inherited.close_connections(end.address for end in self._ends())
 
     def stop_admitting(self) -> None:
@@ -170,12 +176,20 @@ class Connections:
     def close(self) -> None:
         """Free everything, after about a second at most."""
         # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
-        linger_ms = milliseconds(TIMES.linger_s) if self._security.mechanism == "CURVE" else 0
+        curve = self._security.data.mechanism == "CURVE"
+        linger_ms = milliseconds(TIMES.linger_s) if curve else 0
         for pushing in self.outgoing:
             pushing.close(linger_ms)
         for pulling in self.incoming:
             pulling.close()
         self._context.destroy(linger=0)
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        """Seal nothing from now on, so that no two processes use a key for the same numbers."""
+        for record in self.records:
+            record.seal_nonce[0] = FRAMES_PER_KEY_MAX
+            record.seal_key[:] = record.open_key[:] = bytes(sodium.KEY_BYTES)
 
     def _ends(self) -> list[Incoming | Outgoing]:
         return [*self.incoming, *self.outgoing]

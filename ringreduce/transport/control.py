@@ -61,11 +61,13 @@ class Control:
         # Descriptor of each neighbour's connection to this rank, known from its first message on.
         self._sources: dict[int, int] = {}
         self._security = security
-        self._authenticator = security.authenticator(self._context)
+        self._authenticator = security.control.authenticator(self._context)
         try:
             for neighbour in self.neighbours:
                 self._incoming[neighbour] = Incoming(
-                    *(self._context, bind, message_bytes_max, 0, security, _domain(neighbour)),
+                    *(self._context, bind, message_bytes_max, 0),
+                    security.control,
+                    _domain(neighbour),
                     queue=_QUEUE,
                 )
         except BaseException:
@@ -92,13 +94,15 @@ class Control:
                 self._context,
                 ports[0 if is_next else 1],
                 neighbour,
-                self._security,
+                self._security.control,
                 queue=_QUEUE,
                 unconfirmed_ms_max=self._link_timeout_ms,
                 ping_ms=milliseconds(TIMES.ping_s),
             )
             self._outgoing[neighbour] = pushing
-            self._authenticator.allow(_domain(neighbour), self._security.credentials(neighbour))
+            self._authenticator.allow(
+                _domain(neighbour), self._security.control.credentials(neighbour)
+            )
         self._poller.register(self._awake, zmq.POLLIN)
         for pulling in self._incoming.values():
             self._poller.register(pulling.socket, zmq.POLLIN)

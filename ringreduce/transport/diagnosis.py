@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
 import zmq
 
 from ringreduce.pure import wire
-from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, goodbye_error
+from ringreduce.pure.notification import abort_error, goodbye_error
 from ringreduce.pure.patience import Limit
-from ringreduce.transport import records
+from ringreduce.transport import frames, records
 from ringreduce.transport.calls import Call, ExchangeCall
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.stalls import Interruption, mismatch_error, timeout_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
+    ClosedError,
     CorruptionError,
     PeerLostError,
     ProtocolError,
@@ -37,7 +39,6 @@ class Diagnosis:
     ) -> None:
         self._connections, self._record = connections, record
         self._timeout_s, self._interruption = timeout_s, interruption
-        self.job = 0
 
     def where(self, call: Call, peer: int | None) -> dict[str, Any]:
         """The fields that every error of this call has."""
@@ -101,8 +102,7 @@ class Diagnosis:
         peer, _ = self._source()
         where = self.where(call, peer)
         if status == records.CONTROL:
-            payload = bytes(record.control[: record.control_bytes])
-            return _notified(received, payload, where)
+            return self._notified(where)
         if status == records.MISMATCH:
             expected = wire.decode(call.expected(record.step))
             if wire.will_be_explained(received, expected):
@@ -111,7 +111,13 @@ class Diagnosis:
                     return explained
             return mismatch_error(received, expected, self._name, **where)
         if status == records.CORRUPT:
-            return self._corrupted(received, call)
+            return self._corrupted(call)
+        if status == records.KEY_ENDED:
+            return ClosedError(
+                "may seal no more frames with the key of this connection",
+                **where,
+                remedy="Form a new communicator.",
+            )
         if status == records.UNSENDABLE:
             self._connections.outgoing[record.channel].is_lost = True
             return self.lost(call)
@@ -132,13 +138,12 @@ class Diagnosis:
             remedy="Keep other programs and jobs away from this port.",
         )
 
-    def _corrupted(self, received: wire.Header, call: Call) -> RingReduceError:
+    def _corrupted(self, call: Call) -> RingReduceError:
         peer, address = self._source()
         return CorruptionError(
-            f"received {format_bytes(received.nbytes)} that changed on the way from rank {peer} "
-            f"({address}): their CRC-32C is "
-            f"0x{self._record.computed:08x}, rank {peer} sent 0x{received.checksum:08x}; "
-            "nothing of them was used",
+            f"received a frame from rank {peer} ({address}) that does not open with the key of "
+            "this connection: it, or one before it, was changed, lost or repeated on the way; "
+            "nothing of it was used",
             **self.where(call, peer),
             remedy="Start again from the last checkpoint. Should it come back, test the memory and "
             f"the network of the hosts of ranks {peer} and {self._connections.rank}, and what "
@@ -167,28 +172,22 @@ class Diagnosis:
 
     def _unread_notification(self, call: Call) -> RingReduceError | None:
         """The error of an abort or goodbye that has arrived and is still unread."""
-        for channel, pulling in enumerate(self._connections.incoming):
-            while True:
-                try:
-                    frame = pulling.socket.recv_multipart(zmq.DONTWAIT)[0]
-                except zmq.ZMQError:
-                    break
-                if len(frame) < wire.HEADER_BYTES:
-                    continue
-                header = wire.decode(frame)
-                theirs = header.magic, header.version, header.job
-                ours = wire.MAGIC, wire.WIRE_VERSION, self.job
-                if theirs == ours and header.kind >= wire.Kind.ABORT:
-                    payload = frame[wire.HEADER_BYTES :][:ABORT_BYTES_MAX]
-                    peer, _ = self._connections.behind(channel)
-                    return _notified(header, payload, self.where(call, peer))
+        deadline = time.monotonic() + TIMES.explanation_s
+        for channel in range(len(self._connections.incoming)):
+            status = records.DONE
+            # A peer that keeps sending must not keep this rank from its own error.
+            while status == records.DONE and time.monotonic() < deadline:
+                status = frames.skip(ctypes.addressof(self._record), channel)
+            if status == records.CONTROL:
+                peer, _ = self._connections.behind(channel)
+                return self._notified(self.where(call, peer))
         return None
 
-
-def _notified(header: wire.Header, payload: bytes, where: dict[str, Any]) -> RingReduceError:
-    """The error that an abort or a goodbye stands for."""
-    read = goodbye_error if header.kind == wire.Kind.GOODBYE else abort_error
-    return read(payload, **where)
+    def _notified(self, where: dict[str, Any]) -> RingReduceError:
+        """The error that the abort or goodbye in the link's record stands for."""
+        kind = wire.decode(self._record.received).kind
+        read = goodbye_error if kind == wire.Kind.GOODBYE else abort_error
+        return read(bytes(self._record.control[: self._record.control_bytes]), **where)
 
 
 def format_bytes(nbytes: int) -> str:

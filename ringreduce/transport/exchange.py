@@ -4,7 +4,7 @@ In each step a rank sends all rows it has so far to the rank `distance` position
 as many from the rank as far behind (`ringreduce.pure.schedule.exchange`):
 
       rank - distance                    this rank                     rank + distance
-      --------------->  header == expected?  copy behind our rows   row 0 ... --------->
+      --------------->  opens? expected?  copy behind our rows     row 0 ... --------->
 
 Rows are copied behind the header into the same message: they are small, a second message would cost
 more than the copy, and no borrowed memory has to be awaited. As in the ring, sending never blocks
@@ -19,10 +19,8 @@ import numba
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.checksum import crc32c
-from ringreduce.pure.wire import HEADER_BYTES
 from ringreduce.transport import libzmq
-from ringreduce.transport.loop import receive_header, send_message, verify
+from ringreduce.transport.frames import receive, release, send
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 
 # The longest frame of an exchange, which may hold the rows of many ranks; receivers refuse longer
@@ -35,41 +33,31 @@ def run(link_address: Any, call_address: Any, rows: Any) -> Any:
     """Run the exchange from where the link stands; return a status code.
 
     Takes the addresses of the `LinkRecord`, whose channels after the streams lead over the
-    distances after the first, in their order; of the `ExchangeRecord`, which receives checksums;
-    and of the rows, uint8 of shape (size, row bytes), contiguous, row 0 filled.
+    distances after the first, in their order; of the `ExchangeRecord`; and
+    of the rows, uint8 of shape (size, row bytes), contiguous, row 0 filled.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
     call = carray(pointer(call_address), 1, EXCHANGE)[0]
     steps = carray(pointer(call.steps), call.step_count, EXCHANGE_STEP)
-    msg = link.message.ctypes.data
     while link.step < call.step_count:
         step = steps[link.step]
         number = 0 if link.step == 0 else link.streams - 1 + link.step
-        channel = channels[number]
         nbytes = step.count * call.row_bytes
         if link.started == link.step:
-            libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + nbytes))
-            data = libzmq.msg_data(msg)
-            if link.checked != 0:
-                step.outgoing[6] = np.uint64(nbytes) | (crc32c(rows, nbytes) << np.uint64(32))
-            libzmq.memcpy(data, step.outgoing.ctypes.data, np.uint64(HEADER_BYTES))
-            libzmq.memcpy(data + HEADER_BYTES, rows, np.uint64(nbytes))
-            status = send_message(link, channel, number, msg, 0)
+            header = step.outgoing.ctypes.data
+            status = send(link, channels, number, header, rows, nbytes, False)
             if status != DONE:
                 return status
             link.started += 1
             link.bytes_sent += nbytes
-        status = receive_header(link, channel, number, msg, step.incoming, nbytes, False)
+        into = rows + step.distance * call.row_bytes
+        status = receive(link, channels, number, step.incoming, nbytes, False, into)
         if status != DONE:
             return status
-        payload = libzmq.msg_data(msg) + HEADER_BYTES
-        status = verify(link, payload, nbytes)
-        if status == DONE:
-            libzmq.memcpy(rows + step.distance * call.row_bytes, payload, np.uint64(nbytes))
-        libzmq.msg_close(msg)
-        if status != DONE:
-            return status
+        if link.payload != into:
+            libzmq.memcpy(into, link.payload, np.uint64(nbytes))
+        release(link, False)
         link.frames += 1
         link.bytes_received += nbytes
         link.step += 1

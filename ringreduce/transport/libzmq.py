@@ -1,52 +1,42 @@
 """libzmq for compiled functions: loaded once, declared by name.
 
-pyzmq opens its own libzmq privately. The same file is opened here for LLVM's linker, so that
-compiled functions and Python share sockets by address (``Socket.underlying``). Names, unlike ctypes
-function pointers, can be cached on disk with the compiled code. Addresses are passed as intp: the C
-ABI passes pointers and 64-bit integers alike on every platform that has wheels.
+Compiled functions and Python share sockets by address (``Socket.underlying``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import glob
-import os
-import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import llvmlite.binding
-import zmq
-import zmq.backend
 from numba import carray, cfunc, types
 
+from ringreduce.transport import libraries
+from ringreduce.transport.libraries import declare
 from ringreduce.vocabulary.errors import NativeError
-
-
-def _declare(name: str, result: Any, *arguments: Any) -> Any:
-    return types.ExternalFunction(name, result(*arguments))
-
 
 _address, _int = types.intp, types.intc
 
 # Each is documented in the manual page of its C name; a message is a zmq_msg_t, 64 bytes.
-errno = _declare("zmq_errno", _int)
-msg_init = _declare("zmq_msg_init", _int, _address)
-msg_init_size = _declare("zmq_msg_init_size", _int, _address, types.uintp)
-msg_init_data = _declare(
+errno = declare("zmq_errno", _int)
+msg_init = declare("zmq_msg_init", _int, _address)
+msg_init_size = declare("zmq_msg_init_size", _int, _address, types.uintp)
+msg_init_data = declare(
     "zmq_msg_init_data", _int, _address, _address, types.uintp, _address, _address
 )
-msg_send = _declare("zmq_msg_send", _int, _address, _address, _int)
-msg_recv = _declare("zmq_msg_recv", _int, _address, _address, _int)
-msg_data = _declare("zmq_msg_data", _address, _address)
-msg_size = _declare("zmq_msg_size", types.uintp, _address)
-msg_more = _declare("zmq_msg_more", _int, _address)
-msg_get = _declare("zmq_msg_get", _int, _address, _int)
-msg_close = _declare("zmq_msg_close", _int, _address)
-memcpy = _declare("memcpy", _address, _address, _address, types.uintp)
-sched_yield = _declare("sched_yield", _int)
-usleep = _declare("usleep", _int, types.uint32)
+msg_send = declare("zmq_msg_send", _int, _address, _address, _int)
+msg_recv = declare("zmq_msg_recv", _int, _address, _address, _int)
+msg_data = declare("zmq_msg_data", _address, _address)
+msg_size = declare("zmq_msg_size", types.uintp, _address)
+msg_more = declare("zmq_msg_more", _int, _address)
+msg_get = declare("zmq_msg_get", _int, _address, _int)
+msg_close = declare("zmq_msg_close", _int, _address)
+# Of the C library.
+memcpy = declare("memcpy", _address, _address, _address, types.uintp)
+malloc = declare("malloc", _address, types.uintp)
+free = declare("free", types.void, _address)
+sched_yield = declare("sched_yield", _int)
+usleep = declare("usleep", _int, types.uint32)
 
 
 @cache
@@ -56,20 +46,12 @@ def load() -> None:
     Raises:
         NativeError: the libzmq that pyzmq uses was not found or has no public symbols.
     """
-    tried = []
-    for path in _candidates():
-        try:
-            if hasattr(ctypes.CDLL(path), "zmq_msg_init_data"):
-                llvmlite.binding.load_library_permanently(path)
-                return
-        except (OSError, RuntimeError) as error:
-            tried.append(f"{path} ({error})")
-            continue
-        tried.append(f"{path} (no zmq_msg_init_data in it)")
-    raise NativeError(
-        f"found no libzmq to call; tried {', '.join(tried) or 'nothing'}",
-        remedy="Reinstall pyzmq from its binary wheel: pip install --force-reinstall pyzmq",
-    )
+    library, tried = libraries.load("libzmq", "zmq_msg_init_data")
+    if library is None:
+        raise NativeError(
+            f"found no libzmq to call; tried {', '.join(tried) or 'nothing'}",
+            remedy="Reinstall pyzmq from its binary wheel: pip install --force-reinstall pyzmq",
+        )
 
 
 # <malloc.h>: parameters of mallopt.
@@ -90,23 +72,12 @@ def keep_large_blocks() -> None:
         mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
-def _candidates() -> Iterator[str]:
-    """Files that may contain the libzmq which pyzmq has already loaded, likeliest first."""
-    if sys.platform == "linux":
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            # pyzmq's library is mapped by now, whether a wheel's, conda's or the system's.
-            mapped = {line.split(maxsplit=5)[5].strip() for line in maps if "libzmq" in line}
-        yield from sorted(mapped)
-    package = os.path.dirname(zmq.__file__)
-    yield from sorted(glob.glob(os.path.join(package, ".dylibs", "libzmq*")))
-    yield from sorted(glob.glob(os.path.join(os.path.dirname(package), "pyzmq.libs", "libzmq*")))
-    # Some builds link libzmq into the extension module itself.
-    extension = sys.modules.get("zmq.backend.cython._zmq")
-    if extension is not None and extension.__file__ is not None:
-        yield extension.__file__
-
-
 def _count_release(data: Any, counter: Any) -> None:
+    carray(counter, 1)[0] += 1
+
+
+def _free_and_count_release(data: Any, counter: Any) -> None:
+    free(data)
     carray(counter, 1)[0] += 1
 
 
@@ -119,3 +90,10 @@ def release_callback() -> Any:
     """
     signature = types.void(types.voidptr, types.CPointer(types.int64))
     return cfunc(signature, cache=True)(_count_release)
+
+
+@cache
+def free_callback() -> Any:
+    """The free function of buffers from `malloc`: frees one, then does as `release_callback`."""
+    signature = types.void(types.intp, types.CPointer(types.int64))
+    return cfunc(signature, cache=True)(_free_and_count_release)

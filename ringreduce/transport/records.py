@@ -29,12 +29,14 @@ MISSHAPEN = 5  # the header due, but a payload of another size
 CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
 UNSENDABLE = 7  # the next rank's connection is gone
 FAILED = 8  # libzmq reported `errno`
-CORRUPT = 9  # a payload whose checksum is `computed` and not what its header says
+CORRUPT = 9  # a sealed frame that does not open
+KEY_ENDED = 10  # a channel's key has sealed as many frames as it may
 
 NO_SOURCE = -1
 
 _i64, _address = ctypes.c_int64, ctypes.c_int64
 _Header = ctypes.c_uint64 * 8
+_Key, _Nonce = ctypes.c_uint8 * 16, ctypes.c_uint64 * 2
 
 
 class ChannelRecord(ctypes.Structure):
@@ -48,6 +50,11 @@ class ChannelRecord(ctypes.Structure):
         ("source", _i64),  # descriptor the last frame came from; NO_SOURCE before the first
         ("sent", _i64),  # frames, in all
         ("taken", _i64),  # frames received, in all
+        # Keys of AEGIS-128L; the first word of a nonce counts the frames under its key.
+        ("seal_key", _Key),
+        ("seal_nonce", _Nonce),
+        ("open_key", _Key),
+        ("open_nonce", _Nonce),
     )
 
 
@@ -59,8 +66,11 @@ class LinkRecord(ctypes.Structure):
         ("channel_count", _i64),
         ("streams", _i64),  # how many channels, from the first on, lead to the next rank
         ("segment_bytes", _i64),  # payload of a full frame
-        ("checked", _i64),  # whether frames carry the checksum of their payload
+        ("is_sealed", _i64),  # whether frames are encrypted and authenticated
+        ("job", ctypes.c_uint64),
+        ("epoch", _i64),
         ("release", _address),  # callback that counts up `released`
+        ("free", _address),  # the same for ciphertexts, which it frees
         ("step", _i64),
         ("segment", _i64),
         ("started", _i64),  # segments of the first chunk sent; in an exchange, steps sent
@@ -69,8 +79,10 @@ class LinkRecord(ctypes.Structure):
         ("bytes_sent", _i64),
         ("bytes_received", _i64),
         ("errno", _i64),
-        ("computed", _i64),  # checksum of the last payload that was checked
         ("received", _Header),  # the last header that arrived
+        ("scratch", _address),  # a full frame's payload, opened here before it is reduced
+        ("payload", _address),  # of that frame
+        ("payload_bytes", _i64),  # those behind its header in the same message
         ("message", ctypes.c_uint64 * 16),  # room for two zmq_msg_t
         ("control_bytes", _i64),
         ("control", ctypes.c_uint8 * ABORT_BYTES_MAX),  # payload of a control frame

@@ -1,22 +1,27 @@
-"""Who may connect: keys made from the job's secret, and how a rank proves that it has them.
+"""Who may connect, and the keys that frames are sealed with; all made from the job's secret.
 
 A job has one secret, known to its ranks alone:
 
 - The rendezvous is always encrypted (CURVE). Both of its key pairs are derived from the secret and
   the job id, so a process that lacks either cannot finish the handshake.
-- There, every rank announces the public half of a fresh key pair. Each listening socket has a
-  domain and a list of the ranks that may connect, identified by their announced keys.
-- `mechanism` is what data sockets use: CURVE proves both sides and encrypts; PLAIN proves the
-  connecting side by a password that holds for this sender, this receiver and these keys; NULL,
-  without a secret, proves nothing and is for loopback addresses alone.
+- There, every rank announces the public half of a fresh key pair, and rank 0 tells all of them 32
+  random bytes, the material. Each listening socket has a domain and a list of the ranks that may
+  connect, identified by their announced keys.
+- Data sockets use PLAIN, which proves the connecting side by a password that holds for this sender,
+  this receiver and these keys. Where `encryption` is AEGIS-128L, each frame is sealed with a key
+  made of the material (`ringreduce.transport.frames`), and the control channel uses CURVE. Without
+  AEGIS-128L in libsodium, data sockets use CURVE too.
+- Without a secret everything uses NULL, which proves nothing and is for loopback addresses alone.
 
-Nothing here logs, shows or raises a key, a password or the secret.
+docs/security.md says what this protects from. Nothing here logs, shows or raises a key, a password
+or the secret.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -24,13 +29,19 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from ringreduce.transport import sodium
 from ringreduce.transport.address import is_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator, Credentials
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 
-MECHANISMS = ("NULL", "PLAIN", "CURVE")
+_log = logging.getLogger(__name__)
+
+# What data between ranks can be encrypted with, as ranks compare it.
+UNENCRYPTED, AEGIS, CURVE = "none", "AEGIS-128L", "CURVE"
+# Of the session, from rank 0.
+MATERIAL_BYTES = 32
 # CURVE adds 33 bytes to a message.
 OVERHEAD_BYTES = 64
 _MEETING = "meeting"
@@ -44,12 +55,14 @@ class Security:
 
     Args:
         secret: the job's; empty: nothing is required.
-        is_encrypted: data sockets use CURVE rather than PLAIN; needs a secret.
+        is_encrypted: encrypt data between ranks; needs a secret.
         hold_s: how long a connection that arrives before the ranks have met may wait.
 
     Attributes:
         rank, size: this rank, and the number of ranks in the job.
-        mechanism: one of `MECHANISMS`, of the data sockets.
+        encryption: of the data, `UNENCRYPTED`, `AEGIS` or `CURVE`.
+        seals: whether each frame is sealed.
+        data, control: what the sockets for data, and of the control channel, require.
 
     Raises:
         NativeError: there is a secret, and libzmq was built without encryption.
@@ -65,10 +78,17 @@ class Security:
         is_encrypted: bool = False,
         hold_s: float = 30.0,
     ) -> None:
-        self.rank, self.size, self._hold_s = rank, size, hold_s
-        self.mechanism = "NULL"
-        self._public = self._private = b""
+        self.rank, self.size, self.hold_s = rank, size, hold_s
+        self._public = self._private = self._session = b""
         self._keys: tuple[bytes, ...] = ()
+        has_aegis = sodium.load()
+        self.encryption = UNENCRYPTED
+        if is_encrypted and secret:
+            self.encryption = AEGIS if has_aegis else CURVE
+        self.seals = self.encryption == AEGIS
+        required = "PLAIN" if secret else "NULL"
+        self.data = Admission(self, "CURVE" if self.encryption == CURVE else required)
+        self.control = Admission(self, required if self.encryption == UNENCRYPTED else "CURVE")
         if not secret:
             return
         if not zmq.has("curve"):
@@ -78,7 +98,6 @@ class Security:
                 size=size,
                 remedy="Install pyzmq from its wheel, which has it.",
             )
-        self.mechanism = "CURVE" if is_encrypted else "PLAIN"
         # Hashed, since secrets may be longer than BLAKE2b's keys, and job ids are any text.
         master = hashlib.blake2b(secret.encode(errors="surrogatepass")).digest()
         self._job_key = hashlib.blake2b(
@@ -110,7 +129,7 @@ class Security:
                 remedy="Give all ranks the same RINGREDUCE_SECRET, or a RINGREDUCE_SECRET_FILE "
                 "of mode 600; `openssl rand -hex 32` makes one.",
             )
-        return cls(
+        security = cls(
             secret=config.secret,
             job_id=config.job_id,
             is_encrypted=config.encryption == "on"
@@ -119,19 +138,44 @@ class Security:
             rank=config.rank,
             size=config.size,
         )
+        security._warn(is_local)
+        return security
+
+    def _warn(self, is_local: bool) -> None:
+        """Log what this choice costs or leaves open, where that may be a surprise."""
+        where = self.rank, self.size
+        if self.seals and not sodium.is_fast():
+            _log.warning(
+                "[%d/%d] encrypts slowly, about 0.2 GB/s: libsodium does not use this processor's "
+                "AES instructions; is it a virtual machine that hides them?",
+                *where,
+            )
+        elif self.rank == 0 and self.encryption == CURVE:
+            _log.warning(
+                "[%d/%d] encrypts with CURVE, at most about 2 GB/s: this libsodium has no "
+                "AEGIS-128L, which costs almost nothing; pyzmq's own wheel brings it",
+                *where,
+            )
+        elif self.rank == 0 and self.encryption == UNENCRYPTED and not is_local:
+            _log.warning(
+                "[%d/%d] sends data unencrypted (RINGREDUCE_ENCRYPTION=off): the network can read "
+                "and change it, and only TCP's 16-bit checksum detects errors on the way",
+                *where,
+            )
 
     @property
     def public(self) -> str:
         """This rank's public key as Z85 text, for the others; empty without a secret."""
         return self._public.decode()
 
-    def learn(self, keys: Sequence[str]) -> None:
-        """Store every rank's `public`, from the rendezvous.
+    def learn(self, keys: Sequence[str], material: bytes, job: int) -> None:
+        """Store every rank's `public`, and make this ring's session key, from the rendezvous.
 
         Raises:
-            RendezvousError: there is not one key for each rank, or this rank's own differs.
+            RendezvousError: there is not one key for each rank, this rank's own differs, or the
+                material has another length.
         """
-        if self.mechanism == "NULL":
+        if not self._public:
             return
         found = tuple(key.encode(errors="replace") for key in keys)
         if (
@@ -139,6 +183,7 @@ class Security:
             or len(set(found)) != self.size
             or not all(_is_key(key) for key in found)
             or not hmac.compare_digest(found[self.rank], self._public)
+            or len(material) != MATERIAL_BYTES
         ):
             raise RendezvousError(
                 "was told keys that are not one for each rank",
@@ -148,46 +193,45 @@ class Security:
                 remedy="Start all ranks with the same ringreduce and the same secret.",
             )
         self._keys = found
+        # The secret alone does not give it, and neither does the material.
+        self._session = hashlib.blake2b(
+            struct.pack("<Q", job) + self._job_key, key=material, person=b"rr session"
+        ).digest()
 
-    def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
-        """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
-        _limit(socket)
-        if self.mechanism == "CURVE":
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
-        elif self.mechanism == "PLAIN":
-            socket.setsockopt(zmq.PLAIN_SERVER, 1)
-        else:
-            return
-        _enforce(socket, domain)
+    def frame_key(
+        self, sender: int, receiver: int, channel: int, *, group: int = 0, epoch: int = 0
+    ) -> bytes:
+        """The key, 16 bytes, of frames from rank `sender` to rank `receiver` on `channel`.
 
-    def join(self, socket: zmq.Socket[Any], peer: int) -> None:
-        """Give `socket` the credentials for `peer`; call it after `learn`, before ``connect``."""
-        if self.mechanism == "CURVE":
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys[peer])
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
-        elif self.mechanism == "PLAIN":
-            socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
-            socket.setsockopt(zmq.PLAIN_PASSWORD, self._password(self.rank, peer))
+        Both ranks' fresh public keys are in it, so it is new for each ring if only one of sender,
+        receiver and rank 0 draws good random numbers.
+        """
+        message = struct.pack("<HHIII", group, epoch, sender, receiver, channel)
+        return hashlib.blake2b(
+            message + self._keys[sender] + self._keys[receiver],
+            key=self._session,
+            person=b"rr frames",
+            digest_size=sodium.KEY_BYTES,
+        ).digest()
 
-    def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
-        """The authenticator of all sockets of `context`; make it before the first ``bind``."""
-        return Authenticator(None if self.mechanism == "NULL" else context, self._hold_s)
+    def password(self, sender: int, receiver: int) -> bytes:
+        """What `sender` shows `receiver`; the keys in it are new for each ring."""
+        message = struct.pack("<QQ", sender, receiver) + self._keys[sender] + self._keys[receiver]
+        digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
+        return digest.hexdigest().encode()
 
-    def credentials(self, rank: int) -> Credentials:
-        """What `rank` must show when it connects to this one; call it after `learn`."""
-        if self.mechanism == "CURVE":
-            return Credentials(rank, b"CURVE", (z85.decode(self._keys[rank]),))
-        if self.mechanism == "PLAIN":
-            password = self._password(rank, self.rank)
-            return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
-        return Credentials(rank, b"NULL", ())
+    def key_pair(self) -> tuple[bytes, bytes]:
+        """This rank's, public and private, as Z85 text; fresh for each ring."""
+        return self._public, self._private
+
+    def key_of(self, rank: int) -> bytes:
+        """A rank's public key as Z85 text; call it after `learn`."""
+        return self._keys[rank]
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
         """Rank 0's side of the rendezvous: accept ranks that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self.size))
-        if self.mechanism == "NULL":
+        if not self._public:
             return Authenticator(None, 0.0)
         authenticator = Authenticator(context, 0.0)
         public, _ = self._derived(b"rr member")
@@ -200,7 +244,7 @@ class Security:
 
     def join_meeting(self, socket: zmq.Socket[Any]) -> None:
         """The other ranks' side of the rendezvous; before ``connect``."""
-        if self.mechanism == "NULL":
+        if not self._public:
             return
         public, private = self._derived(b"rr member")
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._derived(b"rr rank 0")[0])
@@ -213,11 +257,55 @@ class Security:
         private = z85.encode(digest)
         return zmq.curve_public(private), private
 
-    def _password(self, sender: int, receiver: int) -> bytes:
-        """What `sender` shows `receiver`; the keys in it are new for each ring."""
-        message = struct.pack("<QQ", sender, receiver) + self._keys[sender] + self._keys[receiver]
-        digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
-        return digest.hexdigest().encode()
+
+class Admission:
+    """What the sockets of one kind require of ranks that connect.
+
+    `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
+    connecting side by a password; or ``NULL``, which proves nothing. `rank` and `size` are those of
+    `security`.
+    """
+
+    def __init__(self, security: Security, mechanism: str) -> None:
+        self._security, self.mechanism = security, mechanism
+        self.rank, self.size = security.rank, security.size
+
+    def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
+        """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
+        _limit(socket)
+        if self.mechanism == "CURVE":
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.key_pair()[1])
+        elif self.mechanism == "PLAIN":
+            socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        else:
+            return
+        _enforce(socket, domain)
+
+    def join(self, socket: zmq.Socket[Any], peer: int) -> None:
+        """Give `socket` what `peer` requires; after `Security.learn`, before ``connect``."""
+        if self.mechanism == "CURVE":
+            public, private = self._security.key_pair()
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._security.key_of(peer))
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+        elif self.mechanism == "PLAIN":
+            socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
+            socket.setsockopt(zmq.PLAIN_PASSWORD, self._security.password(self.rank, peer))
+
+    def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
+        """The authenticator of all sockets of `context`; make it before the first ``bind``."""
+        has_none = self.mechanism == "NULL"
+        return Authenticator(None if has_none else context, self._security.hold_s)
+
+    def credentials(self, rank: int) -> Credentials:
+        """What `rank` must show when it connects to this one; call it after `Security.learn`."""
+        if self.mechanism == "CURVE":
+            return Credentials(rank, b"CURVE", (z85.decode(self._security.key_of(rank)),))
+        if self.mechanism == "PLAIN":
+            password = self._security.password(rank, self.rank)
+            return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
+        return Credentials(rank, b"NULL", ())
 
 
 def _limit(socket: zmq.Socket[Any], backlog: int = _BACKLOG) -> None:

@@ -3,8 +3,9 @@
 One thread at a time uses a link (the communicator holds a lock); `interrupt`, `traffic` and `flow`
 may be called from any thread.
 
-Memory: libzmq borrows a call's buffer until `run` returns. When `run` fails, libzmq may still hold
-pieces of it, so the link keeps the array alive until its context is closed.
+Memory: libzmq borrows a call's buffer until `run` returns, unless frames are sealed. When `run`
+fails, libzmq may still hold pieces of it, so the link keeps the array alive until its context is
+closed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
-from ringreduce.transport import exchange, libzmq, loop
+from ringreduce.transport import exchange, frames, libzmq, loop, sodium
 from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import Diagnosis
@@ -63,21 +64,26 @@ class ZmqLink:
         security: Security,
     ) -> None:
         libzmq.load()
+        sodium.load()  # The linker needs it, whether frames are sealed or not.
         libzmq.keep_large_blocks()
-        self.is_encrypted = security.mechanism == "CURVE"
         self._connections = Connections(
             bind=bind,
-            frame_bytes_max=wire.HEADER_BYTES + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX),
+            frame_bytes_max=frames.SEALED_OVERHEAD_BYTES
+            + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX),
             streams=streams,
             security=security,
         )
         self.address = self._connections.address
+        self._scratch = np.empty(segment_bytes if security.seals else 0, np.uint8)
         self._record = LinkRecord(
             channels=ctypes.addressof(self._connections.records),
             channel_count=len(self._connections.records),
             streams=streams,
             segment_bytes=segment_bytes,
+            is_sealed=security.seals,
             release=libzmq.release_callback().address,
+            free=libzmq.free_callback().address,
+            scratch=self._scratch.ctypes.data,
         )
         self._record_address = ctypes.addressof(self._record)
         self._patience = patience
@@ -96,7 +102,6 @@ class ZmqLink:
         job: int,
         addresses: Sequence[str],
         members: Sequence[int] | None = None,
-        checked: bool = False,
     ) -> None:
         """Connect to the ranks ahead, whose sockets are bound already.
 
@@ -104,12 +109,11 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each rank's link.
             members: the ranks of this ring, in its order; all of them by default.
-            checked: frames carry the checksum of their payload; equal on all members.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._diagnosis.job, self._record.checked = job, checked
+        self._record.job = job
         self._connections.connect(
             addresses, self._connections.members if members is None else members
         )
@@ -143,7 +147,7 @@ class ZmqLink:
             PeerTimeoutError: there was no progress for longer than `Patience` allows.
             PeerLostError: a neighbour's connection ended, or another rank reported that.
             MismatchError: the previous rank sent a frame of another call.
-            CorruptionError: a frame's payload has changed on the way.
+            CorruptionError: a sealed frame has changed on the way, or is not the next one.
             ProtocolError: what arrived is not a frame of this ring.
 
         After any exception the link is broken: `abort`, then `close`.
@@ -235,7 +239,7 @@ class ZmqLink:
         stopped or far away costs at most `linger_s`, a lost one nothing.
         """
         known = self._connections
-        job = self._diagnosis.job
+        job = self._record.job
         header = wire.Header(kind=kind, job=job, rank=known.place, nbytes=len(payload))
         frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
         self._lent.append(frame)
@@ -247,7 +251,7 @@ class ZmqLink:
             if pushing.is_lost or not pushing.is_open:
                 continue
             address = frame.__array_interface__["data"][0]
-            if loop.post(self._record_address, channel, address, frame.size) == DONE:
+            if frames.post(self._record_address, channel, address, frame.size) == DONE:
                 posted.append(channel)
         for channel in posted:
             pushing = known.outgoing[channel]

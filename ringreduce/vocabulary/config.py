@@ -162,11 +162,6 @@ class Config:
         "how ranks reach each other: auto (shared memory within a host, ZeroMQ between hosts), "
         "shm or zmq (that alone); equal on all ranks",
     )
-    integrity: str = _one_of(
-        ("auto", "crc32", "off"),
-        "whether frames over ZeroMQ carry a checksum: auto (where they leave the host and are "
-        "not encrypted), crc32 or off; equal on all ranks",
-    )
     # Different names make processes of one host act as several hosts.
     host_id: str = _choice(
         "",
@@ -192,8 +187,8 @@ class Config:
     # Ranks authenticate each other in every case (`ringreduce.transport.security`).
     encryption: str = _one_of(
         ("auto", "on", "off"),
-        "whether data between ranks is encrypted: auto (between hosts), on or off (for networks "
-        "that are trusted); equal on all ranks",
+        "whether data between ranks is encrypted and authenticated: auto (between hosts), on or "
+        "off (for networks that are trusted, and known to change nothing); equal on all ranks",
     )
 
     def __post_init__(self) -> None:

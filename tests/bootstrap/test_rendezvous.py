@@ -111,9 +111,8 @@ def hello(**fields: Any) -> bytes:
             "streams": Config().streams,
             "transport": 0,
             "encryption": 0,
-            "mechanism": 0,
-            "integrity": 0,
         },
+        "encryption": "none",
         "key": "",
     }
     return msgspec.msgpack.encode({**usual, **fields})

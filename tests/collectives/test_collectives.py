@@ -33,7 +33,7 @@ def lengths(size: int) -> list[int]:
     return sorted({0, 1, size - 1, size, size + 1, 1009, 100_003})
 
 
-@pytest.fixture(params=["zmq", in_full("zmq, checked"), "shm", "shm+zmq"])
+@pytest.fixture(params=["zmq", in_full("zmq, sealed"), "shm", "shm+zmq"])
 def way(request, monkeypatch):
     """Rings of this module use each way to reach each other, as `Communicator.transport` says."""
     if "shm" in request.param and native.library() is None:
@@ -50,8 +50,8 @@ def way(request, monkeypatch):
             return work(comm)
 
         transport = "auto" if "shm" in request.param else "zmq"
-        integrity = "crc32" if "checked" in request.param else "off"
-        usual = {"transport": transport, "integrity": integrity}
+        encryption = "on" if "sealed" in request.param else "auto"
+        usual = {"transport": transport, "encryption": encryption}
         return testing.ring_of_threads(size, checked, hosts=hosts, **(usual | settings))
 
     monkeypatch.setattr(request.module, "ring_of_threads", form)

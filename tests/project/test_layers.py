@@ -164,7 +164,7 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.transport.control",
         "ringreduce.transport.descriptors",
         "ringreduce.transport.diagnosis",
-        "ringreduce.transport.libzmq",
+        "ringreduce.transport.libraries",
         "ringreduce.transport.monitor",
         "ringreduce.transport.security",
     }

@@ -1,4 +1,4 @@
-"""One flipped bit on the way between two ranks: with checksums never a wrong result.
+"""One flipped bit on the way between two ranks: in a sealed frame never a wrong result.
 
 The connection to one rank leads through a forwarder (`tests.forwarder`).
 """
@@ -6,6 +6,7 @@ The connection to one rank leads through a forwarder (`tests.forwarder`).
 from __future__ import annotations
 
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 from ringreduce import testing
-from ringreduce.communicator import formation
 from ringreduce.pure import wire
+from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import CorruptionError, RingReduceError
 from tests import naive
@@ -25,12 +26,16 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 sys.path.insert(0, {root!r})
+from ringreduce.pure import wire
+from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
 from ringreduce.transport.zeromq import ZmqLink
 from tests.forwarder import Flip, stand_before
 
 # Nothing but the payload of the call in question holds these.
 mark = np.frombuffer(b"what was sent is what is received, or somebody says so!!", np.float64)
-flip = Flip(mark.tobytes(), 16, 5)
+# Of a sealed frame only the header can be found, and in it the kind of the call.
+start = wire.encode(wire.Header(wire.Kind[{name!r}], 0, 0, 0)).tobytes()[:6]
+flip = Flip(start, SEALED_OVERHEAD_BYTES + 4, 5) if {sealed} else Flip(mark.tobytes(), 16, 5)
 listen = ZmqLink.__init__
 def through_the_forwarder(link, **options):
     listen(link, **options)
@@ -67,46 +72,54 @@ CALLS = {
 }
 
 
-def program(call: str) -> str:
-    return PROGRAM.format(root=str(ROOT), call=CALLS[call])
+def program(call: str, *, sealed: bool) -> str:
+    name = call.split()[-1].upper()
+    return PROGRAM.format(root=str(ROOT), call=CALLS[call], name=name, sealed=sealed)
+
+
+def ring(directory: Path, call: str, encryption: str) -> Ring:
+    return Ring(
+        *(directory, 3, program(call, sealed=encryption == "on")),
+        secret=secrets.token_hex(32),
+        encryption=encryption,
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_flipped_bit_is_an_error_on_all_ranks_that_names_both(tmp_path: Path, call: str) -> None:
-    with Ring(tmp_path, 3, program(call), integrity="crc32") as ring:
-        facts = ring.wait("result")
+    with ring(tmp_path, call, "on") as members:
+        facts = members.wait("result")
         assert [fact["kind"] for fact in facts] == ["CorruptionError"] * 3, facts
-        again = ring.wait("again")
+        again = members.wait("again")
         assert [fact["kind"] for fact in again] == ["CorruptionError"] * 3, again
-        assert all(fact["equal"] for rank in range(3) for fact in ring.said(rank, "finished"))
-        assert not ring.said(1, "finished")
-        # In an exchange rank 2 sends to rank 1 as well, and may be the first.
+        assert all(fact["equal"] for rank in range(3) for fact in members.said(rank, "finished"))
+        assert not members.said(1, "finished")
+        # In an exchange, as of lengths to gather, rank 2 sends to rank 1 too, and may be first.
         peer = facts[0]["peer"]
-        assert peer in ({0, 2} if call.startswith("small") else {0})
+        assert peer in ({0, 2} if call.startswith("small") or call.endswith("gather") else {0})
         assert [fact["peer"] for fact in facts] == [peer] * 3
         for rank, fact in enumerate(facts):
             assert ("was told by rank 1" in fact["text"]) is (rank != 1)
             assert "rank 1 of 3 received" in fact["text"]
-            assert f"changed on the way from rank {peer} (tcp://127.0.0.1:" in fact["text"]
+            assert f"received a frame from rank {peer} (tcp://127.0.0.1:" in fact["text"]
+            assert "that does not open with the key of this connection" in fact["text"]
         assert re.search(rf", in {call.split()[-1]} #\d+, \S", facts[1]["text"])
-        sums = rf"CRC-32C is 0x[0-9a-f]{{8}}, rank {peer} sent 0x[0-9a-f]{{8}};"
-        assert re.search(sums, facts[1]["text"])
-        ring.release()
+        members.release()
 
 
 @pytest.mark.parametrize(
-    ("call", "integrity"),
+    ("call", "encryption"),
     [("large all_reduce", "off"), ("small all_reduce", "auto"), ("large broadcast", "auto")],
 )
-def test_without_checksums_the_same_bit_makes_a_wrong_result(
-    tmp_path: Path, call: str, integrity: str
+def test_unsealed_the_same_bit_makes_a_wrong_result(
+    tmp_path: Path, call: str, encryption: str
 ) -> None:
     """That the forwarder does what the test above relies on; on loopback auto is off."""
-    with Ring(tmp_path, 3, program(call), integrity=integrity) as ring:
-        facts = ring.wait("result")
+    with ring(tmp_path, call, encryption) as members:
+        facts = members.wait("result")
         assert [fact["kind"] for fact in facts] == [""] * 3, facts
-        assert not ring.said(1, "finished")[0]["equal"]
-        ring.release()
+        assert not members.said(1, "finished")[0]["equal"]
+        members.release()
 
 
 class _Work:
@@ -131,35 +144,28 @@ class _Work:
             except RingReduceError as error:
                 self.results[comm.rank] = error
 
-        usual = {"transport": "zmq", "integrity": "crc32", "timeout_s": 3.0}
+        usual = {"transport": "zmq", "timeout_s": 3.0}
         testing.ring_of_threads(2, work, **(usual | settings))
 
 
-@pytest.mark.parametrize("offset", range(wire.HEADER_BYTES))
-def test_a_flipped_bit_in_a_header_is_an_error_too(
-    monkeypatch: pytest.MonkeyPatch, offset: int
+@pytest.mark.parametrize(
+    ("encryption", "offset"),
+    [("off", offset) for offset in range(0, wire.HEADER_BYTES, 5)]
+    + [("on", offset) for offset in range(0, SEALED_OVERHEAD_BYTES, 5)],
+)
+def test_a_flipped_bit_in_a_header_or_a_tag_is_an_error_too(
+    monkeypatch: pytest.MonkeyPatch, encryption: str, offset: int
 ) -> None:
     start = wire.encode(wire.Header(wire.Kind.ALL_REDUCE, 0, 0, 0)).tobytes()[:6]
     flip = Flip(start, offset, offset % 8)
     work = _Work(monkeypatch, flip)
-    work.run(40_000)
+    work.run(40_000, encryption=encryption)
     assert flip.is_done
     for result in work.results:
         assert isinstance(result, RingReduceError), result
         assert "rank" in str(result)
-        if wire.HEADER_BYTES - 12 <= offset < wire.HEADER_BYTES - 8:
+        if encryption == "on":
             assert isinstance(result, CorruptionError)
-
-
-def test_between_hosts_checksums_are_made_without_being_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(formation, "listens_on_loopback", lambda address: False)
-    flip = Flip(np.arange(30_000.0, 30_010.0).tobytes(), 4)
-    work = _Work(monkeypatch, flip)
-    work.run(40_000, integrity="auto")
-    assert flip.is_done
-    assert [type(result) for result in work.results] == [CorruptionError] * 2
 
 
 def test_a_forwarder_that_changes_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

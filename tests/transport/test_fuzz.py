@@ -41,7 +41,8 @@ from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door, loop, records
 from ringreduce.transport.calls import RingCall
-from ringreduce.transport.security import Security
+from ringreduce.transport.frames import INLINE_BYTES_MAX
+from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
@@ -58,6 +59,7 @@ from tests.fuzzing import (
 )
 from tests.processes import clean_environment, wait_until
 from tests.rings import SOON_S, Ring
+from tests.sealing import Sealer
 
 SECRET = secrets.token_hex(32)
 # What a process may grow by while strangers are at it: buffers of TCP and of libzmq for those
@@ -292,7 +294,8 @@ ERRORS: dict[str, Any] = {
     "rank 2^31": one(rank=1 << 31),
     "rank -1": one(rank=0xFFFFFFFF),
     "future epoch": one(epoch=1),
-    "last epoch of all": one(epoch=0xFFFFFFFF),
+    "last epoch of all": one(epoch=0xFFFF),
+    "last group of all": one(group=0xFFFF),
     "old sequence": lambda h, d: [[words(h, sequence=int(h[3]) - 1), d]],
     "future sequence": lambda h, d: [[words(h, sequence=int(h[3]) + 1), d]],
     "last sequence of all": one(sequence=(1 << 64) - 1),
@@ -389,7 +392,7 @@ class Loop:
             for rank in range(2)
         ]
         for member in members:
-            member.learn([other.public for other in members])
+            member.learn([other.public for other in members], bytes(MATERIAL_BYTES), job=77)
         segment_bytes = max(64, nbytes)
         self.link = ZmqLink(
             bind="tcp://127.0.0.1:*",
@@ -402,7 +405,9 @@ class Loop:
         self.context = zmq.Context()
         self.peer = self.context.socket(zmq.PUSH)
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)
-        members[1].join(self.peer, 0)
+        members[1].data.join(self.peer, 0)
+        is_sealed = encryption == "on"
+        self.sealer = Sealer(members[1].frame_key(1, 0, 0)) if is_sealed else None
         self.peer.connect(self.link.address)
         self.receiver = self.link._connections.incoming[0].socket
 
@@ -426,29 +431,46 @@ class Loop:
         )
 
     def right(self) -> list[bytes]:
-        if len(self.payload) > loop.INLINE_BYTES_MAX:
-            return [self.header.tobytes(), self.payload]
-        return [self.header.tobytes() + self.payload]
+        header = self.header.tobytes()
+        if self.sealer is not None:
+            return [self.sealer.seal(header, self.payload)]
+        if len(self.payload) > INLINE_BYTES_MAX:
+            return [header, self.payload]
+        return [header + self.payload]
 
     def mutated(self, chance: random.Random) -> list[bytes]:
-        parts = self.right()
-        if len(parts) == 2:
+        """A wrong message; where frames are sealed, half of them are sealed rightly."""
+        if self.sealer is None:
+            return self._mutated(chance, len(self.payload) > INLINE_BYTES_MAX)
+        if chance.random() < 0.5:
+            sealed, changed = self.right()[0], b""
+            while changed in (b"", sealed):
+                changed = mutate_bytes(chance, sealed)
+            return [changed]
+        [message, *rest] = self._mutated(chance, False)
+        # What is sealed has a header.
+        message = message.ljust(wire.HEADER_BYTES, b"?")
+        header, payload = message[: wire.HEADER_BYTES], message[wire.HEADER_BYTES :]
+        return [self.sealer.seal(header, payload), *rest]
+
+    def _mutated(self, chance: random.Random, is_separate: bool) -> list[bytes]:
+        right = [self.header.tobytes(), self.payload]
+        if is_separate:
             parts = mutate_frame(chance, self.header, [self.payload])[1]
         else:
+            right = [b"".join(right)]
             _, changed = mutate_frame(chance, self.header, [])
             # A header alone is changed as such, and what follows it stays.
             parts = [changed[0] + self.payload, *changed[1:]]
-        return [b"?"] if parts == self.right() else parts
+        return [b"?" * wire.HEADER_BYTES] if parts == right else parts
 
     def run(self) -> int:
-        """The status of the loop for the next message; the rest of the message is thrown away."""
+        """The status of the loop for the next message, which it must have taken wholly."""
         self.record.step = self.record.segment = 0
-        for _ in range(200):
-            status = int(loop.run(*self.arguments))
-            if status != records.WAITING:
-                break
-        while self.receiver.getsockopt(zmq.RCVMORE):
-            self.receiver.recv()
+        assert self.receiver.poll(10_000)
+        status = int(loop.run(*self.arguments))
+        # Nothing was due after a frame of another epoch.
+        assert status != records.WAITING or self.record.received[2] & 0xFFFF != 0
         return status
 
     def close(self) -> None:
@@ -457,7 +479,13 @@ class Loop:
         self.link.close()
 
 
-REFUSED = {records.FOREIGN, records.MISMATCH, records.MISSHAPEN, records.CONTROL}
+REFUSED = {
+    records.FOREIGN,
+    records.MISMATCH,
+    records.MISSHAPEN,
+    records.CONTROL,
+    records.WAITING,
+}
 
 
 @pytest.mark.parametrize(
@@ -480,11 +508,18 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
                 for parts in batch:
                     status = tried.run()
                     statuses.add(status)
-                    assert status in REFUSED, (status, [part[:80] for part in parts])
+                    refused = REFUSED | ({records.CORRUPT} if tried.sealer is not None else set())
+                    assert status in refused, (status, [part[:80] for part in parts])
+                    if status == records.CORRUPT:
+                        # libsodium has overwritten what did not open with zeros.
+                        inside = tried.memory[_GUARD:-_GUARD]
+                        assert not inside.any() or (inside == 0xA5).all()
+                        inside[:] = 0xA5
                     assert tried.memory.tobytes() == tried.untouched, [p[:80] for p in parts]
                 frames -= len(batch)
         # A kind that stands for control is drawn once in a thousand frames.
         assert statuses >= REFUSED - {records.CONTROL}
+        assert (records.CORRUPT in statuses) is (tried.sealer is not None)
         tried.peer.send_multipart(tried.right())
         assert tried.run() == records.DONE
         assert tried.memory[_GUARD:-_GUARD].tobytes() == tried.payload
@@ -519,8 +554,8 @@ def hello(**fields: Any) -> bytes:
         "control": "tcp://127.0.0.1:1,2",
         "host": "elsewhere",
         "memory": "",
-        "settings": {"segment_bytes": 1 << 20, "streams": 1, "transport": 2, "encryption": 0,
-                     "mechanism": 1, "integrity": 0},
+        "settings": {"segment_bytes": 1 << 20, "streams": 1, "transport": 2, "encryption": 0},
+        "encryption": "none",
         "key": "",
     }  # fmt: skip
     return msgspec.msgpack.encode({**usual, **fields})

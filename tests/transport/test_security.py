@@ -17,14 +17,20 @@ import zmq
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import door
+from ringreduce.transport import door, sodium
 from ringreduce.transport.address import is_loopback, listens_on_loopback
 from ringreduce.transport.authenticator import Authenticator
-from ringreduce.transport.security import Security
+from ringreduce.transport.security import MATERIAL_BYTES, Admission, Security
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ConfigError, RendezvousError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    ConfigError,
+    MismatchError,
+    RendezvousError,
+    RingReduceError,
+)
 
 SECRET = "correct horse battery staple"
+MATERIAL = bytes(range(MATERIAL_BYTES))
 # Nobody is let in or told no in more than a few milliseconds; a refusal is silence.
 # Longer than libzmq waits for a handshake: who asks while the authenticator goes is refused then.
 _SOON_MS = 15_000
@@ -35,24 +41,29 @@ def members(size: int, *, is_encrypted: bool = False, **fields: Any) -> list[Sec
     common = {"secret": SECRET, "job_id": "ours", "size": size, "hold_s": 20.0, **fields}
     found = [Security(rank=rank, is_encrypted=is_encrypted, **common) for rank in range(size)]
     for member in found:
-        member.learn([other.public for other in found])
+        member.learn([other.public for other in found], MATERIAL, job=77)
     return found
+
+
+def admissions(size: int, kind: str = "data", **fields: Any) -> list[Admission]:
+    """What the ranks' sockets of that kind require: PLAIN for data, CURVE for control."""
+    return [getattr(member, kind) for member in members(size, is_encrypted=True, **fields)]
 
 
 class Port:
     """A socket of rank 0 at which others try to connect."""
 
-    def __init__(self, security: Security) -> None:
-        self.security = security
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
         self.context = zmq.Context()
-        self.authenticator: Authenticator = security.authenticator(self.context)
+        self.authenticator: Authenticator = admission.authenticator(self.context)
         self.socket = self.context.socket(zmq.PULL)
-        security.serve(self.socket, "data")
+        admission.serve(self.socket, "data")
         self.socket.setsockopt(zmq.RCVTIMEO, _SOON_MS)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def allow(self, rank: int | None, domain: str = "data") -> None:
-        expected = None if rank is None else self.security.credentials(rank)
+        expected = None if rank is None else self.admission.credentials(rank)
         self.authenticator.allow(domain, expected)
 
     def __enter__(self) -> Port:
@@ -104,13 +115,13 @@ class Visitor:
         self.socket.close(linger=0)
 
 
-@pytest.fixture(params=[False, True], ids=["PLAIN", "CURVE"])
-def is_encrypted(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=["data", "control"], ids=["PLAIN", "CURVE"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def test_the_rank_that_is_due_is_let_in_and_named(is_encrypted: bool) -> None:
-    first, second, _ = members(3, is_encrypted=is_encrypted)
+def test_the_rank_that_is_due_is_let_in_and_named(kind: str) -> None:
+    first, second, _ = admissions(3, kind)
     with Port(first) as port:
         port.allow(1)
         with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
@@ -122,8 +133,8 @@ def test_the_rank_that_is_due_is_let_in_and_named(is_encrypted: bool) -> None:
         assert port.authenticator.refused == 0
 
 
-def test_a_rank_that_is_not_due_there_is_refused(is_encrypted: bool) -> None:
-    first, _, third = members(3, is_encrypted=is_encrypted)
+def test_a_rank_that_is_not_due_there_is_refused(kind: str) -> None:
+    first, _, third = admissions(3, kind)
     with Port(first) as port:
         port.allow(1)
         assert not port.admits(lambda socket: third.join(socket, 0))
@@ -131,10 +142,10 @@ def test_a_rank_that_is_not_due_there_is_refused(is_encrypted: bool) -> None:
 
 
 @pytest.mark.parametrize("other", [{"secret": "another one altogether"}, {"job_id": "theirs"}, {}])
-def test_a_rank_of_another_ring_is_refused(is_encrypted: bool, other: dict[str, str]) -> None:
+def test_a_rank_of_another_ring_is_refused(kind: str, other: dict[str, str]) -> None:
     """With the same secret and job id too: its keys are not those that were announced."""
-    first, _ = members(2, is_encrypted=is_encrypted)
-    _, stranger = members(2, is_encrypted=is_encrypted, **other)
+    first, _ = admissions(2, kind)
+    _, stranger = admissions(2, kind, **other)
     with Port(first) as port:
         port.allow(1)
         assert not port.admits(lambda socket: stranger.join(socket, 0))
@@ -150,26 +161,26 @@ def test_a_key_made_up_on_the_way_is_refused() -> None:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, private)
 
-    with Port(first) as port:
+    with Port(first.control) as port:
         port.allow(1)
         assert not port.admits(prepare)
 
 
 @pytest.mark.parametrize("mechanism", ["NULL", "PLAIN"])
-def test_without_a_key_nobody_is_let_in(is_encrypted: bool, mechanism: str) -> None:
+def test_without_a_key_nobody_is_let_in(kind: str, mechanism: str) -> None:
     def prepare(socket: zmq.Socket[bytes]) -> None:
         if mechanism == "PLAIN":
             socket.setsockopt(zmq.PLAIN_USERNAME, b"1")
             socket.setsockopt(zmq.PLAIN_PASSWORD, SECRET.encode())
 
-    first, _ = members(2, is_encrypted=is_encrypted)
+    first, _ = admissions(2, kind)
     with Port(first) as port:
         port.allow(1)
         assert not port.admits(prepare)
 
 
-def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(is_encrypted: bool) -> None:
-    first, second, third = members(3, is_encrypted=is_encrypted)
+def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(kind: str) -> None:
+    first, second, third = admissions(3, kind)
     with Port(first) as port, port.attempt(lambda socket: second.join(socket, 0)) as early:
         # A stranger who is answered shows that the one before has been heard, and is not.
         port.allow(1, "other")
@@ -181,13 +192,13 @@ def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(is_encrypted
 
 
 def test_waiting_comes_to_an_end() -> None:
-    first, second = members(2, hold_s=0.2)
+    first, second = admissions(2, hold_s=0.2)
     with Port(first) as port:
         assert not port.admits(lambda socket: second.join(socket, 0))
 
 
-def test_after_the_authenticator_has_gone_nobody_is_let_in(is_encrypted: bool) -> None:
-    first, second = members(2, is_encrypted=is_encrypted)
+def test_after_the_authenticator_has_gone_nobody_is_let_in(kind: str) -> None:
+    first, second = admissions(2, kind)
     with Port(first) as port:
         port.allow(1)
         with port.attempt(lambda socket: second.join(socket, 0)) as inside:
@@ -200,11 +211,11 @@ def test_after_the_authenticator_has_gone_nobody_is_let_in(is_encrypted: bool) -
 
 def test_without_a_secret_nobody_is_asked() -> None:
     first, second = members(2, secret="")
-    assert first.mechanism == "NULL"
+    assert first.data.mechanism == first.control.mechanism == "NULL"
     assert first.public == ""
-    with Port(first) as port:
+    with Port(first.data) as port:
         port.allow(None)
-        assert port.admits(lambda socket: second.join(socket, 0))
+        assert port.admits(lambda socket: second.data.join(socket, 0))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +233,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
     ],
 )
 def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: list[bytes]) -> None:
-    first, second = members(2)
+    first, second = admissions(2)
     with Port(first) as port:
         port.allow(1)
         asking = port.context.socket(zmq.DEALER)
@@ -236,7 +247,7 @@ def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: li
 
 
 def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
-    first, second = members(2)
+    first, second = admissions(2)
     with Port(first) as port, caplog.at_level(logging.WARNING):
         port.allow(None)
         for _ in range(30):
@@ -263,7 +274,14 @@ def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixtur
 def test_keys_that_are_not_one_for_each_rank_are_refused(keys: Any) -> None:
     security = Security(secret=SECRET, job_id="ours", rank=0, size=2)
     with pytest.raises(RendezvousError, match="not one for each rank"):
-        security.learn(keys(security.public))
+        security.learn(keys(security.public), MATERIAL, job=77)
+
+
+@pytest.mark.parametrize("material", [b"", bytes(31), bytes(33)])
+def test_material_of_another_length_is_refused(material: bytes) -> None:
+    first, second = (Security(secret=SECRET, job_id="ours", rank=rank, size=2) for rank in (0, 1))
+    with pytest.raises(RendezvousError, match="not one for each rank"):
+        first.learn([first.public, second.public], material, job=77)
 
 
 def test_every_ring_has_fresh_keys() -> None:
@@ -296,21 +314,65 @@ def test_encryption_without_a_secret_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rendezvous", "encryption", "mechanism"),
+    ("rendezvous", "encryption", "cipher"),
     [
-        ("127.0.0.1:4000", "auto", "PLAIN"),
-        ("127.0.0.1:4000", "on", "CURVE"),
-        ("127.0.0.1:4000", "off", "PLAIN"),
-        ("192.0.2.1:4000", "auto", "CURVE"),
-        ("192.0.2.1:4000", "on", "CURVE"),
-        ("192.0.2.1:4000", "off", "PLAIN"),
+        ("127.0.0.1:4000", "auto", "none"),
+        ("127.0.0.1:4000", "on", "AEGIS-128L"),
+        ("127.0.0.1:4000", "off", "none"),
+        ("192.0.2.1:4000", "auto", "AEGIS-128L"),
+        ("192.0.2.1:4000", "on", "AEGIS-128L"),
+        ("192.0.2.1:4000", "off", "none"),
     ],
 )
 def test_what_is_spoken_follows_from_the_address(
-    rendezvous: str, encryption: str, mechanism: str
+    rendezvous: str, encryption: str, cipher: str
 ) -> None:
-    settings = config(rendezvous, encryption=encryption, secret=SECRET)
-    assert Security.of(settings).mechanism == mechanism
+    security = Security.of(config(rendezvous, encryption=encryption, secret=SECRET))
+    assert security.encryption == cipher
+    assert security.seals is (cipher != "none")
+    assert security.data.mechanism == "PLAIN"
+    assert security.control.mechanism == ("CURVE" if security.seals else "PLAIN")
+
+
+def test_sending_unencrypted_between_hosts_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(2):
+        settings = {"encryption": "off", "secret": SECRET, "rank": rank}
+        Security.of(config("192.0.2.1:4000", **settings))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "sends data unencrypted (RINGREDUCE_ENCRYPTION=off)" in line
+
+
+def test_a_processor_without_the_instructions_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sodium, "is_fast", lambda: False)
+    Security.of(config("192.0.2.1:4000", secret=SECRET))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "does not use this processor's AES instructions" in line
+
+
+def test_without_aegis_everything_is_encrypted_with_curve(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sodium, "load", lambda: False)
+    security = Security.of(config("192.0.2.1:4000", secret=SECRET))
+    assert security.encryption == security.data.mechanism == security.control.mechanism == "CURVE"
+    assert not security.seals
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "this libsodium has no AEGIS-128L" in line
+    caplog.clear()
+
+    def work(comm: Communicator) -> float:
+        return float(comm.all_reduce(np.arange(30_000.0))[-1])
+
+    assert ring_of_threads(2, work, transport="zmq", encryption="on") == [59_998.0] * 2
+
+
+def test_ranks_that_encrypt_differently_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([True, False])
+    monkeypatch.setattr(sodium, "load", lambda: next(found))
+    with pytest.raises(MismatchError, match=r"rank 1 has encryption .*, rank 0 has "):
+        ring_of_threads(2, lambda comm: None, transport="zmq", encryption="on")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,327 @@
+"""Frames over ZeroMQ, compiled: send one, receive the one that is due.
+
+    plain    header | payload           in one message, or two where the payload is large
+    sealed   header | tag | ciphertext  always in one
+
+Sealed frames are encrypted and authenticated by AEGIS-128L (`ringreduce.transport.sodium`). The
+header stays readable, and is authenticated too: it is the associated data. The nonce is the number
+of frames sealed before on this channel; both ends count, so a frame that is lost, repeated, moved
+or changed on the way does not open. A frame is opened before its header is compared; until then
+nothing is believed of it, and the memory it is opened into is the message's own or that of a
+payload of just the length due.
+
+Payloads of plain frames are borrowed where they are large (``zmq_msg_init_data``), ciphertexts are
+allocated; either way libzmq's free callback counts in the channel's `released` when it has written
+one. Sending never blocks: the outgoing queue is unbounded.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import numba
+import numpy as np
+from numba import carray
+
+from ringreduce.pure.notification import ABORT_BYTES_MAX
+from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
+from ringreduce.transport import libzmq, sodium
+from ringreduce.transport.records import (
+    CHANNEL,
+    CONTROL,
+    CORRUPT,
+    DONE,
+    FAILED,
+    FOREIGN,
+    KEY_ENDED,
+    LINK,
+    MISMATCH,
+    MISSHAPEN,
+    UNSENDABLE,
+    WAITING,
+    ChannelRecord,
+    pointer,
+)
+from ringreduce.transport.sodium import TAG_BYTES
+
+# Up to this size a payload is copied behind the header in the same message: that is cheaper than a
+# second message and the wait for its release.
+INLINE_BYTES_MAX = 16384
+# Frames that one key seals: at a million a second, nine years' worth.
+FRAMES_PER_KEY_MAX = 1 << 48
+
+SEALED_OVERHEAD_BYTES = HEADER_BYTES + TAG_BYTES
+# Parts of a message that are read before its sender counts as broken.
+_PARTS_MAX = 16
+
+_CHANNEL_BYTES = CHANNEL.itemsize
+_RELEASED_AT = ChannelRecord.released.offset
+_SEAL_KEY_AT, _SEAL_NONCE_AT = ChannelRecord.seal_key.offset, ChannelRecord.seal_nonce.offset
+_OPEN_KEY_AT, _OPEN_NONCE_AT = ChannelRecord.open_key.offset, ChannelRecord.open_nonce.offset
+
+# libzmq's constants: flags, errno values and message properties of the C API.
+_DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
+_EINTR, _EAGAIN, _ENOMEM = errno.EINTR, errno.EAGAIN, errno.ENOMEM
+
+_FIRST_CONTROL_KIND = int(Kind.ABORT)
+# Magic and version in word 0, the epoch in word 2.
+_GREETING = np.uint64(MAGIC | WIRE_VERSION << 32)
+_GREETING_BITS, _EPOCH_BITS = np.uint64(0xFFFFFFFFFF), np.uint64(0xFFFF)
+# A frame of another epoch.
+_STALE = -1
+_MESSAGE_BYTES = 64
+
+
+@numba.njit(nogil=True, cache=True)
+def send(
+    link: Any, channels: Any, number: Any, header: Any, payload: Any, nbytes: Any, lends: Any
+) -> Any:
+    """Queue a frame without waiting, from the addresses of header and payload.
+
+    Returns DONE or a failure. With `lends` the channel's `released` counts when libzmq has written
+    it, and a plain payload is borrowed until then.
+    """
+    if link.is_sealed != 0:
+        return _send_sealed(link, channels, number, header, payload, nbytes, lends)
+    inline_bytes = 0 if lends else nbytes
+    msg = link.message.ctypes.data
+    libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
+    data = libzmq.msg_data(msg)
+    libzmq.memcpy(data, header, np.uint64(HEADER_BYTES))
+    if inline_bytes > 0:
+        libzmq.memcpy(data + HEADER_BYTES, payload, np.uint64(inline_bytes))
+    flags = _SNDMORE if lends else 0
+    status = _send_message(link, channels, number, msg, flags)
+    if status == DONE and lends:
+        libzmq.msg_init_data(
+            msg, payload, np.uint64(nbytes), link.release, _counter(channels, number)
+        )
+        channels[number].borrowed += 1
+        status = _send_message(link, channels, number, msg, 0)
+    return status
+
+
+@numba.njit(nogil=True, cache=True)
+def _send_sealed(
+    link: Any, channels: Any, number: Any, header: Any, payload: Any, nbytes: Any, counts: Any
+) -> Any:
+    channel = channels[number]
+    if channel.seal_nonce[0] >= np.uint64(FRAMES_PER_KEY_MAX):
+        return KEY_ENDED
+    msg = link.message.ctypes.data
+    size = np.uint64(SEALED_OVERHEAD_BYTES + nbytes)
+    if counts:
+        data = libzmq.malloc(size)
+        if data == 0:
+            link.errno = _ENOMEM
+            return FAILED
+        libzmq.msg_init_data(msg, data, size, link.free, _counter(channels, number))
+        channel.borrowed += 1
+    else:
+        libzmq.msg_init_size(msg, size)
+        data = libzmq.msg_data(msg)
+    libzmq.memcpy(data, header, np.uint64(HEADER_BYTES))
+    record = channels.ctypes.data + number * _CHANNEL_BYTES
+    sodium.encrypt(
+        data + SEALED_OVERHEAD_BYTES, data + HEADER_BYTES, 0, payload, np.uint64(nbytes), data,
+        np.uint64(HEADER_BYTES), 0, record + _SEAL_NONCE_AT, record + _SEAL_KEY_AT,
+    )  # fmt: skip
+    # Before it is sent: whatever becomes of it, this nonce has been used.
+    channel.seal_nonce[0] += np.uint64(1)
+    return _send_message(link, channels, number, msg, 0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -> Any:
+    link.channel = number
+    if libzmq.msg_send(msg, channels[number].sender, _DONTWAIT | flags) < 0:
+        link.errno = libzmq.errno()
+        libzmq.msg_close(msg)
+        # The queue is unbounded, so EAGAIN can only mean that there is no connection.
+        return UNSENDABLE if link.errno == _EAGAIN else FAILED
+    if flags & _SNDMORE == 0:
+        channels[number].sent += 1
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _counter(channels: Any, number: Any) -> Any:
+    """Address of the channel's `released`."""
+    return channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
+
+
+@numba.njit(nogil=True, cache=True)
+def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
+    """Queue the frame at address `frame`, `nbytes` with its header; return DONE or a failure.
+
+    It is borrowed and must live until the channel's `released` has reached its `borrowed`.
+    """
+    link = carray(pointer(link_address), 1, LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    if link.is_sealed != 0:
+        payload = frame + HEADER_BYTES
+        return _send_sealed(link, channels, number, frame, payload, nbytes - HEADER_BYTES, True)
+    msg = link.message.ctypes.data
+    libzmq.msg_init_data(msg, frame, np.uint64(nbytes), link.release, _counter(channels, number))
+    channels[number].borrowed += 1
+    return _send_message(link, channels, number, msg, 0)
+
+
+@numba.njit(nogil=True, cache=True)
+def receive(
+    link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, is_separate: Any, into: Any
+) -> Any:
+    """Receive the frame due; return DONE or a failure.
+
+    Due are the header `expected`, uint64 of shape (8,), and `nbytes` of payload, in a second part
+    of a plain message if `is_separate`. After DONE the payload is at ``link.payload`` until the
+    caller calls `release`: at address `into`, if that is not 0 and frames are sealed. After a
+    failure nothing is to be released; ``link.received`` has the header that came.
+    """
+    link.channel = number
+    channel = channels[number]
+    first = link.message.ctypes.data
+    libzmq.msg_init(first)
+    if libzmq.msg_recv(first, channel.receiver, 0) < 0:
+        link.errno = libzmq.errno()
+        return WAITING if link.errno == _EAGAIN or link.errno == _EINTR else FAILED
+    source = libzmq.msg_get(first, _SRCFD)
+    if link.is_sealed != 0:
+        status = _open(link, channels, number, first, expected, nbytes, into)
+    else:
+        status = _read(link, first)
+    if status != CORRUPT and status != FOREIGN:
+        channel.source = source
+    if status == DONE:
+        if not _is_equal(link.received, expected):
+            status = MISMATCH
+        elif (libzmq.msg_more(first) != 0) != is_separate or (
+            link.payload_bytes != (0 if is_separate else nbytes)
+        ):
+            status = MISSHAPEN
+    if status != DONE:
+        _drain(channel, first)
+        # Of another epoch: as if it had not come.
+        return WAITING if status == _STALE else status
+    channel.taken += 1
+    if is_separate:
+        second = first + _MESSAGE_BYTES
+        # Parts of one message arrive together, so this does not wait.
+        libzmq.msg_init(second)
+        if libzmq.msg_recv(second, channel.receiver, 0) < 0:
+            link.errno = libzmq.errno()
+            libzmq.msg_close(first)
+            return FAILED
+        link.payload = libzmq.msg_data(second)
+        if np.int64(libzmq.msg_size(second)) != nbytes or libzmq.msg_more(second) != 0:
+            libzmq.msg_close(first)
+            _drain(channel, second)
+            return MISSHAPEN
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def release(link: Any, is_separate: Any) -> None:
+    """Free the messages of the frame that `receive` has returned."""
+    first = link.message.ctypes.data
+    if is_separate:
+        libzmq.msg_close(first + _MESSAGE_BYTES)
+    libzmq.msg_close(first)
+
+
+@numba.njit(nogil=True, cache=True)
+def skip(link_address: Any, number: Any) -> Any:
+    """Take the next message off a channel without waiting.
+
+    Returns CONTROL for an abort or a goodbye, which is then in the link's record, WAITING if there
+    is no message, CORRUPT or FAILED if none can be read any more, and DONE for any other.
+    """
+    link = carray(pointer(link_address), 1, LINK)[0]
+    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
+    channel = channels[number]
+    first = link.message.ctypes.data
+    libzmq.msg_init(first)
+    if libzmq.msg_recv(first, channel.receiver, _DONTWAIT) < 0:
+        return WAITING if libzmq.errno() == _EAGAIN else FAILED
+    if link.is_sealed != 0:
+        status = _open(link, channels, number, first, link.received, np.int64(0), 0)
+    else:
+        status = _read(link, first)
+    _drain(channel, first)
+    return status if status in (CONTROL, CORRUPT) else DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _read(link: Any, msg: Any) -> Any:
+    """Copy a plain frame's header to the link's record, and look whose frame it is."""
+    size = np.int64(libzmq.msg_size(msg)) - HEADER_BYTES
+    if size < 0:
+        link.received[:] = 0
+        return FOREIGN
+    data = libzmq.msg_data(msg)
+    libzmq.memcpy(link.received.ctypes.data, data, np.uint64(HEADER_BYTES))
+    link.payload, link.payload_bytes = data + HEADER_BYTES, size
+    return _look(link)
+
+
+@numba.njit(nogil=True, cache=True)
+def _open(
+    link: Any, channels: Any, number: Any, msg: Any, expected: Any, nbytes: Any, into: Any
+) -> Any:
+    """Do as `_read` with a sealed frame; open it `into` there if it is the one due."""
+    received, nonce = link.received, channels[number].open_nonce
+    size = np.int64(libzmq.msg_size(msg)) - SEALED_OVERHEAD_BYTES
+    if size < 0 or libzmq.msg_more(msg) != 0:
+        received[:] = 0
+        nonce[0] += np.uint64(1)
+        return CORRUPT
+    data = libzmq.msg_data(msg)
+    libzmq.memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
+    link.payload, link.payload_bytes = data + SEALED_OVERHEAD_BYTES, size
+    if into != 0 and size == nbytes and _is_equal(received, expected):
+        link.payload = into
+    record = channels.ctypes.data + number * _CHANNEL_BYTES
+    failed = sodium.decrypt(
+        link.payload, 0, data + SEALED_OVERHEAD_BYTES, np.uint64(size), data + HEADER_BYTES, data,
+        np.uint64(HEADER_BYTES), record + _OPEN_NONCE_AT, record + _OPEN_KEY_AT,
+    )  # fmt: skip
+    nonce[0] += np.uint64(1)
+    return CORRUPT if failed != 0 else _look(link)
+
+
+@numba.njit(nogil=True, cache=True)
+def _look(link: Any) -> Any:
+    """Whose frame the one in the link's record is, and whether it is about the ring itself."""
+    received = link.received
+    if received[0] & _GREETING_BITS != _GREETING or received[1] != link.job:
+        return FOREIGN
+    if received[2] & _EPOCH_BITS != np.uint64(link.epoch):
+        return _STALE
+    if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
+        link.control_bytes = min(link.payload_bytes, ABORT_BYTES_MAX)
+        libzmq.memcpy(link.control.ctypes.data, link.payload, np.uint64(link.control_bytes))
+        return CONTROL
+    return DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _is_equal(received: Any, expected: Any) -> Any:
+    for word in range(8):  # noqa: SIM110  numba compiles no generators with all()
+        if received[word] != expected[word]:
+            return False
+    return True
+
+
+@numba.njit(nogil=True, cache=True)
+def _drain(channel: Any, msg: Any) -> None:
+    """Close a message, and those that are further parts of it."""
+    for _ in range(_PARTS_MAX):
+        more = libzmq.msg_more(msg)
+        libzmq.msg_close(msg)
+        if more == 0:
+            return
+        libzmq.msg_init(msg)
+        if libzmq.msg_recv(msg, channel.receiver, _DONTWAIT) < 0:
+            break
+    libzmq.msg_close(msg)
