@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import say
+from shared import built, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
@@ -30,7 +30,7 @@ def line_model(rate, kernel=0.0, *, distributed=True, metrics=(), seed=None):
     optimizer = keras.optimizers.SGD(rate)
     optimizer = rr.DistributedOptimizer(optimizer) if distributed else optimizer
     model.compile(optimizer=optimizer, loss="mse", metrics=list(metrics))
-    return model
+    return model if metrics else built(model)
 
 
 def column(*values):

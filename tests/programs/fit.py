@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pandas
 import tensorflow as tf
-from shared import difference, digest, error_of, say
+from shared import built, difference, digest, error_of, say
 
 import ringreduce
 import ringreduce.keras as rr
@@ -64,8 +64,9 @@ def model_of(*layers, **options):
     optimizer = keras.optimizers.SGD(0.01)
     if options.pop("distributed", True):
         optimizer = rr.DistributedOptimizer(optimizer)
+    is_built = options.pop("is_built", True)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
-    return model
+    return built(model, np.zeros((1, 4)), np.zeros((1, 2))) if is_built else model
 
 
 def history_of(history):
@@ -103,7 +104,7 @@ def forms(prefix, count):
     frames = {"x": pandas.DataFrame(x), "y": pandas.DataFrame(y)}
     held_out = arrays(37)
     checked = {**alone, "validation_data": held_out}
-    fitted(f"{prefix}arrays", {**checked, "shuffle": False}, checked)
+    fitted(f"{prefix}arrays", {**checked, "shuffle": False}, checked, is_built=False)
     for name, given in {
         "pandas": {**frames, "batch_size": BATCH, "shuffle": False},
         "batches": {"x": data.filter(lambda *_: True).batch(BATCH)},

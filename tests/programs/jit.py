@@ -7,7 +7,7 @@ data of all ranks together.
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import difference, digest, error_of, say
+from shared import built, difference, digest, error_of, say
 
 import ringreduce.keras as rr
 from ringreduce import ArrayError
@@ -33,6 +33,8 @@ def make_model(*layers):
 def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **options):
     wrapped = rr.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
     model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, **options)
+    if not options:
+        built(model)
     fit = model.fit(inputs, targets, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
     return fit.history
 

@@ -9,12 +9,25 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 
-__all__ = ["difference", "digest", "error_of", "say"]
+__all__ = ["built", "difference", "digest", "error_of", "say"]
 
 
 def say(case, **facts):
     """Print one line of JSON, with the rank in it."""
     print(json.dumps({"case": case, "rank": rr.rank(), **facts}), flush=True)
+
+
+def built(model, *example):
+    """The compiled model, with its variables: Keras traces a step that creates some twice.
+
+    With metrics, an example of inputs and targets.
+    """
+    if example:
+        inputs, targets = example
+        model.compute_metrics(inputs, targets, model(inputs))
+        model.reset_metrics()
+    model.optimizer.build(model.trainable_variables)
+    return model
 
 
 def digest(weights):

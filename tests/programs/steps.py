@@ -6,7 +6,7 @@ What must come out is computed beside it, by plain Keras, on the data of all ran
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import difference, digest, error_of, say
+from shared import built, difference, digest, error_of, say
 
 import ringreduce.keras as rr
 
@@ -43,8 +43,10 @@ def fit_alone(model, optimizer, arrays, batch):
     return fit(model, optimizer, arrays, batch, run_eagerly=True)
 
 
-def fit(model, optimizer, arrays, batch, callbacks=(), **options):
+def fit(model, optimizer, arrays, batch, callbacks=(), is_built=True, **options):
     model.compile(optimizer=optimizer, loss=LOSS, **options)
+    if is_built:
+        built(model)
     model.fit(*arrays, batch_size=batch, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model
 
@@ -70,7 +72,7 @@ def half_precision(policy):
         inputs = np.minimum(inputs, 3.0)
     first = model.get_weights()[0].copy()
     optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    fit(model, optimizer, (inputs, targets), 4)
+    fit(model, optimizer, (inputs, targets), 4, is_built=False)
     scale = getattr(model.optimizer, "dynamic_scale", None)
     say(
         policy,
@@ -378,6 +380,7 @@ def several_models():
         for model, optimizer in zip(models, optimizers, strict=True):
             if not model.compiled:
                 model.compile(optimizer=optimizer, loss=LOSS)
+                built(model)
             model.fit(*own(arrays, 4), batch_size=4, shuffle=False, verbose=0)
         for model, optimizer in zip(alone, plain, strict=True):
             if not model.compiled:

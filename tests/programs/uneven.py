@@ -10,7 +10,7 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import difference, digest, error_of, say
+from shared import built, difference, digest, error_of, say
 
 import ringreduce.keras as rr
 
@@ -46,9 +46,9 @@ def make_model(*layers):
     return keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(2)])
 
 
-def compiled(model, optimizer, **options):
+def compiled(model, optimizer, *, is_built=True, **options):
     model.compile(optimizer=optimizer, loss=LOSS, metrics=["mae"], **options)
-    return model
+    return built(model, np.zeros((1, 4)), np.zeros((1, 2))) if is_built else model
 
 
 @functools.cache
@@ -366,7 +366,7 @@ def refusals():
     say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
 
 
-fitted("known")
+fitted("known", is_built=False)
 fitted("unknown", known=False)
 fitted("by ranks", weighting="ranks")
 fitted("adam", make=keras.optimizers.Adam)
