@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 import keras
 import numpy as np
 import tensorflow as tf
-
 from shared import built
 
 import ringreduce.keras as rr
