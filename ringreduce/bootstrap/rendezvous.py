@@ -213,7 +213,8 @@ class Meeting:
                 f"was refused in the handshake at {config.rendezvous}: what listens there does "
                 "not know this job's secret, or is no ringreduce",
                 "All ranks need the same RINGREDUCE_SECRET (all or none) and the same "
-                "RINGREDUCE_JOB_ID.",
+                "RINGREDUCE_JOB_ID. Hosts without a common home have different files "
+                "~/.ringreduce/secret.",
             )
         raise self._error(
             f"got no answer from rank 0 at {config.rendezvous} in {config.join_timeout_s:g} s",

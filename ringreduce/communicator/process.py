@@ -35,14 +35,16 @@ def init(
     """Form the ring and make it this process's default; return its communicator.
 
     Other settings come from the variables that ``ringreduce run`` sets (``RINGREDUCE_RANK`` and so
-    on). Without them the process is a world of one, so that a script runs alone unchanged.
+    on) or another launcher, such as mpirun, srun or torchrun. Without them the process is a world
+    of one, so that a script runs alone unchanged.
 
     Called again while the default is open, it returns the same communicator.
 
     Args: settings, see `Config`.
 
     Raises:
-        ConfigError: settings are impossible or incomplete, or differ from the open default's.
+        ConfigError: settings are impossible or incomplete, differ from the open default's, or two
+            launchers contradict each other.
         RendezvousError, MismatchError, PeerError, NativeError: as `Communicator`.
     """
     global _default

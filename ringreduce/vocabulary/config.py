@@ -1,7 +1,8 @@
 """Settings of one communicator, and the only reader of the environment.
 
-Arguments come before variables, and variables before defaults. Without launch variables a process
-is a world of one; with only some of them it raises `ConfigError` rather than train alone.
+Arguments come before our variables, these before those of other launchers
+(`ringreduce.vocabulary.launchers`), and defaults last. Without a launcher a process is a world of
+one; with only some of the variables it raises `ConfigError` rather than train alone.
 
 Each setting is listed once, as a field of `Config`, from which its variable, the launcher's
 option, its check and the comparison between ranks follow.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.launched import find_place, take_place
 from ringreduce.vocabulary.secret import check_secret, read_secret
 from ringreduce.vocabulary.times import Times
 
@@ -224,8 +226,8 @@ class Config:
             environment: variables to read instead of the process's own.
 
         Raises:
-            ConfigError: an argument is unknown, a variable cannot be read or is out of range, or
-                only some launch variables are set.
+            ConfigError: an argument is unknown, a variable cannot be read or is out of range, only
+                some launch variables are set, or two launchers contradict each other.
         """
         variables = os.environ if environment is None else environment
         if unknown := sorted(set(arguments) - set(SETTINGS)):
@@ -234,13 +236,18 @@ class Config:
                 remedy=f"Known are {', '.join(sorted(SETTINGS))}.",
             )
         values = {name: value for name, value in arguments.items() if value is not None}
-        _refuse_half_a_launch(values, variables)
+        is_ours = any(name in values or _variable(name) in variables for name in ("rank", "size"))
+        place = None if is_ours else find_place(variables)
+        if place is None:
+            _refuse_half_a_launch(values, variables)
         for name, setting in SETTINGS.items():
             text = variables.get(_variable(name))
             if name not in values and text is not None:
                 values[name] = _read(_variable(name), text, setting)
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
+        if place is not None:
+            take_place(values, place, variables.get("HOME", ""))
         if "timeout_s" in values:
             # A user who sets one limit means it for the rendezvous too.
             values.setdefault("join_timeout_s", values["timeout_s"])
@@ -287,8 +294,8 @@ def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, 
         raise ConfigError(
             f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not",
-            remedy="Start the workers with `ringreduce run -n N script.py`, or set all of "
-            f"{', '.join(_LAUNCH)}; set none of them for a single process.",
+            remedy="Start the workers with `ringreduce run -n N script.py` or another launcher, or "
+            f"set all of {', '.join(_LAUNCH)}; set none of them for a single process.",
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import stat
+from pathlib import Path
 
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -21,13 +24,53 @@ def check_secret(secret: str, source: str) -> None:
         )
 
 
-def read_secret(path: str) -> str:
+def users_secret(home: str, *, makes_one: bool) -> str:
+    """The secret in ``.ringreduce/secret`` of the user's `home`, for jobs of other launchers.
+
+    Args:
+        home: absolute path; empty: there is none.
+        makes_one: whether to make the file, if `home` is the user's own. Processes that do so at
+            the same time get the same secret.
+
+    Returns:
+        The secret; empty where there is no file and none can be made.
+
+    Raises:
+        ConfigError: as `read_secret`.
+    """
+    path = Path(home, ".ringreduce", "secret")
+    if not path.is_absolute():
+        return ""
+    if makes_one and not path.exists():
+        with contextlib.suppress(OSError):
+            # Else root, with the user's HOME, would leave a file that the user cannot read.
+            if os.stat(home).st_uid == os.geteuid():
+                _make_file(path)
+    return read_secret(str(path), f"the file {path}") if path.exists() else ""
+
+
+def _make_file(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    # A link appears with its whole content, also in a home on NFS; the first one stays.
+    draft = path.with_name(f"draft-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def read_secret(path: str, named: str = "") -> str:
     """The secret in the file at `path`, without white space around it.
+
+    Args:
+        named: what errors call it.
 
     Raises:
         ConfigError: it is not a regular file that only its owner may read, or holds no secret.
     """
-    named = f"the file {path} of RINGREDUCE_SECRET_FILE"
+    named = named or f"the file {path} of RINGREDUCE_SECRET_FILE"
     try:
         # Without O_NONBLOCK a pipe or device could block here.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

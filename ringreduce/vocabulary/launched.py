@@ -1,0 +1,65 @@
+"""Completes settings by what another launcher than ours says, and logs that it did."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+from ringreduce.vocabulary.launchers import find
+from ringreduce.vocabulary.place import Place
+from ringreduce.vocabulary.secret import users_secret
+
+_log = logging.getLogger(__name__)
+
+
+def find_place(variables: Mapping[str, str]) -> Place | None:
+    """As `find`; warns where a Slurm job has tasks that nothing has started."""
+    place = find(variables)
+    if place is None and (tasks := _idle_tasks(variables)):
+        _log_once(
+            logging.WARNING,
+            f"this process trains alone: its Slurm job has {tasks} tasks, and srun has not started "
+            "it. `srun python ...` starts all; RINGREDUCE_LAUNCHER=none hides this warning",
+        )
+    return place
+
+
+def take_place(values: dict[str, object], place: Place, home: str) -> None:
+    """Complete settings by a launcher's, and by the user's secret where they have none.
+
+    Args:
+        values: settings by name; those that are there stay.
+        home: the user's.
+
+    Raises:
+        ConfigError: nothing gives an address, or the user's secret cannot be used.
+    """
+    values["rank"], values["size"] = place.rank, place.size
+    if place.local_size is not None and not {"local_rank", "local_size"} & set(values):
+        values["local_rank"], values["local_size"] = place.local_rank, place.local_size
+    text = f"{place.name} has started this process as rank {place.rank} of {place.size}"
+    if place.size > 1:
+        values.setdefault("job_id", place.job or values.get("rendezvous", ""))
+        if "rendezvous" not in values:
+            values["rendezvous"] = place.rendezvous()
+        text += f" ({place.source}); the ranks meet at {values['rendezvous']}"
+        if not values["secret"]:
+            makes_one = place.is_local or place.shares_home
+            values["secret"] = users_secret(home, makes_one=makes_one)
+            text += ", with the secret of ~/.ringreduce" if values["secret"] else ", without secret"
+    _log_once(logging.INFO, text)
+
+
+def _idle_tasks(variables: Mapping[str, str]) -> int:
+    """Tasks of a Slurm job whose script has started this process without srun; else 0."""
+    text = variables.get("SLURM_NTASKS", "")
+    is_script = bool(variables.get("SLURM_JOB_ID")) and not variables.get("SLURM_STEP_ID")
+    if not is_script or variables.get("RINGREDUCE_LAUNCHER") or not text.isdecimal():
+        return 0
+    return int(text) if int(text) > 1 else 0
+
+
+@functools.cache
+def _log_once(level: int, text: str) -> None:
+    _log.log(level, "%s", text)

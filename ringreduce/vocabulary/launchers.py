@@ -1,0 +1,353 @@
+"""Which rank this process is, where another launcher than ours has started it.
+
+`LAUNCHERS` is the table of launchers and the variables that they set; the first that has set its
+own counts. Those that may start another launcher come last: in a Slurm job, a process of mpirun
+has the SLURM_PROCID of a daemon. All others must name the same rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.nodelist import expand_counts, expand_hosts
+from ringreduce.vocabulary.place import Place
+from ringreduce.vocabulary.tf_config import read_tf_config
+
+Variables = Mapping[str, str]
+
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher's variables.
+
+    Attributes:
+        key: its name in RINGREDUCE_LAUNCHER.
+        name: its name for people.
+        signs: sets of variables; one that is set as a whole shows that the launcher was used.
+        rank, size, local_rank, local_size: names of variables.
+        job: variables that together are equal on all ranks and differ between jobs.
+        host, port: variables with rank 0's host, and a port there that nobody else uses.
+        derive: makes variables from the launcher's, for the names above; None: it says nothing.
+        starts_others: whether another launcher may run inside, with as many ranks or more.
+        shares_home: whether hosts of a job usually share the user's home.
+    """
+
+    key: str
+    name: str
+    signs: tuple[tuple[str, ...], ...]
+    rank: str
+    size: str
+    local_rank: str = ""
+    local_size: str = ""
+    job: tuple[str, ...] = ()
+    host: str = ""
+    port: str = ""
+    derive: Callable[[Variables], Variables | None] = lambda variables: {}
+    starts_others: bool = False
+    shares_home: bool = False
+
+    def is_seen(self, variables: Variables) -> bool:
+        """Whether it has started this process. An empty variable counts as none."""
+        return any(all(variables.get(name) for name in sign) for sign in self.signs)
+
+
+def find(variables: Variables) -> Place | None:
+    """This process's place according to the launcher that has started it; None if none has.
+
+    ``RINGREDUCE_LAUNCHER`` names the one to ask, or ``none``.
+
+    Raises:
+        ConfigError: a variable is missing or impossible, two launchers contradict each other, or
+            the job has ranks that ringreduce does not have (``ps`` in ``TF_CONFIG``).
+    """
+    asked = _asked(variables)
+    seen = [launcher for launcher in asked if launcher.is_seen(variables)]
+    if variables.get("RINGREDUCE_LAUNCHER") and asked and not seen:
+        raise ConfigError(
+            f"RINGREDUCE_LAUNCHER is {asked[0].key!r}, but {asked[0].name} has not set "
+            f"{' or '.join(map(' and '.join, asked[0].signs))}"
+        )
+    place = None
+    for launcher in seen:
+        if (other := _read(launcher, variables)) is not None:
+            place = other if place is None else _compared(place, other, launcher)
+    return place
+
+
+def _asked(variables: Variables) -> tuple[Launcher, ...]:
+    choice = variables.get("RINGREDUCE_LAUNCHER")
+    if not choice:
+        return LAUNCHERS
+    if choice != "none" and choice not in (keys := [each.key for each in LAUNCHERS]):
+        raise ConfigError(
+            f"RINGREDUCE_LAUNCHER is {choice[:80]!r}; accepted: {', '.join(keys)}, none"
+        )
+    return tuple(each for each in LAUNCHERS if each.key == choice)
+
+
+def _read(launcher: Launcher, variables: Variables) -> Place | None:
+    derived = launcher.derive(variables)
+    if derived is None:
+        return None
+    variables = {**variables, **derived}
+    for name in (launcher.rank, launcher.size):
+        if not variables.get(name):
+            raise ConfigError(
+                f"{launcher.name} has started this process, but {name} is not set",
+                remedy="Start it as the launcher's documentation says, without removing variables, "
+                "or set RINGREDUCE_LAUNCHER=none to train alone.",
+            )
+    size = _whole(launcher.size, variables, 1, 1 << 31)
+    rank = _whole(launcher.rank, variables, 0, size - 1)
+    local_rank = local_size = None
+    # Only together: one of them says nothing of the other ranks of this host.
+    if variables.get(launcher.local_rank) and variables.get(launcher.local_size):
+        local_size = _whole(launcher.local_size, variables, 1, size)
+        local_rank = _whole(launcher.local_rank, variables, 0, local_size - 1)
+    job = [variables[name] for name in launcher.job if variables.get(name)]
+    return Place(
+        name=launcher.name,
+        source=f"{launcher.rank}, {launcher.size}",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        job=" ".join([launcher.key, *job]) if job else "",
+        host=variables.get(launcher.host, ""),
+        port=_whole(launcher.port, variables, 1, _PORT_MAX) if variables.get(launcher.port) else 0,
+        shares_home=launcher.shares_home,
+    )
+
+
+def _whole(name: str, variables: Variables, low: int, high: int) -> int:
+    text = variables[name]
+    is_number = text.isascii() and text.isdecimal() and len(text) < 20
+    if not is_number or not low <= int(text) <= high:
+        raise ConfigError(f"{name} is {text[:80]!r}; accepted: a whole number, {low} to {high}")
+    return int(text)
+
+
+def _compared(place: Place, other: Place, launcher: Launcher) -> Place:
+    """`place`, completed from `other` where both name the same rank."""
+    place = replace(place, shares_home=place.shares_home or other.shares_home)
+    if (place.rank, place.size) == (other.rank, other.size):
+        if place.local_size is None:
+            place = replace(place, local_rank=other.local_rank, local_size=other.local_size)
+        if not place.host:
+            place = replace(place, host=other.host, port=other.port)
+        return replace(place, job=place.job or other.job)
+    # Fewer ranks than it has tasks: each task would be a job of its own, which nobody means.
+    if launcher.starts_others and other.size <= place.size:
+        return place
+    raise ConfigError(
+        f"{place.name} says that this is rank {place.rank} of {place.size} ({place.source}), and "
+        f"{other.name} that it is rank {other.rank} of {other.size} ({other.source})",
+        remedy="Remove the variables of the one that has not started this process, or name the "
+        f"other in RINGREDUCE_LAUNCHER ({', '.join(each.key for each in LAUNCHERS)}, none).",
+    )
+
+
+def _kubeflow(variables: Variables) -> Variables | None:
+    """Refuse what only torchrun makes ranks of; it reads these variables and sets its own."""
+    if variables.get("RANK"):
+        return None
+    processes = variables.get("PET_NPROC_PER_NODE", "1")
+    if processes.isdecimal() and int(processes) > 1:
+        raise ConfigError(
+            f"PET_NPROC_PER_NODE is {processes}, but this process was started once for its node",
+            remedy="Start the script with torchrun, or set numProcPerNode to 1.",
+        )
+    if ":" in (nodes := variables["PET_NNODES"]):
+        raise ConfigError(
+            f"PET_NNODES is {nodes[:80]!r}, and the number of ranks must be fixed",
+            remedy="Set one number of nodes.",
+        )
+    return {}
+
+
+def _open_mpi(variables: Variables) -> Variables:
+    """The host of mpirun, which usually has rank 0, if it has a single IPv4 address.
+
+    The variable is ``JOB;tcp://ADDRESS,ADDRESS:PORT;tcp6://...``. Of several addresses nothing says
+    which of them the other hosts reach.
+    """
+    found = re.search(r";tcp://([\d.]+):\d+", variables.get("OMPI_MCA_orte_hnp_uri", ""))
+    return {"host of mpirun": found[1]} if found else {}
+
+
+def _pmi(variables: Variables) -> Variables:
+    """What tells jobs within one host apart: the process at the other end of PMI_FD.
+
+    Neither MPICH nor Intel MPI names a job, but ranks of a host inherit sockets from one proxy.
+    """
+    text = variables.get("PMI_FD", "")
+    if variables.get("MPI_LOCALNRANKS") != variables.get("PMI_SIZE"):
+        return {}
+    if not hasattr(socket, "SO_PEERCRED") or not text.isdecimal() or len(text) > 6:
+        return {}
+    try:
+        with socket.socket(fileno=os.dup(int(text))) as end:
+            if end.family != socket.AF_UNIX:
+                return {}
+            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    except OSError:
+        return {}
+    return {"process of PMI_FD": str(struct.unpack("3i", credentials)[0])}
+
+
+def _slurm(variables: Variables) -> Variables:
+    """The first node of the step, which has task 0, and the number of tasks on this node."""
+    derived = {}
+    if nodes := variables.get("SLURM_STEP_NODELIST"):
+        derived["first of SLURM_STEP_NODELIST"] = expand_hosts(nodes)[0]
+    counts = expand_counts(variables.get("SLURM_STEP_TASKS_PER_NODE") or "0")
+    node = variables.get("SLURM_NODEID", "")
+    if node.isdecimal() and int(node) < len(counts) and counts[int(node)]:
+        derived["SLURM_STEP_TASKS_PER_NODE of this node"] = str(counts[int(node)])
+    return derived
+
+
+def _keras(variables: Variables) -> Variables:
+    """Process 0's address: the first, or the only one, that is given."""
+    addresses = variables.get("KERAS_DISTRIBUTION_JOB_ADDRESSES", "").split(",")
+    return _split_address("process 0", addresses[0].strip())
+
+
+def _tf_config(variables: Variables) -> Variables | None:
+    task = read_tf_config(variables["TF_CONFIG"])
+    if task is None:
+        return None
+    return {
+        "TF_CONFIG's rank": str(task.rank),
+        "TF_CONFIG's size": str(len(task.addresses)),
+        "TF_CONFIG's cluster": ",".join(task.addresses),
+        **_split_address("TF_CONFIG's first task", task.addresses[0]),
+    }
+
+
+def _split_address(what: str, address: str) -> Variables:
+    host, _, port = address.rpartition(":")
+    if not host or address.endswith("]"):
+        host, port = address, ""
+    return {f"host of {what}": host.strip("[]"), f"port of {what}": port}
+
+
+_TORCHRUN = Launcher(
+    "torchrun",
+    "torchrun",
+    (("TORCHELASTIC_RUN_ID",),),
+    rank="RANK",
+    size="WORLD_SIZE",
+    local_rank="LOCAL_RANK",
+    local_size="LOCAL_WORLD_SIZE",
+    # Not the count of restarts: it differs between hosts after some failures.
+    job=("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    host="MASTER_ADDR",
+)
+
+LAUNCHERS = (
+    _TORCHRUN,
+    # PyTorchJob, and scripts that set these by hand; RANK alone means many things.
+    replace(
+        _TORCHRUN,
+        key="torch",
+        name="PyTorch's RANK and WORLD_SIZE",
+        signs=(("RANK", "WORLD_SIZE"),),
+        port="MASTER_PORT",
+    ),
+    Launcher(
+        "horovod",
+        "horovodrun",
+        (("HOROVOD_RANK",), ("HOROVOD_SIZE",)),
+        rank="HOROVOD_RANK",
+        size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_size="HOROVOD_LOCAL_SIZE",
+        job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        host="HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        shares_home=True,
+    ),
+    Launcher(
+        "openmpi",
+        "Open MPI's mpirun",
+        (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",)),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("PMIX_NAMESPACE",),
+        host="host of mpirun",
+        derive=_open_mpi,
+        shares_home=True,
+    ),
+    Launcher(
+        "mpich",
+        "MPICH's or Intel MPI's mpiexec (PMI)",
+        (("PMI_RANK",), ("PMI_SIZE",)),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        job=("process of PMI_FD",),
+        derive=_pmi,
+        shares_home=True,
+    ),
+    Launcher(
+        "keras",
+        "Keras's KERAS_DISTRIBUTION_*",
+        (("KERAS_DISTRIBUTION_PROCESS_ID",), ("KERAS_DISTRIBUTION_NUM_PROCESSES",)),
+        rank="KERAS_DISTRIBUTION_PROCESS_ID",
+        size="KERAS_DISTRIBUTION_NUM_PROCESSES",
+        job=("KERAS_DISTRIBUTION_JOB_ADDRESSES",),
+        host="host of process 0",
+        port="port of process 0",
+        derive=_keras,
+    ),
+    Launcher(
+        "tf_config",
+        "TF_CONFIG",
+        (("TF_CONFIG",),),
+        rank="TF_CONFIG's rank",
+        size="TF_CONFIG's size",
+        job=("TF_CONFIG's cluster",),
+        host="host of TF_CONFIG's first task",
+        port="port of TF_CONFIG's first task",
+        derive=_tf_config,
+        starts_others=True,
+    ),
+    Launcher(
+        "kubeflow",
+        "Kubeflow Trainer",
+        (("PET_NODE_RANK", "PET_NNODES"),),
+        rank="PET_NODE_RANK",
+        size="PET_NNODES",
+        job=("PET_MASTER_ADDR", "PET_MASTER_PORT"),
+        host="PET_MASTER_ADDR",
+        port="PET_MASTER_PORT",
+        derive=_kubeflow,
+        starts_others=True,
+    ),
+    # The step's variables: a job's script has SLURM_PROCID too, and is no task of a step.
+    Launcher(
+        "slurm",
+        "Slurm's srun",
+        (("SLURM_STEP_ID", "SLURM_PROCID"),),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE of this node",
+        job=("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        host="first of SLURM_STEP_NODELIST",
+        derive=_slurm,
+        starts_others=True,
+        shares_home=True,
+    ),
+)
