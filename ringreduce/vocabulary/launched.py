@@ -38,12 +38,12 @@ def take_place(values: dict[str, object], place: Place, home: str) -> None:
     values["rank"], values["size"] = place.rank, place.size
     if place.local_size is not None and not {"local_rank", "local_size"} & set(values):
         values["local_rank"], values["local_size"] = place.local_rank, place.local_size
-    text = f"{place.name} has started this process as rank {place.rank} of {place.size}"
+    text = f"this is {place}"
     if place.size > 1:
         values.setdefault("job_id", place.job or values.get("rendezvous", ""))
         if "rendezvous" not in values:
             values["rendezvous"] = place.rendezvous()
-        text += f" ({place.source}); the ranks meet at {values['rendezvous']}"
+        text += f"; the ranks meet at {values['rendezvous']}"
         if not values["secret"]:
             makes_one = place.is_local or place.shares_home
             values["secret"] = users_secret(home, makes_one=makes_one)

@@ -101,9 +101,9 @@ def _read(launcher: Launcher, variables: Variables) -> Place | None:
     for name in (launcher.rank, launcher.size):
         if not variables.get(name):
             raise ConfigError(
-                f"{launcher.name} has started this process, but {name} is not set",
-                remedy="Start it as the launcher's documentation says, without removing variables, "
-                "or set RINGREDUCE_LAUNCHER=none to train alone.",
+                f"{launcher.name} seems to have started this process, but {name} is not set",
+                remedy=f"Seen was {' or '.join(map(' and '.join, launcher.signs))}. Set "
+                "RINGREDUCE_LAUNCHER=none to train alone.",
             )
     size = _whole(launcher.size, variables, 1, 1 << 31)
     rank = _whole(launcher.rank, variables, 0, size - 1)
@@ -114,8 +114,9 @@ def _read(launcher: Launcher, variables: Variables) -> Place | None:
         local_rank = _whole(launcher.local_rank, variables, 0, local_size - 1)
     job = [variables[name] for name in launcher.job if variables.get(name)]
     return Place(
+        key=launcher.key,
         name=launcher.name,
-        source=f"{launcher.rank}, {launcher.size}",
+        source=f"{launcher.rank} and {launcher.size}",
         rank=rank,
         size=size,
         local_rank=local_rank,
@@ -148,10 +149,9 @@ def _compared(place: Place, other: Place, launcher: Launcher) -> Place:
     if launcher.starts_others and other.size <= place.size:
         return place
     raise ConfigError(
-        f"{place.name} says that this is rank {place.rank} of {place.size} ({place.source}), and "
-        f"{other.name} that it is rank {other.rank} of {other.size} ({other.source})",
-        remedy="Remove the variables of the one that has not started this process, or name the "
-        f"other in RINGREDUCE_LAUNCHER ({', '.join(each.key for each in LAUNCHERS)}, none).",
+        f"this is {place}, and {other}",
+        remedy="Unset the variables that are wrong here, or name the launcher that has started "
+        f"this process: RINGREDUCE_LAUNCHER={place.key} or {other.key}.",
     )
 
 
@@ -226,9 +226,9 @@ def _tf_config(variables: Variables) -> Variables | None:
     if task is None:
         return None
     return {
-        "TF_CONFIG's rank": str(task.rank),
-        "TF_CONFIG's size": str(len(task.addresses)),
-        "TF_CONFIG's cluster": ",".join(task.addresses),
+        "TF_CONFIG's task": str(task.rank),
+        "TF_CONFIG's cluster": str(len(task.addresses)),
+        "TF_CONFIG's addresses": ",".join(task.addresses),
         **_split_address("TF_CONFIG's first task", task.addresses[0]),
     }
 
@@ -259,13 +259,13 @@ LAUNCHERS = (
     replace(
         _TORCHRUN,
         key="torch",
-        name="PyTorch's RANK and WORLD_SIZE",
+        name="PyTorch",
         signs=(("RANK", "WORLD_SIZE"),),
         port="MASTER_PORT",
     ),
     Launcher(
         "horovod",
-        "horovodrun",
+        "Horovod",
         (("HOROVOD_RANK",), ("HOROVOD_SIZE",)),
         rank="HOROVOD_RANK",
         size="HOROVOD_SIZE",
@@ -277,7 +277,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "openmpi",
-        "Open MPI's mpirun",
+        "Open MPI",
         (("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",)),
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
@@ -290,7 +290,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "mpich",
-        "MPICH's or Intel MPI's mpiexec (PMI)",
+        "MPICH or Intel MPI",
         (("PMI_RANK",), ("PMI_SIZE",)),
         rank="PMI_RANK",
         size="PMI_SIZE",
@@ -302,7 +302,7 @@ LAUNCHERS = (
     ),
     Launcher(
         "keras",
-        "Keras's KERAS_DISTRIBUTION_*",
+        "Keras",
         (("KERAS_DISTRIBUTION_PROCESS_ID",), ("KERAS_DISTRIBUTION_NUM_PROCESSES",)),
         rank="KERAS_DISTRIBUTION_PROCESS_ID",
         size="KERAS_DISTRIBUTION_NUM_PROCESSES",
@@ -315,9 +315,9 @@ LAUNCHERS = (
         "tf_config",
         "TF_CONFIG",
         (("TF_CONFIG",),),
-        rank="TF_CONFIG's rank",
-        size="TF_CONFIG's size",
-        job=("TF_CONFIG's cluster",),
+        rank="TF_CONFIG's task",
+        size="TF_CONFIG's cluster",
+        job=("TF_CONFIG's addresses",),
         host="host of TF_CONFIG's first task",
         port="port of TF_CONFIG's first task",
         derive=_tf_config,
@@ -338,7 +338,7 @@ LAUNCHERS = (
     # The step's variables: a job's script has SLURM_PROCID too, and is no task of a step.
     Launcher(
         "slurm",
-        "Slurm's srun",
+        "Slurm",
         (("SLURM_STEP_ID", "SLURM_PROCID"),),
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",

@@ -26,13 +26,14 @@ class Place:
     """What a launcher says of this process; empty and None: it does not say.
 
     Attributes:
-        name: the launcher's, for people.
+        key, name: the launcher's.
         source: the variables with rank and size.
         job: text that is equal on all ranks, and differs between jobs.
         host, port: where rank 0 can listen; 0: any port.
         shares_home: whether hosts of the job usually share the user's home.
     """
 
+    key: str
     name: str
     source: str
     rank: int
@@ -43,6 +44,10 @@ class Place:
     host: str
     port: int
     shares_home: bool
+
+    def __str__(self) -> str:
+        """Which rank, and according to whom."""
+        return f"rank {self.rank} of {self.size} by {self.source} ({self.name})"
 
     @property
     def is_local(self) -> bool:
@@ -56,8 +61,7 @@ class Place:
         host = "127.0.0.1" if self.local_size == self.size else self.host
         if not host or not (self.job or self.port):
             raise ConfigError(
-                f"rank {self.rank} of {self.size} ({self.source}) was started by {self.name}, "
-                "which gives no address where the ranks can meet",
+                f"this is {self}, which gives no address where the ranks can meet",
                 remedy="Set RINGREDUCE_RENDEZVOUS=HOST:PORT for all ranks, with the host of rank 0 "
                 "and a free port there.",
             )

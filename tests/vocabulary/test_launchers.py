@@ -95,7 +95,7 @@ def test_what_is_no_job_of_several_ranks(variables):
         (without(seen.OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["OMPI_COMM_WORLD_SIZE is not set"]),
         (without(seen.SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_STEP_NUM_TASKS is not set"]),
         (without(seen.KERAS, "KERAS_DISTRIBUTION_PROCESS_ID"), ["PROCESS_ID is not set"]),
-        (without(seen.HOROVOD, "HOROVOD_RANK"), ["horovodrun", "HOROVOD_RANK is not set"]),
+        (without(seen.HOROVOD, "HOROVOD_RANK"), ["Horovod", "HOROVOD_RANK is not set"]),
         (seen.TORCHRUN | {"RANK": "8"}, ["RANK is '8'", "0 to 7"]),
         (seen.TORCHRUN | {"RANK": "-1"}, ["RANK is '-1'"]),
         (seen.TORCHRUN | {"WORLD_SIZE": "eight"}, ["WORLD_SIZE is 'eight'"]),
@@ -142,7 +142,10 @@ def test_what_is_refused_names_the_variable(variables, named):
         (seen.OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"}, ["rank 0 of 1", "rank 1 of 2"]),
         (seen.SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, ["rank 0 of 1", "rank 2 of 3"]),
         (seen.OPEN_MPI | {"PMI_RANK": "0", "PMI_SIZE": "2"}, ["rank 0 of 2", "rank 1 of 2"]),
-        (seen.TORCHRUN | seen.HOROVOD, ["torchrun", "horovodrun", "rank 5 of 8", "rank 3 of 4"]),
+        (
+            seen.TORCHRUN | seen.HOROVOD,
+            ["RINGREDUCE_LAUNCHER=torchrun or horovod", "rank 5 of 8", "rank 3 of 4"],
+        ),
     ],
 )
 def test_launchers_that_contradict_each_other_are_refused(variables, named):

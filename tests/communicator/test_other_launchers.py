@@ -1,0 +1,209 @@
+"""Rings under real Open MPI, MPICH and Slurm, with no variable set by hand.
+
+Slurm's daemons and MUNGE's run as this user, on free ports, with a key and folders of their own.
+Its nodes are two daemons of this host, whose names are addresses.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Process, clean_environment, wait_until
+
+pytestmark = pytest.mark.full
+
+PROGRAM = """
+import numpy as np
+import ringreduce as rr
+
+ring = rr.init()
+total = ring.all_reduce(np.arange(3.0) + ring.rank).tolist()
+secret = "secret" if ring.config.secret else "no secret"
+# One line in one call, since launchers mix what ranks write.
+print(f"{ring.rank}/{ring.size} {ring.local_rank}/{ring.local_size} {total} {secret}\\n", end="")
+"""
+
+
+def expected(*local: str) -> list[str]:
+    """What ranks print of which the launcher says this of their hosts."""
+    size = len(local)
+    total = [float(sum(rank + index for rank in range(size))) for index in range(3)]
+    return [f"{rank}/{size} {here} {total} secret" for rank, here in enumerate(local)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def output(command: list[str], directory: Path, **variables: str) -> list[str]:
+    """The lines of all ranks, sorted; in a home that has no secret yet."""
+    environment = clean_environment(HOME=str(directory), **variables)
+    with Process(command, directory, environment=environment) as process:
+        assert process.wait() == 0, process.stderr
+        return sorted(process.stdout.splitlines())
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    missing = [name for name in programs if shutil.which(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@needs("mpirun.openmpi")
+@pytest.mark.parametrize("size", [2, 3])
+def test_open_mpi(script, size):
+    command = ["mpirun.openmpi", "-n", str(size), sys.executable, str(script)]
+    here = [f"{rank}/{size}" for rank in range(size)]
+    assert output(command, script.parent, **OPEN_MPI) == expected(*here)
+
+
+@needs("mpiexec.hydra")
+@pytest.mark.parametrize("size", [2, 3])
+def test_mpich(script, size):
+    command = ["mpiexec.hydra", "-n", str(size), sys.executable, str(script)]
+    here = [f"{rank}/{size}" for rank in range(size)]
+    assert output(command, script.parent) == expected(*here)
+
+
+@needs("mpiexec.hydra")
+def test_two_jobs_of_mpich_at_once(script):
+    command = ["mpiexec.hydra", "-n", "2", sys.executable, str(script)]
+    environment = clean_environment(HOME=str(script.parent))
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(Process(command, script.parent, name=name, environment=environment))
+            for name in ("first", "second")
+        ]
+        for job in jobs:
+            assert job.wait() == 0, job.stderr
+            assert sorted(job.stdout.splitlines()) == expected("0/2", "1/2")
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in taken]
+
+
+SLURM_CONF = """
+ClusterName=ring
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cores}
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cores}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes: the variables with which srun finds it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("127.0.0.1", "127.0.0.2"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o600)
+    host = platform.node().partition(".")[0]
+    text = SLURM_CONF.format(
+        host=host, ports=free_ports(3), folder=folder, user=getpass.getuser(), cores=os.cpu_count()
+    )
+    (folder / "slurm.conf").write_text(text)
+    variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+    munged = ["munged", "--foreground", "--force", f"--key-file={key}", "--num-threads=2"] + [
+        f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")
+    ]
+    daemons = [
+        [*munged, f"--socket={folder}/munge.socket"],
+        ["slurmctld", "-D"],
+        ["slurmd", "-D", "-N", "127.0.0.1"],
+        ["slurmd", "-D", "-N", "127.0.0.2"],
+    ]
+    environment = clean_environment(**variables)
+    with ExitStack() as stack:
+        for number, command in enumerate(daemons):
+            name = f"{number}-{command[0]}"
+            daemon = Process(command, folder, name=name, environment=environment)
+            stack.enter_context(daemon)
+            if number == 0:
+                wait_until((folder / "munge.socket").exists, "munged to listen")
+
+        def nodes() -> str:
+            command = ["sinfo", "--noheader", "--format=%T %D"]
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=30, check=False
+            )
+            return done.stdout.strip()
+
+        wait_until(lambda: nodes() == "idle 2", "Slurm's nodes")
+        yield variables
+
+
+NEEDS_SLURM = needs("srun", "slurmctld", "slurmd", "munged")
+
+
+@NEEDS_SLURM
+def test_srun_on_two_nodes(script, slurm):
+    command = ["srun", "-N", "2", "-n", "3", sys.executable, str(script)]
+    assert output(command, script.parent, **slurm) == expected("0/2", "1/2", "0/1")
+
+
+@NEEDS_SLURM
+def test_srun_that_speaks_pmi(script, slurm):
+    command = ["srun", "--mpi=pmi2", "-N", "1", "-n", "2", sys.executable, str(script)]
+    assert output(command, script.parent, **slurm) == expected("0/2", "1/2")
+
+
+@NEEDS_SLURM
+@needs("mpirun.openmpi", "mpiexec.hydra")
+@pytest.mark.parametrize("mpi", ["mpirun.openmpi", "mpiexec.hydra"])
+def test_mpi_within_a_job_of_slurm(script, slurm, mpi):
+    command = ["salloc", "-Q", "-N", "1", "-n", "2", mpi, "-n", "2", sys.executable, str(script)]
+    assert output(command, script.parent, **slurm, **OPEN_MPI) == expected("0/2", "1/2")
+
+
+@NEEDS_SLURM
+def test_a_script_without_srun_trains_alone_and_says_so(script, slurm):
+    command = ["salloc", "-Q", "-N", "1", "-n", "2", sys.executable, str(script)]
+    environment = clean_environment(HOME=str(script.parent), **slurm)
+    with Process(command, script.parent, environment=environment) as process:
+        assert process.wait() == 0, process.stderr
+        assert process.stdout == "0/1 0/1 [0.0, 1.0, 2.0] no secret\n"
+        assert "2 tasks" in process.stderr
+        assert "`srun python ...`" in process.stderr
