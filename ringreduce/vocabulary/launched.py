@@ -47,7 +47,7 @@ def take_place(values: dict[str, object], place: Place, home: str) -> None:
         if not values["secret"]:
             makes_one = place.is_local or place.shares_home
             values["secret"] = users_secret(home, makes_one=makes_one)
-            text += ", with the secret of ~/.ringreduce" if values["secret"] else ", without secret"
+            text += ", with the secret in ~/.ringreduce" if values["secret"] else ", without secret"
     _log_once(logging.INFO, text)
 
 

@@ -193,13 +193,20 @@ def _pmi(variables: Variables) -> Variables:
         return {}
     if not hasattr(socket, "SO_PEERCRED") or not text.isdecimal() or len(text) > 6:
         return {}
+    descriptor = int(text)
     try:
-        with socket.socket(fileno=os.dup(int(text))) as end:
-            if end.family != socket.AF_UNIX:
-                return {}
-            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    except OSError:
+        blocks = os.get_blocking(descriptor)
+        end = socket.socket(fileno=descriptor)
+    except OSError:  # Closed by a program in between, or no socket.
         return {}
+    try:
+        if end.family != socket.AF_UNIX:
+            return {}
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    finally:
+        # It is MPI's: neither closed here, nor changed by a default timeout of sockets.
+        end.detach()
+        os.set_blocking(descriptor, blocks)
     return {"process of PMI_FD": str(struct.unpack("3i", credentials)[0])}
 
 

@@ -41,12 +41,13 @@ def users_secret(home: str, *, makes_one: bool) -> str:
     path = Path(home, ".ringreduce", "secret")
     if not path.is_absolute():
         return ""
-    if makes_one and not path.exists():
+    # `os.path`, which takes a home that may not be read for one without a file.
+    if makes_one and not os.path.exists(path):
         with contextlib.suppress(OSError):
             # Else root, with the user's HOME, would leave a file that the user cannot read.
             if os.stat(home).st_uid == os.geteuid():
                 _make_file(path)
-    return read_secret(str(path), f"the file {path}") if path.exists() else ""
+    return read_secret(str(path), f"the file {path}") if os.path.exists(path) else ""
 
 
 def _make_file(path: Path) -> None:

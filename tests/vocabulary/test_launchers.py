@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -187,16 +189,27 @@ def test_limits_are_still_ours():
     assert Config.from_environment(seen.OPEN_MPI | SECRET, timeout_s=3.0).timeout_s == 3
 
 
+@contextlib.contextmanager
+def default_timeout(seconds: float) -> Iterator[None]:
+    """Sockets that are made within do not block."""
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(None)
+
+
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="needs Linux")
 def test_jobs_of_mpich_on_a_host_are_told_apart_by_their_proxies():
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs, default_timeout(1.0):
         variables = seen.MPICH | SECRET | {"PMI_FD": str(ours.fileno())}
         config = Config.from_environment(variables)
         assert config.job_id == f"mpich {os.getpid()}"
         assert re.fullmatch(rf"127\.0\.0\.1:{MADE}", config.rendezvous)
         inside_slurm = Config.from_environment(variables | seen.MPICH_IN_SLURM | variables)
         assert inside_slurm.rendezvous == config.rendezvous
+        assert os.get_blocking(ours.fileno())
     with pytest.raises(ConfigError, match="RINGREDUCE_RENDEZVOUS"):
         Config.from_environment(variables)  # The socket is closed.
 
