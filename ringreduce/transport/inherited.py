@@ -41,13 +41,13 @@ def close_connections(endpoints: Iterable[str]) -> None:
     wanted = {_address(endpoint) for endpoint in endpoints}
     for descriptor in _open_descriptors():
         try:
-            probe = socket.socket(fileno=os.dup(descriptor))
+            probe = socket.socket(fileno=descriptor)
         except OSError:
             continue  # no socket
-        with probe:
-            ours = probe.family in (socket.AF_INET, socket.AF_INET6) and any(
-                end in wanted for end in _ends(probe)
-            )
+        ours = probe.family in (socket.AF_INET, socket.AF_INET6) and any(
+            end in wanted for end in _ends(probe)
+        )
+        probe.detach()
         if ours:
             os.close(descriptor)
 

@@ -385,8 +385,10 @@ from ringreduce.testing import ring_of_threads
 
 def work(comm):
     if comm.rank == 0:
+        before = len(os.listdir("/dev/fd"))
         child = os.fork()
         if child == 0:
+            assert len(os.listdir("/dev/fd")) < before
             try:
                 comm.barrier()
             except ringreduce.ClosedError as error:
