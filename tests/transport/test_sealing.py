@@ -1,0 +1,196 @@
+"""AEGIS-128L as compiled code calls it, and the keys of frames, against known answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.testing import ring_of_threads
+from ringreduce.transport import sodium
+from ringreduce.transport.connections import Connections
+from ringreduce.transport.security import Security
+from tests import sealing
+
+KEY, NONCE = "10010000000000000000000000000000", "10000200000000000000000000000000"
+
+# (associated data, text, ciphertext, tag of 256 bits): draft-irtf-cfrg-aegis-aead, "AEGIS-128L Test
+# Vectors" 1 to 5, all with the key and the nonce above.
+VECTORS = [
+    (
+        "",
+        "00000000000000000000000000000000",
+        "c1c0e58bd913006feba00f4b3cc3594e",
+        "25835bfbb21632176cf03840687cb968cace4617af1bd0f7d064c639a5c79ee4",
+    ),
+    ("", "", "", "1360dc9db8ae42455f6e5b6a9d488ea4f2184c4e12120249335c4ee84bafe25d"),
+    (
+        "0001020304050607",
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+        "79d94593d8c2119d7e8fd9b8fc77845c5c077a05b2528b6ac54b563aed8efe84",
+        "022cb796fe7e0ae1197525ff67e309484cfbab6528ddef89f17d74ef8ecd82b3",
+    ),
+    (
+        "0001020304050607",
+        "000102030405060708090a0b0c0d",
+        "79d94593d8c2119d7e8fd9b8fc77",
+        "86f1b80bfb463aba711d15405d094baf4a55a15dbfec81a76f35ed0b9c8b04ac",
+    ),
+    (
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20212223242526272829",
+        "101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c2d2e2f3031323334353637",
+        "b31052ad1cca4e291abcf2df3502e6bdb1bfd6db36798be3607b1f94d34478aa7ede7f7a990fec10",
+        "b91e2947a33da8bee89b6794e647baf0fc835ff574aca3fc27c33be0db2aff98",
+    ),
+]
+
+sodium.load()
+
+
+@numba.njit
+def _encrypt(cipher: Any, tag: Any, text: Any, header: Any, nonce: Any, key: Any) -> Any:
+    return sodium.encrypt(
+        cipher.ctypes.data, tag.ctypes.data, 0, text.ctypes.data, np.uint64(text.size),
+        header.ctypes.data, np.uint64(header.size), 0, nonce.ctypes.data, key.ctypes.data,
+    )  # fmt: skip
+
+
+@numba.njit
+def _decrypt(text: Any, cipher: Any, tag: Any, header: Any, nonce: Any, key: Any) -> Any:
+    return sodium.decrypt(
+        text.ctypes.data, 0, cipher.ctypes.data, np.uint64(cipher.size), tag.ctypes.data,
+        header.ctypes.data, np.uint64(header.size), nonce.ctypes.data, key.ctypes.data,
+    )  # fmt: skip
+
+
+def array(data: str) -> np.ndarray:
+    return np.frombuffer(bytearray.fromhex(data), np.uint8)
+
+
+@pytest.mark.parametrize(("header", "text", "cipher", "tag"), VECTORS)
+def test_compiled_code_and_the_tests_encrypt_as_the_draft_does(
+    header: str, text: str, cipher: str, tag: str
+) -> None:
+    found = np.empty(len(text) // 2, np.uint8), np.empty(sodium.TAG_BYTES, np.uint8)
+    assert _encrypt(*found, *map(array, (text, header, NONCE, KEY))) == 0
+    assert tuple(each.tobytes().hex() for each in found) == (cipher, tag)
+    again = sealing.encrypt(*map(bytes.fromhex, (KEY, NONCE, text, header)))
+    assert tuple(each.hex() for each in again) == (cipher, tag)
+
+    opened = np.empty_like(found[0])
+    assert _decrypt(opened, *map(array, (cipher, tag, header, NONCE, KEY))) == 0
+    assert opened.tobytes().hex() == text
+
+
+@pytest.mark.parametrize("part", ["cipher", "tag", "header", "nonce", "key"])
+def test_what_was_changed_by_one_bit_does_not_decrypt_and_leaves_no_text(part: str) -> None:
+    header, _, cipher, tag = VECTORS[4]
+    parts = {"cipher": cipher, "tag": tag, "header": header, "nonce": NONCE, "key": KEY}
+    right = {name: array(data) for name, data in parts.items()}
+    opened = np.empty_like(right["cipher"])
+    for bit in range(8 * right[part].size):
+        right[part][bit // 8] ^= 1 << bit % 8
+        opened[:] = 0xA5
+        assert _decrypt(opened, *right.values()) != 0
+        assert not opened.any()
+        right[part][bit // 8] ^= 1 << bit % 8
+    assert _decrypt(opened, *right.values()) == 0
+
+
+# --- Keys -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the key of a frame is made of."""
+
+    secret: str = "correct horse battery staple"
+    job_id: str = "ours"
+    material: bytes = bytes(range(32))
+    job: int = 77
+    sender: int = 1
+    receiver: int = 2
+    channel: int = 3
+    group: int = 4
+    epoch: int = 5
+
+
+LINK = Link()
+# Public keys of ranks 0 to 3.
+KEYS = tuple("0" * 39 + digit for digit in "0123")
+
+
+def keys_of(link: Link, keys: tuple[str, ...] = KEYS) -> tuple[bytes, bytes]:
+    """The key as `Security` makes it, and as the tests do."""
+    security = Security(secret=link.secret, job_id=link.job_id, size=4, is_encrypted=True)
+    # Its own key is fresh each time; a rank of this number is no part of the links here.
+    keys = security.public, *keys[1:]
+    security.learn(keys, link.material, job=link.job)
+    route = link.sender, link.receiver, link.channel
+    numbers = {"group": link.group, "epoch": link.epoch}
+    again = sealing.frame_key(
+        secret=link.secret,
+        job_id=link.job_id,
+        material=link.material,
+        job=link.job,
+        keys=(keys[link.sender].encode(), keys[link.receiver].encode()),
+        route=route,
+        **numbers,
+    )
+    return security.frame_key(*route, **numbers), again
+
+
+def test_the_key_of_a_frame_changes_with_all_that_it_is_made_of() -> None:
+    links = [
+        LINK,
+        replace(LINK, secret=LINK.secret + "s"),
+        replace(LINK, job_id="theirs"),
+        replace(LINK, material=bytes(32)),
+        replace(LINK, material=bytes(range(31)) + b"!"),
+        replace(LINK, job=78),
+        replace(LINK, sender=2, receiver=1),
+        replace(LINK, sender=3),
+        replace(LINK, receiver=3),
+        *(replace(LINK, **{name: 1 << 15}) for name in ("channel", "group", "epoch")),
+        # Numbers that stand beside each other in the message.
+        replace(LINK, group=LINK.epoch, epoch=LINK.group),
+        replace(LINK, channel=LINK.receiver, receiver=LINK.channel),
+    ]
+    found = [keys_of(link) for link in links]
+    found += [keys_of(LINK, (*KEYS[:rank], "9" * 40, *KEYS[rank + 1 :])) for rank in (1, 2)]
+    assert all(ours == again for ours, again in found)
+    assert all(len(ours) == sodium.KEY_BYTES for ours, _ in found)
+    assert len({ours for ours, _ in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [(2, {"streams": 3, "transport": "zmq"}), (5, {"transport": "zmq"}), (4, {"hosts": "aabb"})],
+)
+def test_each_direction_of_each_channel_has_a_key_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, size: int, settings: dict[str, Any]
+) -> None:
+    """Of several streams, of exchanges over longer distances, and of lanes between hosts."""
+    seals: list[bytes] = []
+    opens: list[bytes] = []
+    connect = Connections.connect
+
+    def connect_and_note(connections: Connections, *arguments: Any) -> None:
+        connect(connections, *arguments)
+        used = connections.records[: len(connections.outgoing)]
+        seals.extend(bytes(record.seal_key) for record in used)
+        opens.extend(bytes(record.open_key) for record in used)
+
+    def work(comm: Communicator) -> float:
+        return float(comm.all_reduce(np.ones(300_000)).max())
+
+    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    for _ in range(2):
+        assert ring_of_threads(size, work, encryption="on", **settings) == [float(size)] * size
+    assert len(set(seals)) == len(seals) >= 8
+    assert sorted(opens) == sorted(seals)
+    assert bytes(sodium.KEY_BYTES) not in seals
