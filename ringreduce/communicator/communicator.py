@@ -262,7 +262,7 @@ class Communicator:
         """Reduce `array` over all ranks and leave each rank its own chunk of the result.
 
         The array, flattened in C order, is split into `size` chunks whose lengths differ by at
-        most one element; rank r gets chunk r. Elsewhere `array` holds partial results afterwards.
+        most one element; rank r gets chunk r. The rest of `array` holds nothing of use afterwards.
         Takes size - 1 steps and moves nbytes (size - 1) / size each way on every link.
 
         Args, Raises: as for `all_reduce`.

@@ -46,18 +46,18 @@ def run(link_address: Any, call_address: Any, rows: Any) -> Any:
         nbytes = step.count * call.row_bytes
         if link.started == link.step:
             header = step.outgoing.ctypes.data
-            status = send(link, channels, number, header, rows, nbytes, False)
+            status = send(link, channels, number, header, rows, nbytes, False, False)
             if status != DONE:
                 return status
             link.started += 1
             link.bytes_sent += nbytes
         into = rows + step.distance * call.row_bytes
-        status = receive(link, channels, number, step.incoming, nbytes, False, into)
+        status = receive(link, channels, number, step.incoming, nbytes, into)
         if status != DONE:
             return status
         if link.payload != into:
             libzmq.memcpy(into, link.payload, np.uint64(nbytes))
-        release(link, False)
+        release(link)
         link.frames += 1
         link.bytes_received += nbytes
         link.step += 1

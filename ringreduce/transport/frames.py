@@ -1,7 +1,7 @@
 """Frames over ZeroMQ, compiled: send one, receive the one that is due.
 
-    plain    header | payload           in one message, or two where the payload is large
-    sealed   header | tag | ciphertext  always in one
+    plain    header | payload           in one message, or two where the payload is lent
+    sealed   header | tag | ciphertext  the same
 
 Sealed frames are encrypted and authenticated by AEGIS-128L (`ringreduce.transport.sodium`). The
 header stays readable, and is authenticated too: it is the associated data. The nonce is the number
@@ -10,9 +10,10 @@ or changed on the way does not open. A frame is opened before its header is comp
 nothing is believed of it, and the memory it is opened into is the message's own or that of a
 payload of just the length due.
 
-Payloads of plain frames are borrowed where they are large (``zmq_msg_init_data``), ciphertexts are
-allocated; either way libzmq's free callback counts in the channel's `released` when it has written
-one. Sending never blocks: the outgoing queue is unbounded.
+Large payloads are lent to libzmq (``zmq_msg_init_data``): plain ones, and those that nobody needs
+any more, which are encrypted where they are. Other ciphertexts are allocated. Either way libzmq's
+free callback counts in the channel's `released` when it has written one. Sending never blocks: the
+outgoing queue is unbounded.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _SEAL_KEY_AT, _SEAL_NONCE_AT = ChannelRecord.seal_key.offset, ChannelRecord.seal
 _OPEN_KEY_AT, _OPEN_NONCE_AT = ChannelRecord.open_key.offset, ChannelRecord.open_nonce.offset
 
 # libzmq's constants: flags, errno values and message properties of the C API.
-_DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
+DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
 _EINTR, _EAGAIN, _ENOMEM = errno.EINTR, errno.EAGAIN, errno.ENOMEM
 
 _FIRST_CONTROL_KIND = int(Kind.ABORT)
@@ -75,15 +76,24 @@ _MESSAGE_BYTES = 64
 
 @numba.njit(nogil=True, cache=True)
 def send(
-    link: Any, channels: Any, number: Any, header: Any, payload: Any, nbytes: Any, lends: Any
+    link: Any,
+    channels: Any,
+    number: Any,
+    header: Any,
+    payload: Any,
+    nbytes: Any,
+    lends: Any,
+    is_spent: Any,
 ) -> Any:
     """Queue a frame without waiting, from the addresses of header and payload.
 
     Returns DONE or a failure. With `lends` the channel's `released` counts when libzmq has written
-    it, and a plain payload is borrowed until then.
+    it, and a plain payload is borrowed until then; so is one that nobody needs any more
+    (`is_spent`), which is encrypted where it is.
     """
     if link.is_sealed != 0:
-        return _send_sealed(link, channels, number, header, payload, nbytes, lends)
+        in_place = lends and is_spent
+        return _send_sealed(link, channels, number, header, payload, nbytes, lends, in_place)
     inline_bytes = 0 if lends else nbytes
     msg = link.message.ctypes.data
     libzmq.msg_init_size(msg, np.uint64(HEADER_BYTES + inline_bytes))
@@ -93,25 +103,29 @@ def send(
         libzmq.memcpy(data + HEADER_BYTES, payload, np.uint64(inline_bytes))
     flags = _SNDMORE if lends else 0
     status = _send_message(link, channels, number, msg, flags)
-    if status == DONE and lends:
-        libzmq.msg_init_data(
-            msg, payload, np.uint64(nbytes), link.release, _counter(channels, number)
-        )
-        channels[number].borrowed += 1
-        status = _send_message(link, channels, number, msg, 0)
-    return status
+    return _lend(link, channels, number, payload, nbytes) if status == DONE and lends else status
 
 
 @numba.njit(nogil=True, cache=True)
 def _send_sealed(
-    link: Any, channels: Any, number: Any, header: Any, payload: Any, nbytes: Any, counts: Any
+    link: Any,
+    channels: Any,
+    number: Any,
+    header: Any,
+    payload: Any,
+    nbytes: Any,
+    counts: Any,
+    in_place: Any,
 ) -> Any:
     channel = channels[number]
     if channel.seal_nonce[0] >= np.uint64(FRAMES_PER_KEY_MAX):
         return KEY_ENDED
     msg = link.message.ctypes.data
     size = np.uint64(SEALED_OVERHEAD_BYTES + nbytes)
-    if counts:
+    if in_place:
+        libzmq.msg_init_size(msg, np.uint64(SEALED_OVERHEAD_BYTES))
+        data = libzmq.msg_data(msg)
+    elif counts:
         data = libzmq.malloc(size)
         if data == 0:
             link.errno = _ENOMEM
@@ -123,19 +137,32 @@ def _send_sealed(
         data = libzmq.msg_data(msg)
     libzmq.memcpy(data, header, np.uint64(HEADER_BYTES))
     record = channels.ctypes.data + number * _CHANNEL_BYTES
+    cipher = payload if in_place else data + SEALED_OVERHEAD_BYTES
     sodium.encrypt(
-        data + SEALED_OVERHEAD_BYTES, data + HEADER_BYTES, 0, payload, np.uint64(nbytes), data,
+        cipher, data + HEADER_BYTES, 0, payload, np.uint64(nbytes), data,
         np.uint64(HEADER_BYTES), 0, record + _SEAL_NONCE_AT, record + _SEAL_KEY_AT,
     )  # fmt: skip
     # Before it is sent: whatever becomes of it, this nonce has been used.
     channel.seal_nonce[0] += np.uint64(1)
+    if not in_place:
+        return _send_message(link, channels, number, msg, 0)
+    status = _send_message(link, channels, number, msg, _SNDMORE)
+    return _lend(link, channels, number, payload, nbytes) if status == DONE else status
+
+
+@numba.njit(nogil=True, cache=True)
+def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> Any:
+    """Queue `nbytes` at address `memory` without a copy."""
+    msg = link.message.ctypes.data
+    libzmq.msg_init_data(msg, memory, np.uint64(nbytes), link.release, _counter(channels, number))
+    channels[number].borrowed += 1
     return _send_message(link, channels, number, msg, 0)
 
 
 @numba.njit(nogil=True, cache=True)
 def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -> Any:
     link.channel = number
-    if libzmq.msg_send(msg, channels[number].sender, _DONTWAIT | flags) < 0:
+    if libzmq.msg_send(msg, channels[number].sender, DONTWAIT | flags) < 0:
         link.errno = libzmq.errno()
         libzmq.msg_close(msg)
         # The queue is unbounded, so EAGAIN can only mean that there is no connection.
@@ -161,23 +188,19 @@ def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
     if link.is_sealed != 0:
         payload = frame + HEADER_BYTES
-        return _send_sealed(link, channels, number, frame, payload, nbytes - HEADER_BYTES, True)
-    msg = link.message.ctypes.data
-    libzmq.msg_init_data(msg, frame, np.uint64(nbytes), link.release, _counter(channels, number))
-    channels[number].borrowed += 1
-    return _send_message(link, channels, number, msg, 0)
+        nbytes -= HEADER_BYTES
+        return _send_sealed(link, channels, number, frame, payload, nbytes, True, False)
+    return _lend(link, channels, number, frame, nbytes)
 
 
 @numba.njit(nogil=True, cache=True)
-def receive(
-    link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, is_separate: Any, into: Any
-) -> Any:
+def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, into: Any) -> Any:
     """Receive the frame due; return DONE or a failure.
 
-    Due are the header `expected`, uint64 of shape (8,), and `nbytes` of payload, in a second part
-    of a plain message if `is_separate`. After DONE the payload is at ``link.payload`` until the
-    caller calls `release`: at address `into`, if that is not 0 and frames are sealed. After a
-    failure nothing is to be released; ``link.received`` has the header that came.
+    Due are the header `expected`, uint64 of shape (8,), and `nbytes` of payload. After DONE the
+    payload is at ``link.payload`` until the caller calls `release`: at address `into`, if that is
+    not 0 and frames are sealed. After a failure nothing is to be released; ``link.received`` has
+    the header that came.
     """
     link.channel = number
     channel = channels[number]
@@ -190,44 +213,28 @@ def receive(
     if link.is_sealed != 0:
         status = _open(link, channels, number, first, expected, nbytes, into)
     else:
-        status = _read(link, first)
+        status = _read(link, channel, first)
     if status != CORRUPT and status != FOREIGN:
         channel.source = source
     if status == DONE:
         if not _is_equal(link.received, expected):
             status = MISMATCH
-        elif (libzmq.msg_more(first) != 0) != is_separate or (
-            link.payload_bytes != (0 if is_separate else nbytes)
-        ):
+        elif link.payload_bytes != nbytes:
             status = MISSHAPEN
     if status != DONE:
-        _drain(channel, first)
+        release(link)
         # Of another epoch: as if it had not come.
         return WAITING if status == _STALE else status
     channel.taken += 1
-    if is_separate:
-        second = first + _MESSAGE_BYTES
-        # Parts of one message arrive together, so this does not wait.
-        libzmq.msg_init(second)
-        if libzmq.msg_recv(second, channel.receiver, 0) < 0:
-            link.errno = libzmq.errno()
-            libzmq.msg_close(first)
-            return FAILED
-        link.payload = libzmq.msg_data(second)
-        if np.int64(libzmq.msg_size(second)) != nbytes or libzmq.msg_more(second) != 0:
-            libzmq.msg_close(first)
-            _drain(channel, second)
-            return MISSHAPEN
     return DONE
 
 
 @numba.njit(nogil=True, cache=True)
-def release(link: Any, is_separate: Any) -> None:
+def release(link: Any) -> None:
     """Free the messages of the frame that `receive` has returned."""
     first = link.message.ctypes.data
-    if is_separate:
-        libzmq.msg_close(first + _MESSAGE_BYTES)
     libzmq.msg_close(first)
+    libzmq.msg_close(first + _MESSAGE_BYTES)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -242,27 +249,51 @@ def skip(link_address: Any, number: Any) -> Any:
     channel = channels[number]
     first = link.message.ctypes.data
     libzmq.msg_init(first)
-    if libzmq.msg_recv(first, channel.receiver, _DONTWAIT) < 0:
+    if libzmq.msg_recv(first, channel.receiver, DONTWAIT) < 0:
         return WAITING if libzmq.errno() == _EAGAIN else FAILED
     if link.is_sealed != 0:
         status = _open(link, channels, number, first, link.received, np.int64(0), 0)
     else:
-        status = _read(link, first)
-    _drain(channel, first)
+        status = _read(link, channel, first)
+    release(link)
     return status if status in (CONTROL, CORRUPT) else DONE
 
 
 @numba.njit(nogil=True, cache=True)
-def _read(link: Any, msg: Any) -> Any:
+def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
+    """Find a message's payload, behind `head_bytes` or in a second part; return whether it fits.
+
+    A message of another shape is read to its end, with a limit.
+    """
+    second = msg + _MESSAGE_BYTES
+    libzmq.msg_init(second)
+    size = np.int64(libzmq.msg_size(msg)) - head_bytes
+    link.payload, link.payload_bytes = libzmq.msg_data(msg) + head_bytes, size
+    if libzmq.msg_more(msg) == 0:
+        return size >= 0
+    # Parts of one message arrive together, so this does not wait.
+    for part in range(_PARTS_MAX):
+        libzmq.msg_close(second)
+        libzmq.msg_init(second)
+        if libzmq.msg_recv(second, channel.receiver, DONTWAIT) < 0:
+            return False
+        if libzmq.msg_more(second) == 0:
+            link.payload = libzmq.msg_data(second)
+            link.payload_bytes = np.int64(libzmq.msg_size(second))
+            return part == 0 and size == 0
+    return False
+
+
+@numba.njit(nogil=True, cache=True)
+def _read(link: Any, channel: Any, msg: Any) -> Any:
     """Copy a plain frame's header to the link's record, and look whose frame it is."""
-    size = np.int64(libzmq.msg_size(msg)) - HEADER_BYTES
-    if size < 0:
+    is_whole = _parts(link, channel, msg, HEADER_BYTES)
+    if libzmq.msg_size(msg) < HEADER_BYTES:
         link.received[:] = 0
         return FOREIGN
-    data = libzmq.msg_data(msg)
-    libzmq.memcpy(link.received.ctypes.data, data, np.uint64(HEADER_BYTES))
-    link.payload, link.payload_bytes = data + HEADER_BYTES, size
-    return _look(link)
+    libzmq.memcpy(link.received.ctypes.data, libzmq.msg_data(msg), np.uint64(HEADER_BYTES))
+    status = _look(link)
+    return MISSHAPEN if status == DONE and not is_whole else status
 
 
 @numba.njit(nogil=True, cache=True)
@@ -271,19 +302,18 @@ def _open(
 ) -> Any:
     """Do as `_read` with a sealed frame; open it `into` there if it is the one due."""
     received, nonce = link.received, channels[number].open_nonce
-    size = np.int64(libzmq.msg_size(msg)) - SEALED_OVERHEAD_BYTES
-    if size < 0 or libzmq.msg_more(msg) != 0:
+    if not _parts(link, channels[number], msg, SEALED_OVERHEAD_BYTES):
         received[:] = 0
         nonce[0] += np.uint64(1)
         return CORRUPT
     data = libzmq.msg_data(msg)
     libzmq.memcpy(received.ctypes.data, data, np.uint64(HEADER_BYTES))
-    link.payload, link.payload_bytes = data + SEALED_OVERHEAD_BYTES, size
+    cipher, size = link.payload, link.payload_bytes
     if into != 0 and size == nbytes and _is_equal(received, expected):
         link.payload = into
     record = channels.ctypes.data + number * _CHANNEL_BYTES
     failed = sodium.decrypt(
-        link.payload, 0, data + SEALED_OVERHEAD_BYTES, np.uint64(size), data + HEADER_BYTES, data,
+        link.payload, 0, cipher, np.uint64(size), data + HEADER_BYTES, data,
         np.uint64(HEADER_BYTES), record + _OPEN_NONCE_AT, record + _OPEN_KEY_AT,
     )  # fmt: skip
     nonce[0] += np.uint64(1)
@@ -311,17 +341,3 @@ def _is_equal(received: Any, expected: Any) -> Any:
         if received[word] != expected[word]:
             return False
     return True
-
-
-@numba.njit(nogil=True, cache=True)
-def _drain(channel: Any, msg: Any) -> None:
-    """Close a message, and those that are further parts of it."""
-    for _ in range(_PARTS_MAX):
-        more = libzmq.msg_more(msg)
-        libzmq.msg_close(msg)
-        if more == 0:
-            return
-        libzmq.msg_init(msg)
-        if libzmq.msg_recv(msg, channel.receiver, _DONTWAIT) < 0:
-            break
-    libzmq.msg_close(msg)

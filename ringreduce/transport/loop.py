@@ -64,11 +64,12 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     steps = carray(pointer(call.steps), call.step_count, PASS_STEP)
 
     if call.first_start >= 0:
+        is_reducing = call.step_count > 0 and steps[0].action & REDUCE != 0
         segments = _segment_count(call.first_end - call.first_start, link.segment_bytes)
         while link.started < segments:
             status = _send(
                 link, channels, call, buffer, call.first_start, call.first_end, link.started,
-                call.offset,
+                call.offset, is_reducing,
             )  # fmt: skip
             if status != DONE:
                 return status
@@ -87,11 +88,10 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
             is_reduced = step.action & REDUCE != 0
             target = buffer + start
             into = link.scratch if is_reduced else target
-            is_separate = link.is_sealed == 0 and nbytes > INLINE_BYTES_MAX
             call.incoming[5] = np.uint64(number) | (np.uint64(segment) << np.uint64(32))
             call.incoming[6] = np.uint64(nbytes)
 
-            status = receive(link, channels, stream, call.incoming, nbytes, is_separate, into)
+            status = receive(link, channels, stream, call.incoming, nbytes, into)
             if status != DONE:
                 return status
             if nbytes > 0:
@@ -101,15 +101,18 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
                     libzmq.memcpy(target, link.payload, np.uint64(nbytes))
                 if step.action & FINISH and call.finish != 0:
                     call_kernel(call.finish, target, call.divisor, nbytes // call.itemsize)
-            release(link, is_separate)
+            release(link)
             link.frames += 1
             link.bytes_received += nbytes
             # Before sending: if the send fails, this segment must not be expected again.
             link.segment += 1
             if step.action & FORWARD:
+                # A partial sum is completed elsewhere.
+                is_spent = is_reduced and step.action & FINISH == 0
                 status = _send(
-                    link, channels, call, buffer, step.start, step.end, segment, number + 1
-                )
+                    link, channels, call, buffer, step.start, step.end, segment, number + 1,
+                    is_spent,
+                )  # fmt: skip
                 if status != DONE:
                     return status
         link.step += 1
@@ -145,15 +148,16 @@ def _send(
     chunk_end: Any,
     segment: Any,
     step: Any,
+    is_spent: Any,
 ) -> Any:
-    """Queue one segment of a chunk."""
+    """Queue one segment of a chunk; if `is_spent`, this rank does not need it any more."""
     start = chunk_start + segment * link.segment_bytes
     nbytes = min(link.segment_bytes, chunk_end - start)
     call.outgoing[5] = np.uint64(step) | (np.uint64(segment) << np.uint64(32))
     call.outgoing[6] = np.uint64(nbytes)
     status = send(
         link, channels, segment % link.streams, call.outgoing.ctypes.data, buffer + start, nbytes,
-        nbytes > INLINE_BYTES_MAX,
+        nbytes > INLINE_BYTES_MAX, is_spent,
     )  # fmt: skip
     if status == DONE:
         link.bytes_sent += nbytes

@@ -35,7 +35,7 @@ from tests.forwarder import Flip, stand_before
 mark = np.frombuffer(b"what was sent is what is received, or somebody says so!!", np.float64)
 # Of a sealed frame only the header can be found, and in it the kind of the call.
 start = wire.encode(wire.Header(wire.Kind[{name!r}], 0, 0, 0)).tobytes()[:6]
-flip = Flip(start, SEALED_OVERHEAD_BYTES + 4, 5) if {sealed} else Flip(mark.tobytes(), 16, 5)
+flip = Flip(start, SEALED_OVERHEAD_BYTES + {offset}, 5) if {sealed} else Flip(mark.tobytes(), 16, 5)
 listen = ZmqLink.__init__
 def through_the_forwarder(link, **options):
     listen(link, **options)
@@ -73,8 +73,15 @@ CALLS = {
 
 
 def program(call: str, *, sealed: bool) -> str:
-    name = call.split()[-1].upper()
-    return PROGRAM.format(root=str(ROOT), call=CALLS[call], name=name, sealed=sealed)
+    fields = {
+        "root": str(ROOT),
+        "call": CALLS[call],
+        "name": call.split()[-1].upper(),
+        "sealed": sealed,
+        # Into the ciphertext; where that is a second part, its length comes first, in nine bytes.
+        "offset": 13 if call == "large all_reduce" else 4,
+    }
+    return PROGRAM.format(**fields)
 
 
 def ring(directory: Path, call: str, encryption: str) -> Ring:
