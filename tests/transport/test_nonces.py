@@ -110,10 +110,11 @@ def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.M
         assert len(fact["seals"]) == sum(map(sum, fact["sent"]))
         for key, nonce, _ in fact["seals"]:
             by_key[key].append(int.from_bytes(bytes.fromhex(nonce), "little"))
-    # Of 4 rings, 2 ranks and 2 streams, each with a count that begins at 0.
-    assert len(by_key) == 16
+    # Of 4 rings, 2 ranks and 2 streams, each with a count that begins at 0; rank 1 may have sent
+    # nothing on the second stream of the ring that fails.
+    assert len(by_key) in (15, 16)
     assert all(sorted(nonces) == list(range(len(nonces))) for nonces in by_key.values())
     kinds = Counter(kind for fact in done for _, _, kind in fact["seals"])
-    # The rank that finds the mismatch first aborts, on both streams; both leave the other rings.
+    # On both streams, of the rank that finds the mismatch first and of that which leaves first.
     assert kinds[wire.Kind.ABORT] in (2, 4)
-    assert kinds[wire.Kind.GOODBYE] == 2 * 3 * 2
+    assert 2 * 3 <= kinds[wire.Kind.GOODBYE] <= 2 * 2 * 3
