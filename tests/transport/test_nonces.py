@@ -95,7 +95,7 @@ def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.M
             assert fact["kind"] == "MismatchError", fact
         # 16 segments of 1 MiB, of which rank 1 took none; both took a frame when the ring formed.
         queued = ring.wait("queued")
-        assert queued[0]["seals"] in (16, 18)
+        assert 16 <= queued[0]["seals"] <= 18
         assert [fact["taken"] for fact in queued] == [1, 1]
         for fact in ring.wait("child"):
             assert fact["kind"] == "ClosedError", fact
@@ -115,6 +115,6 @@ def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.M
     assert len(by_key) in (15, 16)
     assert all(sorted(nonces) == list(range(len(nonces))) for nonces in by_key.values())
     kinds = Counter(kind for fact in done for _, _, kind in fact["seals"])
-    # On both streams, of the rank that finds the mismatch first and of that which leaves first.
-    assert kinds[wire.Kind.ABORT] in (2, 4)
+    # Of the rank that gives up or leaves first on both streams; the other may find them closed.
+    assert 1 <= kinds[wire.Kind.ABORT] <= 4
     assert 2 * 3 <= kinds[wire.Kind.GOODBYE] <= 2 * 2 * 3
