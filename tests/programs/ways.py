@@ -24,11 +24,9 @@ def late(value, whose):
     """`value`, after some milliseconds of computing on rank `whose` modulo the number of ranks."""
     if comm.rank != whose % comm.size:
         return value
-    # Made here, since a loop's gradient cannot take a constant of this size from outside.
-    mixed = tf.random.stateless_normal((300, 300), (1, 2)) * 0.05
     y = tf.ones((300, 300)) * tf.reduce_sum(value)
     for _ in range(8):
-        y = tf.tanh(tf.matmul(y, mixed))
+        y = tf.tanh(tf.matmul(y, y))
     return value + tf.cast(tf.reduce_max(y) > 2.0, value.dtype)  # Adds 0; only we know that.
 
 
