@@ -308,14 +308,27 @@ def test_a_terminated_bench_removes_its_namespaces():
     assert not set(names) & set(listed.stdout.split())
 
 
-@pytest.mark.tensorflow
 @pytest.mark.timeout(300)
-def test_peers_are_measured_in_turns_and_right(tmp_path):
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("ringreduce zmq",),
+        pytest.param(
+            tuple(entry.label for entry in systems.ENTRIES),
+            id="all",
+            marks=(pytest.mark.full, pytest.mark.tensorflow),
+        ),
+    ],
+)
+def test_peers_are_measured_in_turns_and_right(labels, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"peers -n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}", timeout=280)
+    options = f"-n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}"
+    chosen = " ".join(f"--only '{label}'" for label in labels)
+    result = bench(f"peers {options} {chosen}", timeout=280)
     assert result.returncode == 0, result.stderr
     out = json.loads(file.read_text())
-    there = {entry.system for entry in systems.ENTRIES if entry.missing() is None}
+    entries = [entry for entry in systems.ENTRIES if entry.label in labels]
+    there = {entry.system for entry in entries if entry.missing() is None}
     assert {row["system"] for row in out["rows"]} == there
     assert {row["size_bytes"] for row in out["rows"]} == {4096, 262144}
     for row in out["rows"]:

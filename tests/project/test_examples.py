@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import run_job
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -14,9 +15,11 @@ ELSEWHERE = {"digits", "digits_mirrored", "demo"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 
 
+# A few epochs, or as many as a user sees.
+@pytest.mark.parametrize("options", [("--epochs", "3"), in_full(())], ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_ends_well_and_says_what_all_ended_with(name):
-    result = run_job(2, [str(EXAMPLES / f"{name}.py")])
+def test_it_ends_well_and_says_what_all_ended_with(name, options):
+    result = run_job(2, [str(EXAMPLES / f"{name}.py"), *options])
     assert result.exit_code == 0, result.errors
     digests = [line.split()[-1].strip('",') for line in result.output.splitlines()]
     digests = [word for word in digests if len(word) == 64]
