@@ -111,10 +111,13 @@ def form(config: Config) -> Formed:
         collectives = _connect(config, table, placement, link, shared)
         undo.pop_all()
 
+    has_sockets = placement.transport != "shm"
+    encryption = f", encryption: {security.encryption}" if has_sockets else ""
     here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
     _log.info(
-        "[%d/%d] ring formed over %s: %s",
-        *(config.rank, config.size, placement.transport, " | ".join(map(str, placement.hosts))),
+        "[%d/%d] ring formed over %s%s: %s",
+        *(config.rank, config.size, placement.transport, encryption),
+        " | ".join(map(str, placement.hosts)),
     )
     return Formed(
         collectives=collectives,
