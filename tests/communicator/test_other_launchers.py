@@ -1,4 +1,4 @@
-"""Rings under real Open MPI, MPICH and Slurm, with no variable set by hand.
+"""Rings under real Open MPI, MPICH, torchrun and Slurm, with no variable set by hand.
 
 Slurm's daemons and MUNGE's run as this user, on free ports, with a key and folders of their own.
 Its nodes are two daemons of this host, whose names are addresses.
@@ -7,6 +7,7 @@ Its nodes are two daemons of this host, whose names are addresses.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import platform
 import shutil
@@ -22,6 +23,9 @@ import pytest
 from tests.processes import Process, clean_environment, wait_until
 
 pytestmark = pytest.mark.full
+
+# torchrun takes 40 s to start on a busy machine that has not read torch yet.
+WAIT_S = 100.0
 
 PROGRAM = """
 import numpy as np
@@ -53,8 +57,14 @@ def output(command: list[str], directory: Path, **variables: str) -> list[str]:
     """The lines of all ranks, sorted; in a home that has no secret yet."""
     environment = clean_environment(HOME=str(directory), **variables)
     with Process(command, directory, environment=environment) as process:
-        assert process.wait() == 0, process.stderr
+        assert process.wait(WAIT_S) == 0, process.stderr
         return sorted(process.stdout.splitlines())
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in taken]
 
 
 def needs(*programs: str) -> pytest.MarkDecorator:
@@ -96,14 +106,70 @@ def test_two_jobs_of_mpich_at_once(script):
             for name in ("first", "second")
         ]
         for job in jobs:
-            assert job.wait() == 0, job.stderr
+            assert job.wait(WAIT_S) == 0, job.stderr
             assert sorted(job.stdout.splitlines()) == expected("0/2", "1/2")
 
 
-def free_ports(count: int) -> list[int]:
+def without_prefixes(lines: list[str]) -> list[str]:
+    return sorted(line.partition("]:")[2] for line in lines)
+
+
+# Redirected and shown again: with its defaults, torch 1.13 starts nothing on Python 3.11.
+TORCHRUN = ["torchrun", "--redirects", "1", "--tee", "1", "--no_python"]
+
+
+@needs("torchrun")
+@pytest.mark.parametrize("option", ["--nnodes=1", "--standalone"])
+def test_torchrun_on_one_node(script, option):
+    variables = {"PET_MASTER_PORT": str(free_ports(1)[0])}
+    command = [*TORCHRUN, option, "--nproc_per_node", "2", sys.executable, str(script)]
+    lines = output(command, script.parent, OMP_NUM_THREADS="1", **variables)
+    assert without_prefixes(lines) == expected("0/2", "1/2")
+
+
+@needs("torchrun")
+def test_torchrun_on_two_nodes(script):
+    address = ["--master_addr", "127.0.0.1", "--master_port", str(free_ports(1)[0])]
+    per_node = ["--nnodes", "2", "--nproc_per_node", "2", *address]
+    environment = clean_environment(HOME=str(script.parent), OMP_NUM_THREADS="1")
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in taken]
+        nodes = [
+            stack.enter_context(
+                Process(
+                    [*TORCHRUN, *per_node, "--node_rank", node, sys.executable, str(script)],
+                    script.parent,
+                    name=node,
+                    environment=environment,
+                )
+            )
+            for node in ("0", "1")
+        ]
+        for node in nodes:
+            assert node.wait(WAIT_S) == 0, node.stderr
+        lines = [line for node in nodes for line in node.stdout.splitlines()]
+    assert without_prefixes(lines) == expected("0/2", "1/2", "0/2", "1/2")
+
+
+def test_tf_config(script):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    cluster = {"chief": addresses[:1], "worker": addresses[1:], "evaluator": ["127.0.0.1:1"]}
+    tasks = [json.dumps({"cluster": cluster, "task": {"type": kind}}) for kind in cluster]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                Process(
+                    [sys.executable, str(script)],
+                    script.parent,
+                    name=str(number),
+                    environment=clean_environment(HOME=str(script.parent), TF_CONFIG=task),
+                )
+            )
+            for number, task in enumerate(tasks)
+        ]
+        for process in processes:
+            assert process.wait(WAIT_S) == 0, process.stderr
+        lines = [process.stdout.strip() for process in processes]
+    assert lines == [*expected("0/2", "1/2"), "0/1 0/1 [0.0, 1.0, 2.0] no secret"]
 
 
 SLURM_CONF = """
@@ -203,7 +269,7 @@ def test_a_script_without_srun_trains_alone_and_says_so(script, slurm):
     command = ["salloc", "-Q", "-N", "1", "-n", "2", sys.executable, str(script)]
     environment = clean_environment(HOME=str(script.parent), **slurm)
     with Process(command, script.parent, environment=environment) as process:
-        assert process.wait() == 0, process.stderr
+        assert process.wait(WAIT_S) == 0, process.stderr
         assert process.stdout == "0/1 0/1 [0.0, 1.0, 2.0] no secret\n"
         assert "2 tasks" in process.stderr
         assert "`srun python ...`" in process.stderr

@@ -1,7 +1,8 @@
 """What launchers have set in real processes: all that starts with their names, or is named alike.
 
-Recorded from Open MPI 4.1.4, MPICH 4.0.2 and Slurm 22.05; the others are those of the sources of
-torchrun 2.x, Kubeflow Trainer 2, Horovod 0.28 and Keras 3.15, and of TensorFlow's documentation.
+Recorded from Open MPI 4.1.4, MPICH 4.0.2, Slurm 22.05 and torchrun 1.13, which sets what 2.x does;
+the others are those of the sources of Kubeflow Trainer 2, Horovod 0.28 and Keras 3.15, and of
+TensorFlow's documentation.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
 }
 
-# torchrun --standalone --nproc-per-node 2: the address is the host's name.
+# torchrun --standalone --nproc-per-node 2, where version 2.x has the host's name as address.
 TORCHRUN_STANDALONE = TORCHRUN | {
     "GROUP_RANK": "0",
     "GROUP_WORLD_SIZE": "1",
