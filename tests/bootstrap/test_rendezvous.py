@@ -453,7 +453,7 @@ def test_job_on_one_host_listens_on_loopback_only(rank, address, bound):
 
 def test_job_identity_is_new_for_each_ring():
     """Frames of a ring that is gone must not be taken for this one's."""
-    jobs = [ring_of_threads(2, lambda comm: comm._collectives._job) for _ in range(2)]
+    jobs = [ring_of_threads(2, lambda comm: comm._session.collectives._job) for _ in range(2)]
     assert jobs[0][0] == jobs[0][1]
     assert jobs[1][0] == jobs[1][1]
     assert jobs[0][0] != jobs[1][0]

@@ -301,7 +301,7 @@ def test_exception_in_the_middle_of_a_collective_breaks_the_ring(monkeypatch):
         raise KeyboardInterrupt
 
     with Communicator(Config()) as comm:
-        monkeypatch.setattr(comm._collectives, "barrier", interrupt)
+        monkeypatch.setattr(comm._session.collectives, "barrier", interrupt)
         with pytest.raises(KeyboardInterrupt):
             comm.barrier()
         with pytest.raises(PeerLostError, match="interrupted in a collective by KeyboardInterrupt"):
@@ -516,5 +516,5 @@ def test_an_abort_after_a_failure_answers_background_work_with_that_failure(monk
         told = []
         monkeypatch.setattr(communicator.engine, "fail", told.append)
         first = communicator.fail(ringreduce.ConfigError("found here"))
-        communicator.ring_ended(ringreduce.ConfigError("heard of later"))
+        communicator._session.ring_ended(ringreduce.ConfigError("heard of later"))
         assert told == [first, first]

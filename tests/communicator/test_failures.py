@@ -296,10 +296,10 @@ def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: 
         signal.signal(signal.SIGUSR1, lambda *_: go.set())
         go.wait()
     if RANK == 1:
-        before = ring._recorder.standing()
+        before = ring._session._recorder.standing()
 
         def watch():
-            while ring._recorder.standing() == before:
+            while ring._session._recorder.standing() == before:
                 os.sched_yield()
             say("waits")
 
@@ -524,7 +524,7 @@ def rounds(ring):
             return
 for rings in range(len(CONFIGS)):
     ring = join(rings)
-    say("ready", address=ring._collectives._link.address)
+    say("ready", address=ring._session.collectives._link.address)
     attempt("result", lambda: rounds(ring))
     attempt("again", ring.barrier)
     ring.close()

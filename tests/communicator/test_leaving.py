@@ -48,10 +48,10 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
     program = """
         ring = join()
         def hand_over():
-            while ring._caller is None:
+            while ring._session._caller is None:
                 os.sched_yield()
             work = ring.all_reduce(np.ones(10), async_op=True)
-            while not ring._engine._queue.wait_idle(0.01) and ring._engine._work:
+            while not ring._session._engine._queue.wait_idle(0.01) and ring._session._engine._work:
                 pass  # It has not taken it yet.
             os.kill(os.getpid(), signal.SIGALRM)
             attempt("work", work.wait)
@@ -118,8 +118,8 @@ def test_a_rank_that_leaves_because_of_an_abort_passes_it_on_to_one_that_receive
 
     def work(comm: Communicator) -> str:
         if comm.rank == 2:
-            assert comm._watcher is not None
-            deaf.append(comm._watcher._watch)
+            assert comm._session._watcher is not None
+            deaf.append(comm._session._watcher._watch)
             is_deaf.set()
             with pytest.raises(RingReduceError) as caught:
                 comm.all_reduce(np.ones(100_000))

@@ -169,7 +169,7 @@ def test_a_communicator_records_its_calls() -> None:
     def work(communicator):
         communicator.all_reduce(np.ones(4, np.float32))
         communicator.all_gather_object("x")
-        return [(e.operation, e.nbytes, e.error) for e in communicator._recorder.entries()]
+        return [(e.operation, e.nbytes, e.error) for e in communicator._session._recorder.entries()]
 
     for entries in ring_of_threads(2, work):
         assert entries[:2] == [("barrier", 0, None), ("all_reduce", 16, None)]
@@ -180,7 +180,7 @@ def test_a_communicator_that_breaks_records_why() -> None:
     def work(communicator):
         with pytest.raises(MismatchError):
             communicator.all_reduce(np.ones(4 + communicator.rank, np.float32))
-        return communicator._recorder
+        return communicator._session._recorder
 
     for recorder in ring_of_threads(2, work):
         assert recorder.entries()[-1].error.startswith("MismatchError: ")

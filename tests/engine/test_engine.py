@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives.base import Collectives
-from ringreduce.communicator import communicator as communicator_module
+from ringreduce.communicator import session
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
 from ringreduce.effects.handoff import BucketItem
@@ -313,7 +313,7 @@ def test_communicators_are_closed_when_the_process_ends():
     made = [Communicator(Config()) for _ in range(3)]
     for each in made:
         each.all_reduce(np.ones(3), async_op=True).wait(DEADLINE_S)
-    communicator_module._close_all()
+    session._close_all()
     assert engine_threads() == set()
     assert all(each.closed for each in made)
 
@@ -475,9 +475,11 @@ SIZES = [1, 2, 3]
 
 def until_running(comm: Communicator, call: Callable[[], Work[Any]]) -> Work[Any]:
     """Hand work over; return once the engine is in the midst of it."""
-    before = comm._recorder.standing()
+    before = comm._session._recorder.standing()
     work = call()
-    wait_until(lambda: comm._recorder.standing() != before, "the collective to begin", DEADLINE_S)
+    wait_until(
+        lambda: comm._session._recorder.standing() != before, "the collective to begin", DEADLINE_S
+    )
     return work
 
 
@@ -698,7 +700,9 @@ def test_threads_that_wait_for_buckets_are_told_though_no_rank_can_be(monkeypatc
         start(plan.number, 1)
         waiting = in_thread(lambda: wait_for_bucket(plan.number, 1))
         until_it_waits(waiting)
-        monkeypatch.setattr(comm._collectives, "abort", lambda cause: failing(OSError("no"))())
+        monkeypatch.setattr(
+            comm._session.collectives, "abort", lambda cause: failing(OSError("no"))()
+        )
         with pytest.raises(OSError, match="no"):
             comm.fail(MismatchError("has other gradients"))
         assert waiting.result(DEADLINE_S).why == "has other gradients."
@@ -781,7 +785,7 @@ def test_no_engine_is_started_by_a_communicator_that_is_being_closed(monkeypatch
         def __exit__(self, *exception: object) -> None:
             self._lock.release()
 
-    monkeypatch.setattr(comm, "_lock", Lock(comm._lock))
+    monkeypatch.setattr(comm._session, "_calling", Lock(comm._session._calling))
     comm.close()
     with pytest.raises(ClosedError):
         late[0].result(DEADLINE_S)
@@ -813,9 +817,9 @@ def test_process_ends_though_a_peer_never_answers(tmp_path: Path, transport: str
     ring = join()
     say("ready")
     if RANK == 0:
-        before = ring._recorder.standing()
+        before = ring._session._recorder.standing()
         work = [ring.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
-        while ring._recorder.standing() == before:
+        while ring._session._recorder.standing() == before:
             os.sched_yield()
     else:
         hold()

@@ -415,7 +415,7 @@ def test_announced_addresses_on_loopback(address: str, holds: bool) -> None:
 @pytest.mark.parametrize("streams", [1, 3])
 def test_a_ring_with_a_secret_reduces_and_is_shut(encryption: str, streams: int) -> None:
     def work(comm: Communicator) -> tuple[float, bool]:
-        link = comm._collectives._link  # type: ignore[attr-defined]
+        link = comm._session.collectives._link  # type: ignore[attr-defined]
         array = np.ones(300_000)
         comm.all_reduce(array)
         comm.barrier()

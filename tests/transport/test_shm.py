@@ -217,7 +217,7 @@ def test_statistics_in_another_thread_do_not_outlive_the_memory(monkeypatch):
 
     def work(comm: Communicator) -> None:
         if comm.rank == 0:
-            link = comm._collectives._link
+            link = comm._session.collectives._link
             look, free = link._functions["shm_look"], link._functions["shm_free"]
 
             def slow_look(*arguments: object) -> None:
@@ -249,7 +249,7 @@ def test_statistics_do_not_disturb_a_call_that_runs_in_another_thread():
     """What the call has found (progress, and who is late) is its own."""
 
     def work(comm: Communicator) -> None:
-        link = comm._collectives._link
+        link = comm._session.collectives._link
         found = link._look()
         found.progress = 12345
         comm.statistics()
@@ -555,7 +555,8 @@ COUNT = {count}
 for number in range(len(CONFIGS)):
     ring = join(number)
     data, other = ring.empty(COUNT), ring.empty(1000)
-    segments, heap = ring._collectives._link._segments, ring._collectives._link._heap
+    link = ring._session.collectives._link
+    segments, heap = link._segments, link._heap
     data[:] = 0
     def call():
         ring.all_reduce(data)

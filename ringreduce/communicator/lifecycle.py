@@ -1,0 +1,65 @@
+"""The states of a session, and the transitions between them.
+
+    forming ----> open ----> broken
+       |           |           |
+       +-----------+-----------+----> leaving ----> closed
+
+| to | made by | when |
+| --- | --- | --- |
+| open | the thread that forms the ring | the first barrier has passed |
+| broken | a call's thread, the watcher's, the engine's, or a layer above | the first error |
+| leaving | the thread that closes, or a signal handler in a call | at once; calls are refused |
+| closed | the thread that closes | no call runs any more; then goodbyes are sent, all is freed |
+
+The first error is kept for good: a session that leaves may still break, and then says so instead of
+goodbye.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+from ringreduce.vocabulary.errors import RingReduceError
+
+
+class State(enum.IntEnum):
+    """In the order in which they can follow each other."""
+
+    FORMING = 0
+    OPEN = 1
+    BROKEN = 2
+    LEAVING = 3
+    CLOSED = 4
+
+
+class LifeCycle:
+    """The state of one session; from any thread, and from signal handlers.
+
+    Attributes:
+        lock: held for moments only, never while anything waits; a signal handler may take it again.
+        is_working: whether calls may begin, in the first two states.
+        failure: the first error; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.state, self.is_working = State.FORMING, True
+        self.failure: RingReduceError | None = None
+
+    def advance(self, state: State) -> bool:
+        """Go on to `state`; return False, and change nothing, if it is not later than this one."""
+        with self.lock:
+            if state <= self.state:
+                return False
+            self.state, self.is_working = state, state <= State.OPEN
+            return True
+
+    def fail(self, error: RingReduceError) -> bool:
+        """Record `error` and break; return False, and change nothing, if another came first."""
+        with self.lock:
+            if self.failure is not None:
+                return False
+            self.failure = error
+            self.advance(State.BROKEN)
+            return True

@@ -1,0 +1,422 @@
+"""One rank's part of a ring, from forming it to leaving it: state, calls, failure, threads.
+
+A `Communicator` is the user's handle on a session. `ringreduce.communicator.lifecycle` has the
+states. Threads: a call runs in the caller's thread under `_calling`, or in the engine's
+(`ringreduce.engine.engine`); the watcher's (`ringreduce.engine.watch`) notices what happens
+elsewhere. All end when the session is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.shared_memory import SharedMemoryCollectives
+from ringreduce.communicator.formation import form
+from ringreduce.communicator.lifecycle import LifeCycle, State
+from ringreduce.communicator.statistics import Statistics
+from ringreduce.effects.dumping import FlightFile
+from ringreduce.effects.recorder import Recorder
+from ringreduce.engine.engine import Engine
+from ringreduce.engine.watch import Watcher
+from ringreduce.pure.claims import Claim
+from ringreduce.pure.notification import encode_goodbye
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import (
+    ArrayError,
+    ClosedError,
+    MismatchError,
+    PeerLostError,
+    RingReduceError,
+)
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class Explainer(Protocol):
+    """Explains a mismatch better than two signatures do; see `Session.explain_with`."""
+
+    def explain(self, error: MismatchError) -> RingReduceError | None:
+        """A better error, or None."""
+
+
+class Session:
+    """Forms a ring, runs collectives on it one after the other, and breaks cleanly.
+
+    Attributes:
+        config: its settings.
+        collectives: what a call runs.
+        transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
+        shares_memory: whether this rank shares memory with another.
+        local_rank, local_size: this rank's number on its host, and how many there are.
+
+    Raises: as `Communicator`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._process = os.getpid()
+        self._life = LifeCycle()
+        # Held during a collective.
+        self._calling = threading.RLock()
+        self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
+        self._recorder = Recorder(config.rank, config.size)
+        self._flight = FlightFile(config, self._recorder)
+        self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
+        self.collectives: Collectives = SharedMemoryCollectives(None, rank=0, size=1)
+        self.transport, self.shares_memory = "none", False
+        self._engine: Engine | None = None
+        self._blocked_s = 0.0
+        self._watcher: Watcher | None = None
+        self._has_aborted = False
+        # The thread that is in a call; why it leaves the ring after that call, None: it stays.
+        self._caller: int | None = None
+        self._leaves_with: str | None = None
+        if config.size > 1:
+            try:
+                self._form(config)
+            except BaseException as error:
+                if self.failure is None:  # Else `_break` has dumped it.
+                    self._record(error)
+                self._flight.close()
+                raise
+        self._life.advance(State.OPEN)
+        _open.add(self)
+
+    def _form(self, config: Config) -> None:
+        formed = form(config)
+        self.collectives, self.transport = formed.collectives, formed.transport
+        self.shares_memory = formed.shares_memory
+        self._flight.transport = formed.transport
+        self.local_rank, self.local_size = formed.local_rank, formed.local_size
+        _formed.add(self)
+        try:
+            try:
+                self._watcher = Watcher(
+                    formed.control,
+                    self._recorder,
+                    self.collectives,
+                    self,
+                    patience=formed.patience,
+                    link_timeout_s=config.link_timeout_s,
+                )
+            except BaseException:  # No thread could be started, for example.
+                formed.control.close()
+                raise
+            self._recorder.peers = self._watcher.peers
+            self.call("barrier", 0, self.collectives.barrier)
+        except BaseException:
+            self._leave("")
+            raise
+        finally:
+            formed.finish()
+
+    @property
+    def failure(self) -> RingReduceError | None:
+        """The error that has broken it; None while it works."""
+        return self._life.failure
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no call can begin any more, because it was closed."""
+        return self._life.state is State.CLOSED
+
+    @property
+    def engine(self) -> Engine:
+        """The background thread, started by its first use. Raises ClosedError after `close`."""
+        if self._process != os.getpid():
+            raise self._forked()
+        with self._life.lock:
+            if self._life.state >= State.LEAVING:
+                raise self._closed_error()
+            if self._engine is None:
+                name = f"ringreduce {self.config.rank}/{self.config.size}"
+                self._engine = Engine(name, self, self.collectives)
+            return self._engine
+
+    def run(
+        self,
+        name: str,
+        array: np.ndarray,
+        signature: int,
+        async_op: bool,
+        run: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        """Run a collective on `array`, here or in the engine; its result, or `array` for None."""
+        if not 0 <= signature < 1 << 64:
+            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
+        if async_op:
+            now = (name, array, signature, False, run, *arguments)
+            return self.engine.submit(lambda: self.run(*now))
+        result = self.call(name, array.nbytes, run, *arguments, signature)
+        return array if result is None else result
+
+    def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run one collective, after all that the engine was given before; break if it fails.
+
+        Kept fast: in shared memory a small collective takes microseconds.
+        """
+        if self._process != os.getpid():
+            raise self._forked()
+        if self._engine is not None:
+            self._engine.drain()
+        leaves: str | None = None
+        try:
+            with self._calling:
+                if not self._life.is_working:
+                    self._refuse()
+                self._recorder.begin(name, nbytes)
+                self._caller = threading.get_ident()
+                try:
+                    result = run(*arguments)
+                except RingReduceError as error:
+                    self._break(self._explained(error))
+                    if self.failure is error:
+                        raise
+                    # The watcher's error was better or earlier; later calls raise the same one.
+                    raise _again(self.failure or error) from error
+                except BaseException as error:
+                    self._break(self._cut(error))
+                    raise
+                finally:
+                    # In this order: a signal handler between the two lines leaves the ring itself.
+                    self._caller = None
+                    leaves = self._leaves_with
+                self._recorder.end()
+        finally:
+            # Without the lock: this waits for the engine, which may be waiting for the lock.
+            if leaves is not None:
+                self._leave(leaves)
+        if _log.isEnabledFor(logging.DEBUG):
+            number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
+            _log.debug(
+                "[%d/%d] %s #%d, %d bytes, %.3f ms",
+                *(self.config.rank, self.config.size, name, number, nbytes, elapsed_s * 1e3),
+            )
+        return result
+
+    def claim(self, claim: Claim) -> None:
+        """Have the neighbours compare a value with theirs; from any thread, without waiting."""
+        if self._watcher is not None and not self.is_closed:
+            self._watcher.claim(claim)
+
+    def explain_with(self, explainer: Explainer) -> None:
+        """Ask `explainer` what it means when ranks are in different calls.
+
+        For integrations, which know what signatures stand for. Called in the thread of the failed
+        call, before the other ranks are notified: every rank then raises the error that it
+        returns, unless that is None. Only a weak reference is kept.
+        """
+        self._explainers.add(explainer)
+
+    def statistics(self) -> Statistics:
+        """A snapshot of what this session has done so far."""
+        traffic = self.collectives.traffic()
+        engine = self._engine
+        return Statistics(
+            reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
+            waited_s=self._blocked_s + (engine.waited_s if engine else 0.0),
+            collectives=self._recorder.calls,
+            seconds=self._recorder.seconds,
+            frames_received=traffic.frames_received,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+        )
+
+    def blocked_for(self, seconds: float) -> None:
+        """Add time that a training step spent reducing gradients itself."""
+        self._blocked_s += seconds
+
+    # --- Failure --------------------------------------------------------------------------------
+
+    def fail(self, error: RingReduceError) -> RingReduceError:
+        """Break the ring with `error` from a layer above; return the error to raise.
+
+        That is `error`, or what has broken the ring before. Every other rank gets it from its
+        present or next call.
+        """
+        if self.is_closed:
+            return error
+        if not self._life.fail(error):
+            return _again(self.failure or error)
+        if self._watcher is not None:
+            self._watcher.abort(error)
+        # A call in another thread ends and releases the lock.
+        self.collectives.interrupt(error)
+        if self._caller != threading.get_ident():
+            with self._calling:
+                self._break(error)
+        # Else this is a signal handler, and the call that it has interrupted breaks the ring.
+        return error
+
+    def ring_ended(self, error: RingReduceError) -> None:
+        """Record the watcher's error. Called in the watcher's thread, so never waits for a call."""
+        self._life.fail(error)
+        self.collectives.interrupt(error)
+        # A call may have failed first: every waiter must see the same error.
+        first = self.failure or error
+        engine = self._engine
+        if engine is not None:
+            engine.fail(first)
+        if self._recorder.standing().operation is None:
+            # In user code no call fails, so it is recorded here.
+            self._record(first)
+
+    def _break(self, error: RingReduceError) -> None:
+        """Notify all ranks and threads of the first error, once; under `_calling`."""
+        self._life.fail(error)
+        error = self.failure or error
+        self._recorder.fail(error)
+        if self._has_aborted:
+            return
+        self._has_aborted = True
+        if self._watcher is not None:
+            self._watcher.abort(error)
+        try:
+            self.collectives.abort(error)
+        finally:
+            if self._engine is not None:
+                self._engine.fail(error)
+            # Last: neither the other ranks nor this one's threads should wait for a disk.
+            self._flight.dump(_described(error))
+
+    def _explained(self, error: RingReduceError) -> RingReduceError:
+        """A better error for `error` from an integration or the watcher, or `error` itself."""
+        if isinstance(error, MismatchError) and error.origin is None:
+            for explainer in list(self._explainers):
+                if (better := explainer.explain(error)) is not None:
+                    return better
+        return error if self._watcher is None else self._watcher.explain(error)
+
+    def _cut(self, error: BaseException) -> PeerLostError:
+        """The error when something such as Ctrl-C ends a collective: ranks are out of step."""
+        return PeerLostError(
+            f"was interrupted in a collective by {type(error).__name__}",
+            rank=self.config.rank,
+            size=self.config.size,
+            peer=self.config.rank,
+            remedy="Form a new communicator.",
+        )
+
+    def _refuse(self) -> None:
+        if self.failure is None or self.is_closed:
+            raise self._closed_error()
+        raise _again(self.failure)
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError(
+            "called a collective after close()", rank=self.config.rank, size=self.config.size
+        )
+
+    def _forked(self) -> ClosedError:
+        return ClosedError(
+            "is used in a forked child, whose sockets are its parent's",
+            rank=self.config.rank,
+            size=self.config.size,
+            remedy="Start processes with spawn, or form a new communicator in the child.",
+        )
+
+    def _record(self, error: BaseException) -> None:
+        """Record `error` in memory and, with a `log_dir`, on disk; from any thread."""
+        self._recorder.fail(error)
+        self._flight.dump(_described(error))
+
+    # --- Leaving --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave, because of the exception that is being handled, if there is one."""
+        self.close_with(_ending_error())
+
+    def close_with(self, error: BaseException | None) -> None:
+        """Leave, because of `error` if there is one, which is recorded and sent to the others."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._leave("")  # The usual end of a program.
+            return
+        if self.failure is None and not self.is_closed and self._process == os.getpid():
+            self._record(error)
+        self._leave(_described(error))
+
+    def _leave(self, why: str) -> None:
+        """Close; `why` describes the exception that makes this rank leave, empty for none."""
+        if self._process != os.getpid():
+            return  # The sockets are the parent's.
+        self.collectives.interrupt()
+        if self._caller == threading.get_ident():
+            # A signal handler: the interrupted call still uses what would be freed here.
+            self._leaves_with = why
+            self._life.advance(State.LEAVING)
+            return
+        with self._life.lock:
+            self._life.advance(State.LEAVING)
+            engine = self._engine
+        if engine is not None:
+            who = f"rank {self.config.rank} of {self.config.size}"
+            engine.close(f"{who}: the communicator was closed")
+        with self._calling:
+            if not self._life.advance(State.CLOSED):
+                return
+            calls = self._recorder.calls
+            if self.failure is not None and not self._has_aborted:
+                # It came in user code. A goodbye would look like an ordinary end.
+                self._has_aborted = True
+                self.collectives.abort(self.failure)
+            # Read first: errors that others raise because of the goodbye are not this rank's.
+            goodbye = b"" if self.failure is not None else encode_goodbye(calls, why)
+            if self._watcher is not None:
+                self._watcher.leave(calls, why)
+            self.collectives.close(goodbye)
+            if self._watcher is not None:
+                self._watcher.join()
+            self._flight.close()
+            _formed.discard(self)
+            if self.config.size > 1:
+                _log.info(
+                    "[%d/%d] ring closed after %s",
+                    *(self.config.rank, self.config.size, self.statistics()),
+                )
+
+
+def _again(error: RingReduceError) -> RingReduceError:
+    """A copy of `error` to raise, so that tracebacks do not pile up on one object."""
+    anew = copy.copy(error)
+    anew.__cause__ = error
+    return anew
+
+
+def _ending_error() -> BaseException | None:
+    """The exception that makes the caller leave: the handled one, or the one that ends Python."""
+    error = sys.exc_info()[1]
+    if error is None and not threading.main_thread().is_alive():
+        # Only when Python ends: before, an interactive session may have left an old one.
+        error = getattr(sys, "last_value", None)
+    return error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+_open: weakref.WeakSet[Session] = weakref.WeakSet()
+# Those with sockets live until they are closed: a context of libzmq that is collected as garbage
+# waits forever for its sockets.
+_formed: set[Session] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At exit, notify the ranks that wait for this one and release waiting framework threads."""
+    for session in list(_open):
+        session.close()
