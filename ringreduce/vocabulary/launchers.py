@@ -68,17 +68,18 @@ def find(variables: Variables) -> Place | None:
         ConfigError: a variable is missing or impossible, two launchers contradict each other, or
             the job has ranks that ringreduce does not have (``ps`` in ``TF_CONFIG``).
     """
-    asked = _asked(variables)
-    seen = [launcher for launcher in asked if launcher.is_seen(variables)]
-    if variables.get("RINGREDUCE_LAUNCHER") and asked and not seen:
-        raise ConfigError(
-            f"RINGREDUCE_LAUNCHER is {asked[0].key!r}, but {asked[0].name} has not set "
-            f"{' or '.join(map(' and '.join, asked[0].signs))}"
-        )
     place = None
-    for launcher in seen:
-        if (other := _read(launcher, variables)) is not None:
+    asked = _asked(variables)
+    for launcher in asked:
+        if launcher.is_seen(variables) and (other := _read(launcher, variables)) is not None:
             place = other if place is None else _compared(place, other, launcher)
+    if place is None and len(asked) == 1:
+        (launcher,) = asked
+        raise ConfigError(
+            f"RINGREDUCE_LAUNCHER is {launcher.key!r}, and {launcher.name} has not started this "
+            f"process: it sets {' or '.join(map(' and '.join, launcher.signs))}",
+            remedy="Unset RINGREDUCE_LAUNCHER, or set it to none to train alone.",
+        )
     return place
 
 

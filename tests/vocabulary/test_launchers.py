@@ -128,6 +128,7 @@ def test_what_is_no_job_of_several_ranks(variables):
         ({"TF_CONFIG": '{"cluster": [1]}'}, ["TF_CONFIG", "must be objects"]),
         ({"RINGREDUCE_LAUNCHER": "mpi"}, ["RINGREDUCE_LAUNCHER is 'mpi'", "openmpi", "none"]),
         (seen.SRUN | {"RINGREDUCE_LAUNCHER": "openmpi"}, ["OMPI_COMM_WORLD_RANK"]),
+        (seen.TORCHRUN | seen.TRAINER | {"RINGREDUCE_LAUNCHER": "kubeflow"}, ["PET_NODE_RANK"]),
     ],
 )
 def test_what_is_refused_names_the_variable(variables, named):
