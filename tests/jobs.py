@@ -29,6 +29,7 @@ def run_job(
     timeout_s: float = 60.0,
     deadline_s: float = 500.0,
     environment: Mapping[str, str] | None = None,
+    directory: Path = _ROOT,
 ) -> JobResult:
     """Run ``python *arguments`` as `size` workers, as `ringreduce.testing.ring_of_processes` does.
 
@@ -40,6 +41,7 @@ def run_job(
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
         deadline_s: what still runs after this is killed, and the test fails.
         environment: further variables.
+        directory: the workers' current folder.
 
     Returns:
         The first exit code that is not 0, and each rank's lines, marked with its rank.
@@ -72,7 +74,7 @@ def run_job(
             }
             worker = Process(
                 [sys.executable, str(_ROOT / arguments[0]), *arguments[1:]],
-                _ROOT,
+                directory,
                 output=folder,
                 name=f"rank{rank}",
                 environment=clean_environment(**variables),

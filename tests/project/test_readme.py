@@ -59,7 +59,7 @@ def test_the_diff_is_of_the_first_example():
 def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     command = shlex.split(re.search(r"\$ (ringreduce run .*)", README).group(1))
     assert command == ["ringreduce", "run", "-n", "4", "train.py"]
-    result = run_job(4, [train])
+    result = run_job(4, [train], directory=Path(train).parent)  # Where it saves its model.
     assert result.exit_code == 0, result.errors
     last = dict(re.findall(r"rank (\d) of 4: first weight (-?\d\.\d{6})", result.output))
     assert sorted(last) == ["0", "1", "2", "3"]
