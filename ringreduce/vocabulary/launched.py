@@ -1,9 +1,10 @@
-"""Completes settings by what another launcher than ours says, and logs that it did."""
+"""Completes settings by what another launcher than ours says, and logs what a user should know."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
 
 from ringreduce.vocabulary.launchers import find
@@ -14,8 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 def find_place(variables: Mapping[str, str]) -> Place | None:
-    """As `find`; warns where a Slurm job has tasks that nothing has started."""
+    """As `find`; warns of a Slurm job's tasks that nothing has started, and of cores left idle."""
     place = find(variables)
+    if place is not None and place.key == "openmpi" and place.rank == 0:
+        _warn_of_binding(place.local_size or 1)
     if place is None and (tasks := _idle_tasks(variables)):
         _log_once(
             logging.WARNING,
@@ -58,6 +61,25 @@ def _idle_tasks(variables: Mapping[str, str]) -> int:
     if not is_script or variables.get("RINGREDUCE_LAUNCHER") or not text.isdecimal():
         return 0
     return int(text) if int(text) > 1 else 0
+
+
+def _warn_of_binding(local_size: int) -> None:
+    """Warn if mpirun, this process's parent, has left most cores to no rank of this host.
+
+    By default it binds each of two ranks to one core, and more to a part of the host.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    try:
+        own, all_cores = (len(os.sched_getaffinity(process)) for process in (0, os.getppid()))
+    except OSError:  # Another user's, or it has ended.
+        return
+    if own * local_size * 2 <= all_cores:
+        _log_once(
+            logging.WARNING,
+            f"mpirun has bound this process to {own} of {all_cores} cores, and the host's other "
+            "ranks alike; `mpirun --bind-to none` lets them use all",
+        )
 
 
 @functools.cache

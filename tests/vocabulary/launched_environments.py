@@ -111,7 +111,7 @@ SALLOC_SHELL = {
 
 # srun --pty bash
 INTERACTIVE = _SLURM_JOB | {
-    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS": "1",
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "n1",
     "SLURM_STEP_NUM_NODES": "1",

@@ -317,3 +317,20 @@ def test_a_script_that_forgets_srun_is_warned(variables, times, caplog):
         Config.from_environment(variables)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * times
     assert all("srun" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("own", "parents", "rank", "is_warned"),
+    [(1, 64, "0", True), (16, 64, "0", True), (17, 64, "0", False), (1, 65, "1", False)],
+)
+def test_cores_that_mpirun_leaves_idle_are_said_by_rank_0(
+    own, parents, rank, is_warned, monkeypatch, caplog
+):
+    cores = {0: own, os.getppid(): parents}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
+    ours = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        Config.from_environment(seen.OPEN_MPI | ours)
+    expected = [f"mpirun has bound this process to {own} of {parents} cores"] if is_warned else []
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == expected
