@@ -1,6 +1,7 @@
 """Evaluation and prediction shared out to ranks, against one process; in rings of threads.
 
-That it also works between processes, with models that were never called, is looked at in
+Steps run in Python, since tracing them would take most of the time, but for one of each kind. That
+it also works between processes, with models that were never called, is looked at in
 test_callbacks.py.
 """
 
@@ -25,12 +26,17 @@ def rows(count):
     return rng.integers(0, 5, (count, 2)).astype("float32") / 4, rng.integers(0, 2, (count, 1))
 
 
-def make_model(**options):
+def make_model(run_eagerly=True):
     model = keras.Sequential(
         [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
     )
-    model.compile(loss="mse", metrics=["mae", keras.metrics.BinaryAccuracy(name="hits")], **options)
+    metrics = ["mae", keras.metrics.BinaryAccuracy(name="hits")]
+    model.compile(loss="mse", metrics=metrics, run_eagerly=run_eagerly)
     return model
+
+
+def make_traced():
+    return make_model(run_eagerly=False)
 
 
 def by_all(size, work, make=make_model):
@@ -39,12 +45,20 @@ def by_all(size, work, make=make_model):
     return ring_of_threads(size, lambda comm: work(models[comm.rank], comm))
 
 
+# How many rows, and by which models.
+ROWS = pytest.mark.parametrize(
+    ("count", "make"), [(1, make_model), (2, make_model), (5, make_traced), (33, make_model)]
+)
+
+
 @SIZES
-@pytest.mark.parametrize("count", [1, 2, 5, 33])
-def test_evaluation_is_that_of_one_process(size, count):
+@ROWS
+def test_evaluation_is_that_of_one_process(size, count, make):
     x, y = rows(count)
-    expected = make_model().evaluate(x, y, batch_size=4, verbose=0)
-    results = by_all(size, lambda m, comm: rr.evaluate(m, x, y, batch_size=4, communicator=comm))
+    expected = make().evaluate(x, y, batch_size=4, verbose=0)
+    results = by_all(
+        size, lambda m, comm: rr.evaluate(m, x, y, batch_size=4, communicator=comm), make
+    )
     assert results == [expected] * size
 
 
@@ -80,7 +94,8 @@ def test_several_outputs_are_listed_in_keras_order():
     def make():
         inputs = keras.Input((2,))
         model = keras.Model(inputs, {"a": inputs * 2, "b": inputs * 4})
-        model.compile(loss={"a": "mse", "b": "mae"}, metrics={"a": ["mae"], "b": ["mse"]})
+        losses, metrics = {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]}
+        model.compile(loss=losses, metrics=metrics, run_eagerly=True)
         return model
 
     x, _ = rows(7)
@@ -188,11 +203,11 @@ def test_an_endless_dataset_needs_steps():
 
 
 @SIZES
-@pytest.mark.parametrize("count", [1, 2, 5, 33])
-def test_predictions_are_those_of_one_process(size, count):
+@ROWS
+def test_predictions_are_those_of_one_process(size, count, make):
     x, _ = rows(count)
-    expected = make_model().predict(x, batch_size=4, verbose=0)
-    results = by_all(size, lambda m, comm: rr.predict(m, x, batch_size=4, communicator=comm))
+    expected = make().predict(x, batch_size=4, verbose=0)
+    results = by_all(size, lambda m, comm: rr.predict(m, x, batch_size=4, communicator=comm), make)
     for predicted in results:
         assert predicted.dtype == expected.dtype
         assert np.array_equal(predicted, expected)

@@ -9,7 +9,7 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import digest, say
+from shared import built, digest, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
@@ -284,6 +284,8 @@ def in_fit(name, how, **options):
     model = keras.Model([one, other], outputs)
     optimizer = rr.DistributedOptimizer(OPTIMIZERS[name](), sparse_as_dense=how == "dense")
     model.compile(optimizer=optimizer, loss="mse", **options)
+    if name != "adam":
+        built(model)
     rng = np.random.default_rng(comm.rank)
     words = [rng.integers(0, 200, (24, count)).astype("int32") for count in (3, 2)]
     labels = rng.normal(size=(24, 1)).astype("float32")

@@ -10,7 +10,7 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import error_of, say
+from shared import built, error_of, say
 
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
@@ -494,6 +494,8 @@ def normalization_in_fit():
         start = [w.copy() for w in model.get_weights()]
         optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
         model.compile(optimizer=optimizer, loss="mse", **options)
+        if way == "jit":
+            built(model)
         model.fit(data, epochs=2, shuffle=False, verbose=0)
         before = comm.statistics().collectives
         loss = model.evaluate(inputs, targets, verbose=0)
