@@ -33,7 +33,9 @@ def make_model(*layers):
 def fit(model, inputs, targets, jit, optimizer=None, batch=4, epochs=1, **options):
     wrapped = rr.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
     model.compile(optimizer=wrapped, loss="mse", jit_compile=jit, **options)
-    if not options:
+    if not jit:
+        built(model, inputs[:1], targets[:1])
+    elif not options:
         built(model)
     fit = model.fit(inputs, targets, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
     return fit.history
@@ -278,6 +280,8 @@ def only_gradients_compiled():
                 keras.config.set_dtype_policy("float32")
             wrapped = rr.DistributedOptimizer(keras.optimizers.Adam(0.01))
             model.compile(optimizer=wrapped, loss="mse", metrics=["mae"], jit_compile=False)
+            if not divided or policy != "float32":
+                built(model, inputs[:1], targets[:1])
             if divided:
                 rr.compile_gradients(model)
                 rr.compile_gradients(model)

@@ -26,12 +26,6 @@ def facts(request):
     return {case: list(said.values()) for case, said in facts_of("order", request.param).items()}
 
 
-@pytest.fixture(scope="module")
-def training():
-    """The same of programs/order_training.py."""
-    return {case: list(said.values()) for case, said in facts_of("order_training", 2).items()}
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("case", "expected"),
@@ -70,15 +64,18 @@ def test_the_first_collective_may_be_in_a_later_trace(facts):
         assert said["results"] == same(1, len(facts["later"]))
 
 
+TRAINED = [(case, way) for case in ("optimizers", "rows", "rows of a tape") for way in WAYS]
+TRAINED.append(("several steps", "graph"))
+TRAINED_ON_3 = [*TRAINED, *(("several steps", way) for way in WAYS if way == "jit both")]
+
+
 @pytest.mark.parametrize(
-    ("case", "way"),
-    [
-        *((case, way) for case in ("optimizers", "rows", "rows of a tape") for way in WAYS),
-        *(("several steps", way) for way in WAYS if way in ("graph", "jit both")),
-    ],
+    ("case", "way", "size"),
+    [*((*trained, 2) for trained in TRAINED), *(in_full(*trained, 3) for trained in TRAINED_ON_3)],
 )
-def test_training_in_functions_of_a_function_is_the_same(training, case, way):
-    said = training[case]
+def test_training_in_functions_of_a_function_is_the_same(case, way, size):
+    """As programs/order_training.py says."""
+    said = list(facts_of("order_training", size)[case].values())
     assert len({fact["digests"][way] for fact in said}) == 1
     assert max(fact["differences"][way] for fact in said) < 2e-6
     if "moved" in said[0]:
