@@ -332,7 +332,7 @@ def test_integer_sum_wraps_as_in_numpy(count):
     assert ring_of_threads(3, work) == [[300 - 256]] * 3
 
 
-@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("segment_bytes", [64, in_full(4096), 1 << 19])
 @pytest.mark.parametrize("size", SIZES)
 def test_reduce_scatter_gives_each_rank_its_chunk(size, segment_bytes):
     """The result is a view of the array, where the chunk lies in it."""
@@ -378,7 +378,7 @@ def gathered_shapes(rank: int, size: int) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("segment_bytes", [64, in_full(4096), 1 << 19])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_joins_arrays_of_different_lengths(size, segment_bytes):
     names = ("bfloat16", "float32", "int64", "uint8")
@@ -414,7 +414,7 @@ def test_all_gather_returns_memory_of_the_callers_own(size):
     ring_of_threads(size, work)
 
 
-@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 19])
+@pytest.mark.parametrize("segment_bytes", [64, in_full(4096), 1 << 19])
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_from_each_root(size, segment_bytes):
     cases = [
