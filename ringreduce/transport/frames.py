@@ -162,11 +162,12 @@ def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> An
 @numba.njit(nogil=True, cache=True)
 def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -> Any:
     link.channel = number
-    if libzmq.msg_send(msg, channels[number].sender, DONTWAIT | flags) < 0:
+    while libzmq.msg_send(msg, channels[number].sender, DONTWAIT | flags) < 0:
         link.errno = libzmq.errno()
-        libzmq.msg_close(msg)
-        # The queue is unbounded, so EAGAIN can only mean that there is no connection.
-        return UNSENDABLE if link.errno == _EAGAIN else FAILED
+        if link.errno != _EINTR:
+            libzmq.msg_close(msg)
+            # The queue is unbounded, so EAGAIN can only mean that there is no connection.
+            return UNSENDABLE if link.errno == _EAGAIN else FAILED
     if flags & _SNDMORE == 0:
         channels[number].sent += 1
     return DONE
@@ -249,7 +250,7 @@ def skip(link_address: Any, number: Any) -> Any:
     channel = channels[number]
     first = link.message.ctypes.data
     libzmq.msg_init(first)
-    if libzmq.msg_recv(first, channel.receiver, DONTWAIT) < 0:
+    if not _receive_now(first, channel):
         return WAITING if libzmq.errno() == _EAGAIN else FAILED
     if link.is_sealed != 0:
         status = _open(link, channels, number, first, link.received, np.int64(0), 0)
@@ -257,6 +258,15 @@ def skip(link_address: Any, number: Any) -> Any:
         status = _read(link, channel, first)
     release(link)
     return status if status in (CONTROL, CORRUPT) else DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _receive_now(msg: Any, channel: Any) -> Any:
+    """Receive a message without waiting; signals do not end this."""
+    while libzmq.msg_recv(msg, channel.receiver, DONTWAIT) < 0:
+        if libzmq.errno() != _EINTR:
+            return False
+    return True
 
 
 @numba.njit(nogil=True, cache=True)
@@ -275,7 +285,7 @@ def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
     for part in range(_PARTS_MAX):
         libzmq.msg_close(second)
         libzmq.msg_init(second)
-        if libzmq.msg_recv(second, channel.receiver, DONTWAIT) < 0:
+        if not _receive_now(second, channel):
             return False
         if libzmq.msg_more(second) == 0:
             link.payload = libzmq.msg_data(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from ringreduce.collectives.ring import Ring
 from ringreduce.pure.patience import Patience
+from ringreduce.testing import ring_of_threads
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
@@ -94,6 +96,32 @@ def test_link_that_is_not_connected_says_so():
             Ring(link, rank=0, size=3).barrier()
     finally:
         link.close()
+
+
+@pytest.mark.parametrize(("count", "calls"), [(10, 5000), (50_021, 150)])
+@pytest.mark.parametrize("encryption", ["off", "on"])
+def test_signals_do_not_break_a_ring(count, calls, encryption):
+    """Ten thousand a second, which interrupt libzmq's system calls in the threads of the loops."""
+    timer = {signal.SIGALRM}
+
+    def work(comm) -> bool:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, timer)
+        try:
+            return all((comm.all_reduce(np.ones(count)) == 2).all() for _ in range(calls))
+        finally:
+            # pyzmq does not repeat an interrupted end of a context.
+            signal.pthread_sigmask(signal.SIG_BLOCK, timer)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, timer)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        settings = {"transport": "zmq", "encryption": encryption, "segment_bytes": 32_768}
+        assert ring_of_threads(2, work, **settings) == [True] * 2
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, timer)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("count", [10, 50_021])
