@@ -65,6 +65,8 @@ SECRET = secrets.token_hex(32)
 # What a process may grow by while strangers are at it: buffers of TCP and of libzmq for those
 # who are in the middle of a handshake, and Python's own ups and downs.
 _GROWTH_BYTES = 96 << 20
+# How often the tests of frames do what they do.
+TIMES = (1, pytest.param(10, marks=pytest.mark.full))
 
 
 @pytest.fixture
@@ -123,13 +125,14 @@ def test_no_stranger_hurts_a_running_ring(open_ring: Ring) -> None:
     assert_unhurt(open_ring)
 
 
+@pytest.mark.parametrize("times", TIMES)
 def test_no_stream_of_random_frames_gets_into_a_running_ring(
-    open_ring: Ring, chance: random.Random
+    open_ring: Ring, chance: random.Random, times: int
 ) -> None:
     """What looks like right frames at first, with the handshakes of all mechanisms."""
     port, header = open_ring.port(1), frame()
     with bounded_memory(*pids(open_ring)):
-        for _ in range(100):
+        for _ in range(times * 100):
             pieces = [greeting(chance.choice((b"NULL", b"PLAIN", b"CURVE"))), ready()]
             for _ in range(100):
                 parts = mutate_frame(chance, header, [bytes(100)])[1]
@@ -488,18 +491,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(
     ("nbytes", "encryption", "share"),
     [(1024, "off", 60), (65_536, "off", 20), (1024, "on", 15), (65_536, "on", 5)],
 )
 def test_the_loop_refuses_every_frame_but_the_right_one(
-    chance: random.Random, nbytes: int, encryption: str, share: int
+    chance: random.Random, nbytes: int, encryption: str, share: int, times: int
 ) -> None:
     tried = Loop(nbytes, encryption)
     statuses: set[int] = set()
     try:
         with bounded_memory(os.getpid()):
-            frames = _FRAMES * share // 100
+            frames = times * _FRAMES * share // 100
             while frames:
                 # As many as fit into the queues, so that neither side waits for the other.
                 batch = [tried.mutated(chance) for _ in range(min(frames, 4))]
@@ -529,11 +533,14 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
         tried.close()
 
 
-def test_an_abort_that_cannot_be_read_is_an_error_of_bounded_length(chance: random.Random) -> None:
+@pytest.mark.parametrize("times", TIMES)
+def test_an_abort_that_cannot_be_read_is_an_error_of_bounded_length(
+    chance: random.Random, times: int
+) -> None:
     right = msgspec.msgpack.encode(
         {"error": "PeerLostError", "origin": 1, "text": "rank 1 of 3 lost it", "peer": 2}
     )
-    for _ in range(10_000):
+    for _ in range(times * 10_000):
         error = abort_error(mutate_bytes(chance, right)[:ABORT_BYTES_MAX], rank=0, size=3)
         assert isinstance(error, RingReduceError)
         assert len(str(error)) < 2 * ABORT_BYTES_MAX
