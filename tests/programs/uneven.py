@@ -369,7 +369,7 @@ def refusals():
 fitted("known", is_built=False)
 fitted("unknown", known=False)
 fitted("by ranks", weighting="ranks")
-fitted("adam", make=keras.optimizers.Adam)
+fitted("adam", make=keras.optimizers.Adam, is_built=False)
 fitted("several steps", known=False, steps_per_execution=2)
 fitted("one execution", known=False, steps_per_execution=8)
 fitted("eager", run_eagerly=True)
