@@ -48,6 +48,8 @@ from ringreduce.transport.records import (
 
 # How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
+# Ciphertexts that a broadcast may have in memory: enough to keep the next rank busy.
+_CIPHERTEXTS_MAX = 16
 
 _segment_count = numba.njit(nogil=True, cache=True)(segment_count)
 
@@ -62,11 +64,17 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
     call = carray(pointer(call_address), 1, PASS)[0]
     steps = carray(pointer(call.steps), call.step_count, PASS_STEP)
+    # A broadcast is a chain with an end, so a rank may wait for the next one; in a ring, where all
+    # ranks would wait, as many ciphertexts as there are take memory.
+    is_chain = call.step_count == 0 or call.first_start < 0
+    ahead_max = _CIPHERTEXTS_MAX if link.is_sealed != 0 and is_chain else np.iinfo(np.int64).max
 
     if call.first_start >= 0:
         is_reducing = call.step_count > 0 and steps[0].action & REDUCE != 0
         segments = _segment_count(call.first_end - call.first_start, link.segment_bytes)
         while link.started < segments:
+            if not _is_released(channels, link.streams, ahead_max):
+                return DRAINING
             status = _send(
                 link, channels, call, buffer, call.first_start, call.first_end, link.started,
                 call.offset, is_reducing,
@@ -80,6 +88,8 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
         number = link.step + call.offset
         segments = _segment_count(step.end - step.start, link.segment_bytes)
         while link.segment < segments:
+            if step.action & FORWARD and not _is_released(channels, link.streams, ahead_max):
+                return DRAINING
             segment = link.segment
             stream = segment % link.streams
             start = step.start + segment * link.segment_bytes
@@ -118,24 +128,26 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
         link.step += 1
         link.segment = 0
 
-    for _ in range(_DRAIN_YIELDS):
-        if _is_released(channels, link.streams):
-            return DONE
-        libzmq.sched_yield()
-    for _ in range(_DRAIN_SLEEPS):
-        if _is_released(channels, link.streams):
-            return DONE
-        libzmq.usleep(np.uint32(_DRAIN_SLEEP_US))
-    return DRAINING
+    return DONE if _is_released(channels, link.streams, 0) else DRAINING
 
 
 @numba.njit(nogil=True, cache=True)
-def _is_released(channels: Any, streams: Any) -> Any:
-    """Whether libzmq has written all borrowed memory of the streams."""
-    for stream in range(streams):  # noqa: SIM110  numba compiles no generators with all()
-        if channels[stream].released < channels[stream].borrowed:
-            return False
-    return True
+def _is_released(channels: Any, streams: Any, but: Any) -> Any:
+    """Whether libzmq has written all borrowed memory of the streams `but` so many segments.
+
+    Waits a while for that.
+    """
+    for attempt in range(_DRAIN_YIELDS + _DRAIN_SLEEPS):
+        held = np.int64(0)
+        for stream in range(streams):
+            held += channels[stream].borrowed - channels[stream].released
+        if held <= but:
+            return True
+        if attempt < _DRAIN_YIELDS:
+            libzmq.sched_yield()
+        else:
+            libzmq.usleep(np.uint32(_DRAIN_SLEEP_US))
+    return False
 
 
 @numba.njit(nogil=True, cache=True)

@@ -22,7 +22,7 @@ from ringreduce.pure.notification import ABORT_BYTES_MAX
 # What a loop returns.
 DONE = 0
 WAITING = 1  # nothing arrived for one receive timeout, or a signal came
-DRAINING = 2  # all is received; libzmq still holds borrowed segments
+DRAINING = 2  # libzmq still holds borrowed segments, and nothing else can be done
 FOREIGN = 3  # a frame without our magic, version or job
 MISMATCH = 4  # a frame of ours that is not the one due
 MISSHAPEN = 5  # the header due, but a payload of another size

@@ -13,6 +13,7 @@ import pytest
 from ringreduce.collectives.ring import Ring
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.connections import Connections
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
@@ -23,6 +24,7 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 from ringreduce.vocabulary.types import ReduceOp
+from tests.processes import wait_until
 
 # Three ranks of a job of twelve that form a ring of their own.
 MEMBERS = (1, 5, 10)
@@ -96,6 +98,29 @@ def test_link_that_is_not_connected_says_so():
             Ring(link, rank=0, size=3).barrier()
     finally:
         link.close()
+
+
+def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch):
+    found: dict[int, Connections] = {}
+    connect = Connections.connect
+
+    def connect_and_note(connections, *arguments):
+        connect(connections, *arguments)
+        found[connections.rank] = connections
+
+    def held() -> int:
+        [record] = found[0].records
+        return record.borrowed - record.released
+
+    def work(comm) -> bool:
+        array = np.full(1 << 23, 1.0 - comm.rank)
+        if comm.rank == 1:
+            wait_until(lambda: held() >= 16, "rank 0 to wait for this one")
+            assert max(held() for _ in range(1000)) <= 17
+        return (comm.broadcast(array) == 1).all()
+
+    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    assert ring_of_threads(2, work, transport="zmq", encryption="on") == [True] * 2
 
 
 @pytest.mark.parametrize(("count", "calls"), [(10, 2500), (50_021, 80)])
