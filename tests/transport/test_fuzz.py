@@ -41,7 +41,7 @@ from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door, loop, records
 from ringreduce.transport.calls import RingCall
-from ringreduce.transport.frames import INLINE_BYTES_MAX
+from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
@@ -434,22 +434,24 @@ class Loop:
         )
 
     def right(self) -> list[bytes]:
-        header = self.header.tobytes()
+        frame, start = self.header.tobytes() + self.payload, wire.HEADER_BYTES
         if self.sealer is not None:
-            return [self.sealer.seal(header, self.payload)]
+            frame = self.sealer.seal(self.header.tobytes(), self.payload)
+            start = SEALED_OVERHEAD_BYTES
         if len(self.payload) > INLINE_BYTES_MAX:
-            return [header, self.payload]
-        return [header + self.payload]
+            return [frame[:start], frame[start:]]
+        return [frame]
 
     def mutated(self, chance: random.Random) -> list[bytes]:
         """A wrong message; where frames are sealed, half of them are sealed rightly."""
         if self.sealer is None:
             return self._mutated(chance, len(self.payload) > INLINE_BYTES_MAX)
         if chance.random() < 0.5:
-            sealed, changed = self.right()[0], b""
+            sealed, changed = b"".join(self.right()), b""
             while changed in (b"", sealed):
                 changed = mutate_bytes(chance, sealed)
-            return [changed]
+            cut = chance.choice((0, SEALED_OVERHEAD_BYTES, chance.randrange(len(changed))))
+            return [changed[:cut], changed[cut:]] if cut else [changed]
         [message, *rest] = self._mutated(chance, False)
         # What is sealed has a header.
         message = message.ljust(wire.HEADER_BYTES, b"?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import sodium
 from ringreduce.transport.connections import Connections
+from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.security import Security
+from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 from tests import sealing
 
 KEY, NONCE = "10010000000000000000000000000000", "10000200000000000000000000000000"
@@ -194,3 +197,33 @@ def test_each_direction_of_each_channel_has_a_key_of_its_own(
     assert len(set(seals)) == len(seals) >= 8
     assert sorted(opens) == sorted(seals)
     assert bytes(sodium.KEY_BYTES) not in seals
+
+
+def test_a_key_seals_no_more_frames_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here two more from rank 0 to rank 1, in place of 2^48."""
+    records: dict[int, Any] = {}
+    connect, both = Connections.connect, threading.Barrier(2)
+
+    def connect_and_note(connections: Connections, *arguments: Any) -> None:
+        connect(connections, *arguments)
+        [records[connections.rank]] = connections.records
+
+    def work(comm: Communicator) -> tuple[int, RingReduceError | None]:
+        both.wait(20)
+        records[0].seal_nonce[0] = records[1].open_nonce[0] = FRAMES_PER_KEY_MAX - 2
+        both.wait(20)
+        for calls in range(3):
+            try:
+                assert (comm.all_reduce(np.ones(3)) == 2).all()
+            except RingReduceError as error:
+                return calls, error
+        return 3, None
+
+    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    (calls, ended), (other_calls, told) = ring_of_threads(2, work, transport="zmq", encryption="on")
+    assert (calls, other_calls) == (2, 2)
+    assert isinstance(ended, ClosedError)
+    assert "may seal no more frames with the key of this connection" in str(ended)
+    # The control channel has keys of its own.
+    assert isinstance(told, ClosedError)
+    assert "was told by rank 0" in str(told)
