@@ -18,6 +18,7 @@ import numpy as np
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.pure import kernels, schedule
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
@@ -59,15 +60,24 @@ class _Exchange:
 class Ring(Collectives):
     """The collectives of one rank over one link, numbered from 0.
 
-    `rank` is this rank's index among the two or more of the ring; `job` names the ring in every
-    header. A mean divides by `mean_over`, if the ring is part of a larger whole.
+    `rank` is this rank's index among the two or more of the ring; `job` and the group and epoch of
+    `membership`, of which the ring may be a part, are in every header. A mean divides by
+    `mean_over`, if that is another number.
     """
 
     def __init__(
-        self, link: ZmqLink, *, rank: int, size: int, job: int = 0, mean_over: int | None = None
+        self,
+        link: ZmqLink,
+        *,
+        rank: int,
+        size: int,
+        membership: Membership,
+        job: int = 0,
+        mean_over: int | None = None,
     ) -> None:
         self._link, self.links = link, (link,)
         self._rank, self._size, self._job = rank, size, job
+        self._membership = membership
         self._mean_over = size if mean_over is None else mean_over
         self._sequence = 0
         self._most_rows = max(schedule.exchange(size).counts)
@@ -239,6 +249,8 @@ class Ring(Collectives):
         return Header(
             kind=kind,
             job=self._job,
+            group=self._membership.group,
+            epoch=self._membership.epoch,
             rank=self._rank,
             dtype=dtype_code(dtype),
             op=op,

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from ringreduce.collectives.base import Collectives
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.shm import HostCall, HostLink
@@ -20,19 +21,29 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Distinct calls remembered; a model has as many as it has buckets.
 _CALLS_KEPT = 256
+_ALONE = whole(1)
 
 
 class SharedMemoryCollectives(Collectives):
     """The collectives of one rank among `size` that share memory.
 
     `rank` is this one's index among them. `link` is connected with all; None when `size` is 1.
-    `job` is in every header.
+    `job` and the group and epoch of `membership`, of which they may be a part, are in every header.
     """
 
-    def __init__(self, link: HostLink | None, *, rank: int, size: int, job: int = 0) -> None:
+    def __init__(
+        self,
+        link: HostLink | None,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        membership: Membership = _ALONE,
+        job: int = 0,
+    ) -> None:
         self._link = link
         self.links = () if link is None else (link,)
         self._rank, self._size, self._job = rank, size, job
+        self._membership = membership
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
@@ -114,6 +125,8 @@ class SharedMemoryCollectives(Collectives):
         header = Header(
             kind=kind,
             job=self._job,
+            group=self._membership.group,
+            epoch=self._membership.epoch,
             rank=self._rank,
             dtype=dtype_code(named[0]),
             op=named[1],

@@ -11,6 +11,7 @@ given before it; with ``async_op`` in the engine's thread (`ringreduce.communica
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -19,12 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import varying
+from ringreduce.communicator import groups, varying
+from ringreduce.communicator.formation import form
 from ringreduce.communicator.session import Explainer, Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.claims import Claim
+from ringreduce.pure.membership import whole
 from ringreduce.pure.payload import checked_root, decode, encode, flat_view
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
@@ -50,22 +53,26 @@ class Communicator:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._session = Session(config)
+        make = functools.partial(form, config) if config.size > 1 else None
+        self._use(Session(config, whole(config.size), None, make))
+
+    def _use(self, session: Session) -> None:
+        self._session, self._config = session, session.config
+        self._rank, self._size = session.place, session.size
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 to size - 1."""
-        return self._config.rank
+        """This process's number in this communicator, 0 to size - 1."""
+        return self._rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._config.size
+        return self._size
 
     @property
     def config(self) -> Config:
-        """The settings this communicator was made with."""
+        """The settings of the job, with this process's number in it."""
         return self._config
 
     @property
@@ -273,12 +280,44 @@ class Communicator:
 
         Raises: as `broadcast_object`.
         """
-        payload = encode(value)
-        arguments = self._session.collectives, payload, self.rank, self.size, signature
-        gathered = self._session.call(
-            "all_gather_object", payload.size, varying.all_gather_object, *arguments
-        )
-        return [decode(each) for each in gathered]
+        return self._session.gather("all_gather_object", value, signature)
+
+    def split(self, color: int | str | None, key: int | None = None) -> Communicator | None:
+        """Form a group of the ranks that pass the same color; all ranks must call this.
+
+        The group is a communicator of its own, with ranks from 0 on: its collectives, its failure
+        and its end are its members' alone. Groups that share ranks must be used in the same
+        relative order on all ranks that they share. A group closes when this communicator closes.
+        Errors and logs name the ranks of the job.
+
+        Args:
+            color: a whole number or text, of one type on all ranks; None: this rank takes no part.
+            key: ranks of a group are ordered by it, then by their order here; None: 0.
+
+        Returns:
+            The group's communicator, owned by the caller; None where `color` is.
+
+        Raises:
+            ArrayError: `color` or `key` is of another type; nothing was sent, the other ranks wait.
+            MismatchError: ranks passed numbers and text.
+            RendezvousError: a rank could not open what it needs.
+            As `all_reduce` and `Communicator`.
+        """
+        if not (color is None or isinstance(color, (int, str))) or not isinstance(
+            key, (int, type(None))
+        ):
+            raise ArrayError(
+                f"cannot split by color {color!r} and key {key!r}",
+                rank=self._config.rank,
+                size=self._config.size,
+                remedy="Pass whole numbers; a color may also be text, or None to take no part.",
+            )
+        session = groups.split(self._session, color, key or 0)
+        if session is None:
+            return None
+        group = Communicator.__new__(Communicator)
+        group._use(session)
+        return group
 
     def claim(self, key: str, value: bytes, text: str, remedy: str) -> None:
         """Say that this rank has `value` for `key`, where all ranks should have the same.
@@ -344,7 +383,9 @@ class Communicator:
     def __repr__(self) -> str:
         """Rank, size and state."""
         state = "closed" if self.closed else "broken" if self.failure else "open"
-        return f"<Communicator rank {self.rank} of {self.size}, {state}>"
+        members = self._session.membership
+        group = f", ranks {members.members} of the job" if members.group else ""
+        return f"<Communicator rank {self.rank} of {self.size}{group}, {state}>"
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
         """Refuse a mean whose divisor the dtype cannot hold, before anything is sent."""

@@ -1,35 +1,69 @@
 """Makes a rank's collectives.
 
-A rank first opens its port and, where possible, shared memory, so that the rendezvous's table
-holds both. Then all ranks choose alike from that table, without another message.
+A rank first opens its ports and, where possible, shared memory, and announces both: to the
+rendezvous, or, for a group, to its parent's ranks. Then all members choose alike from what all have
+announced, without another message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from ringreduce.bootstrap.messages import Table
 from ringreduce.bootstrap.rendezvous import Meeting, bind_address
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
+from ringreduce.effects.recorder import Recorder
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
-from ringreduce.transport.security import Security
+from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
 _log = logging.getLogger(__name__)
+
+_Exchange = Callable[[tuple[Any, ...]], dict[int, list[Any]]]
+# What is exchanged: `Announced`, material for keys, and why this rank failed, if it did.
+_NOTHING = ("", "", "", b"")
+
+
+@dataclass
+class Job:
+    """What a rank knows of all ranks of its job since they have met; shared by its sessions.
+
+    Attributes:
+        number: 64 random bits in the header of every frame.
+        security: this rank's keys and the others'.
+        hosts, domains: by rank, the name of its host, and of the memory that it can share.
+        highest_group: of the groups that this rank has taken part in forming.
+        recorders: of the sessions that are open, by their groups.
+    """
+
+    number: int
+    security: Security
+    hosts: tuple[str, ...]
+    domains: tuple[str, ...]
+    highest_group: int = 0
+    recorders: dict[int, Recorder] = field(default_factory=dict)
+
+    def place(self, membership: Membership) -> Placement:
+        """Which members share memory."""
+        members = membership.members
+        return place([self.hosts[m] for m in members], [self.domains[m] for m in members])
 
 
 @dataclass(frozen=True)
@@ -43,6 +77,7 @@ class Formed:
         local_rank, local_size: as configured, else counted on this host.
     """
 
+    job: Job
     collectives: Collectives
     control: Control
     patience: Patience
@@ -50,55 +85,56 @@ class Formed:
     shares_memory: bool
     local_rank: int
     local_size: int
-    meeting: Meeting
-    link: ZmqLink
+    meeting: Meeting | None
+    link: ZmqLink | None
 
     def finish(self) -> None:
         """Refuse further connections; call it after the first barrier, when all are connected."""
-        self.meeting.close()
-        self.link.lock()
+        if self.meeting is not None:
+            self.meeting.close()
+        if self.link is not None:
+            self.link.lock()
+
+
+class Announced(NamedTuple):
+    """Where a rank can be reached: its data sockets, its control channel, its memory."""
+
+    address: str
+    control: str
+    memory: str
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What a rank opens before it meets the other members."""
+
+    patience: Patience
+    shared: HostLink | None
+    link: ZmqLink | None
+    control: Control
+
+    @property
+    def announced(self) -> Announced:
+        address = "" if self.link is None else self.link.address
+        return Announced(address, self.control.address, self.shared.name if self.shared else "")
 
 
 def form(config: Config) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
-    security = Security.of(config)
-    channels = len(distances(config.size, config.streams)) + CONTROL_CHANNELS
-    count = descriptors.needed(config.size, channels, config.streams)
-    descriptors.reserve(count, rank=config.rank, size=config.size)
-    with (
-        descriptors.shortage_explained(rank=config.rank, size=config.size),
-        contextlib.ExitStack() as undo,
-    ):
-        patience = Patience(config.timeout_s, config.busy_timeout_s)
-        shared = _shared_memory(config, patience)
-        if shared is not None:
-            undo.callback(shared.close)
-        bind = bind_address(config)
-        link = ZmqLink(
-            bind=bind,
-            segment_bytes=config.segment_bytes,
-            patience=patience,
-            streams=config.streams,
-            security=security,
-        )
-        undo.callback(link.close)
-        control = Control(
-            bind=bind,
-            message_bytes_max=message_bytes_max(config.size),
-            link_timeout_s=config.link_timeout_s,
-            security=security,
-        )
-        undo.callback(control.close)
-
-        memory = shared.name if shared else ""
-        meeting = Meeting(config, link.address, control.address, memory, security)
+    membership, security = whole(config.size), Security.of(config)
+    with _undone_if_it_fails(config, membership) as undo:
+        ends = _open(config, membership, security, undo)
+        link, announced = ends.link, ends.announced
+        assert link is not None
+        meeting = Meeting(config, *announced, security)
         undo.callback(meeting.close)
         while (table := meeting.advance()) is None:
             link.read_events()
-            control.read_events()
+            ends.control.read_events()
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
-        placement = place(table.hosts, domains)
+        job = Job(table.job, security, table.hosts, domains)
+        placement = job.place(membership)
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
             raise ConfigError(
@@ -107,29 +143,104 @@ def form(config: Config) -> Formed:
                 size=config.size,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        control.connect(table.controls)
-        collectives = _connect(config, table, placement, link, shared)
+        where = map(Announced, table.addresses, table.controls, table.memory)
+        formed = _connect(config, job, membership, ends, dict(enumerate(where)), meeting)
         undo.pop_all()
-
-    has_sockets = placement.transport != "shm"
-    encryption = f", encryption: {security.encryption}" if has_sockets else ""
-    here = [r for r in range(config.size) if table.hosts[r] == table.hosts[config.rank]]
+    has_sockets = formed.transport != "shm"
     _log.info(
         "[%d/%d] ring formed over %s%s: %s",
-        *(config.rank, config.size, placement.transport, encryption),
+        *(config.rank, config.size, formed.transport),
+        f", encryption: {security.encryption}" if has_sockets else "",
         " | ".join(map(str, placement.hosts)),
     )
-    return Formed(
-        collectives=collectives,
-        control=control,
-        patience=patience,
-        transport=placement.transport,
-        shares_memory=len(placement.hosts[placement.host_of(config.rank)]) > 1,
-        local_rank=here.index(config.rank) if config.local_rank is None else config.local_rank,
-        local_size=len(here) if config.local_size is None else config.local_size,
-        meeting=meeting,
-        link=link,
+    return formed
+
+
+def form_group(
+    config: Config,
+    job: Job,
+    membership: Membership,
+    exchange: _Exchange,
+) -> Formed:
+    """Form the ring of a group of two or more, of which this rank is a member.
+
+    `exchange` gives each rank of the parent what all have passed, by rank; it takes the place of
+    the rendezvous. Those that are in no such group call `take_no_part` at the same time.
+
+    Raises:
+        RendezvousError: a rank could not open what it needs; on all ranks of the parent.
+        As `Communicator`.
+    """
+    security = job.security.for_group(membership)
+    placement = job.place(membership)
+    with _undone_if_it_fails(config, membership) as undo:
+        try:
+            ends = _open(config, membership, security, undo, placement.transport)
+        except BaseException as error:
+            # The others would wait for what this rank announces.
+            exchange((*_NOTHING, f"{type(error).__name__}: {error}"))
+            raise
+        material = secrets.token_bytes(MATERIAL_BYTES)
+        found = _others(exchange((*ends.announced, material, "")), config)
+        by_rank = {rank: found[rank] for rank in membership.members}
+        security.start_session(by_rank[membership.members[0]][3])
+        where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
+        formed = _connect(config, job, membership, ends, where, None)
+        undo.pop_all()
+    return formed
+
+
+def take_no_part(config: Config, exchange: _Exchange) -> None:
+    """Let other ranks form groups; see `form_group`."""
+    _others(exchange((*_NOTHING, "")), config)
+
+
+@contextlib.contextmanager
+def _undone_if_it_fails(config: Config, membership: Membership) -> Iterator[contextlib.ExitStack]:
+    """Room for the sockets of a ring, and what closes them after an error."""
+    channels = len(distances(membership.size, config.streams)) + CONTROL_CHANNELS
+    count = descriptors.needed(membership.size, channels, config.streams)
+    descriptors.reserve(count, rank=config.rank, size=config.size)
+    with (
+        descriptors.shortage_explained(rank=config.rank, size=config.size),
+        contextlib.ExitStack() as undo,
+    ):
+        yield undo
+
+
+def _open(
+    config: Config,
+    membership: Membership,
+    security: Security,
+    undo: contextlib.ExitStack,
+    transport: str = "shm+zmq",
+) -> _Ends:
+    """Open memory and sockets, as far as `transport` needs them."""
+    patience = Patience(config.timeout_s, config.busy_timeout_s)
+    shared = _shared_memory(config, patience) if "shm" in transport else None
+    if shared is not None:
+        undo.callback(shared.close)
+    bind = bind_address(config)
+    link: ZmqLink | None = None
+    if "zmq" in transport:
+        link = ZmqLink(
+            bind=bind,
+            segment_bytes=config.segment_bytes,
+            patience=patience,
+            streams=config.streams,
+            security=security,
+            members_max=membership.size,
+        )
+        undo.callback(link.close)
+    control = Control(
+        bind=bind,
+        message_bytes_max=message_bytes_max(config.size),
+        link_timeout_s=config.link_timeout_s,
+        security=security,
+        membership=membership,
     )
+    undo.callback(control.close)
+    return _Ends(patience, shared, link, control)
 
 
 def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
@@ -163,38 +274,99 @@ def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
 
 
 def _connect(
-    config: Config, table: Table, placement: Placement, link: ZmqLink, shared: HostLink | None
+    config: Config,
+    job: Job,
+    membership: Membership,
+    ends: _Ends,
+    announced: Mapping[int, Announced],
+    meeting: Meeting | None,
+) -> Formed:
+    """Connect to the members; close what they do not need."""
+    placement = job.place(membership)
+    ends.control.connect({rank: each.control for rank, each in announced.items()})
+    collectives = _collectives(config, job, membership, placement, ends, announced)
+    here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
+    is_job = membership.group == 0
+    own, count = (config.local_rank, config.local_size) if is_job else (None, None)
+    together = placement.hosts[placement.host_of(membership.place(config.rank))]
+    return Formed(
+        job=job,
+        collectives=collectives,
+        control=ends.control,
+        patience=ends.patience,
+        transport=placement.transport,
+        shares_memory=len(together) > 1,
+        local_rank=here.index(config.rank) if own is None else own,
+        local_size=len(here) if count is None else count,
+        meeting=meeting,
+        link=ends.link,
+    )
+
+
+def _collectives(
+    config: Config,
+    job: Job,
+    membership: Membership,
+    placement: Placement,
+    ends: _Ends,
+    announced: Mapping[int, Announced],
 ) -> Collectives:
-    """The chosen collectives, connected; closes what they do not need."""
-    rank, size = config.rank, config.size
-    members = placement.hosts[placement.host_of(rank)]
-    host = SharedMemoryCollectives(None, rank=0, size=1)
-    if len(members) > 1:
+    """The collectives of the members as they are placed."""
+    rank, size, link, shared = config.rank, config.size, ends.link, ends.shared
+    place = membership.place(rank)
+    together = placement.hosts[placement.host_of(place)]
+    host = SharedMemoryCollectives(None)
+    if len(together) > 1:
         assert shared is not None
-        names = [table.memory[member] for member in members]
-        shared.connect(names, members, rank=rank, size=size, job=table.job)
+        members = [membership.members[other] for other in together]
+        names = [announced[member].memory for member in members]
+        shared.connect(names, members, rank=rank, size=size, job=job.number)
         host = SharedMemoryCollectives(
-            shared, rank=members.index(rank), size=len(members), job=table.job
+            shared,
+            rank=together.index(place),
+            size=len(together),
+            membership=membership,
+            job=job.number,
         )
     elif shared is not None:
         shared.close()
     if placement.transport == "shm":
-        link.close()
+        if link is not None:
+            link.close()
         return host
+    assert link is not None
     ring: Ring | None = None
-    lane = members.index(rank)
+    lane = together.index(place)
     if lane < placement.lanes:
-        ring = _ring(config, table, placement.lane(lane), link)
+        members = [membership.members[other] for other in placement.lane(lane)]
+        addresses = {member: announced[member].address for member in members}
+        part = replace(membership, members=tuple(members))
+        link.connect(job=job.number, addresses=addresses, membership=part)
+        ring = Ring(
+            link,
+            rank=members.index(rank),
+            size=len(members),
+            membership=membership,
+            job=job.number,
+            mean_over=membership.size,
+        )
     else:
         link.close()
     if placement.transport == "zmq":
         assert ring is not None
         return ring
-    return HierarchicalCollectives(host, ring, placement, rank)
+    return HierarchicalCollectives(host, ring, placement, place)
 
 
-def _ring(config: Config, table: Table, members: tuple[int, ...], link: ZmqLink) -> Ring:
-    """The ring of `members`, which include this rank."""
-    link.connect(job=table.job, addresses=table.addresses, members=members)
-    place, size = members.index(config.rank), len(members)
-    return Ring(link, rank=place, size=size, job=table.job, mean_over=config.size)
+def _others(found: dict[int, list[Any]], config: Config) -> dict[int, list[Any]]:
+    """What the ranks of the parent have announced, unless one of them could not."""
+    for rank, (*_, why) in found.items():
+        if why and rank != config.rank:
+            raise RendezvousError(
+                f"cannot form a group: rank {rank} failed with {why}",
+                rank=config.rank,
+                size=config.size,
+                peer=rank,
+                remedy=f"Read rank {rank}'s log first.",
+            )
+    return found

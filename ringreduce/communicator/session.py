@@ -16,13 +16,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.communicator.formation import form
+from ringreduce.communicator import varying
+from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
@@ -30,7 +32,9 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
+from ringreduce.pure.payload import decode, encode
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -56,7 +60,9 @@ class Session:
     """Forms a ring, runs collectives on it one after the other, and breaks cleanly.
 
     Attributes:
-        config: its settings.
+        config: the job's settings, with this rank's number in the job.
+        membership: the ranks that take part.
+        place, size: what users see as this rank and the number of ranks.
         collectives: what a call runs.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
@@ -65,17 +71,28 @@ class Session:
     Raises: as `Communicator`.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        membership: Membership,
+        job: Job | None,
+        form: Callable[[], Formed] | None,
+    ) -> None:
+        self.config, self.membership = config, membership
+        self.place, self.size = membership.place(config.rank), membership.size
         self._process = os.getpid()
         self._life = LifeCycle()
         # Held during a collective.
         self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self._recorder = Recorder(config.rank, config.size)
-        self._flight = FlightFile(config, self._recorder)
+        # One file a rank: that of the whole job.
+        is_job = membership.group == 0
+        self._flight = FlightFile(config if is_job else replace(config, log_dir=""), self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
-        self.collectives: Collectives = SharedMemoryCollectives(None, rank=0, size=1)
+        self.collectives: Collectives = SharedMemoryCollectives(None)
+        self._job = job
+        self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
         self._engine: Engine | None = None
         self._blocked_s = 0.0
@@ -84,9 +101,9 @@ class Session:
         # The thread that is in a call; why it leaves the ring after that call, None: it stays.
         self._caller: int | None = None
         self._leaves_with: str | None = None
-        if config.size > 1:
+        if form is not None:
             try:
-                self._form(config)
+                self._form(form())
             except BaseException as error:
                 if self.failure is None:  # Else `_break` has dumped it.
                     self._record(error)
@@ -95,8 +112,9 @@ class Session:
         self._life.advance(State.OPEN)
         _open.add(self)
 
-    def _form(self, config: Config) -> None:
-        formed = form(config)
+    def _form(self, formed: Formed) -> None:
+        self._job = formed.job
+        self._job.recorders[self.membership.group] = self._recorder
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory = formed.shares_memory
         self._flight.transport = formed.transport
@@ -109,8 +127,10 @@ class Session:
                     self._recorder,
                     self.collectives,
                     self,
+                    membership=self.membership,
+                    elsewhere=self._elsewhere,
                     patience=formed.patience,
-                    link_timeout_s=config.link_timeout_s,
+                    link_timeout_s=self.config.link_timeout_s,
                 )
             except BaseException:  # No thread could be started, for example.
                 formed.control.close()
@@ -122,6 +142,15 @@ class Session:
             raise
         finally:
             formed.finish()
+
+    def _elsewhere(self) -> str:
+        """The call of another group that this process is in; empty for none."""
+        assert self._job is not None
+        for group, recorder in list(self._job.recorders.items()):
+            operation = recorder.standing().operation
+            if group != self.membership.group and operation is not None:
+                return f"{operation} of {f'group {group}' if group else 'the whole job'}"
+        return ""
 
     @property
     def failure(self) -> RingReduceError | None:
@@ -207,6 +236,22 @@ class Session:
                 *(self.config.rank, self.config.size, name, number, nbytes, elapsed_s * 1e3),
             )
         return result
+
+    def gather(self, name: str, value: Any, signature: int = 0) -> list[Any]:
+        """The objects that all ranks passed, decoded copies, in the order of their places."""
+        payload = encode(value)
+        arguments = self.collectives, payload, self.place, self.size, signature
+        gathered = self.call(name, payload.size, varying.all_gather_object, *arguments)
+        return [decode(each) for each in gathered]
+
+    @property
+    def job(self) -> Job | None:
+        """What is known of all ranks of the job; None for one that is alone."""
+        return self._job
+
+    def adopt(self, group: Session) -> None:
+        """Close `group` with this session."""
+        self._groups.add(group)
 
     def claim(self, claim: Claim) -> None:
         """Have the neighbours compare a value with theirs; from any thread, without waiting."""
@@ -353,6 +398,8 @@ class Session:
         """Close; `why` describes the exception that makes this rank leave, empty for none."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
+        for group in list(self._groups):
+            group._leave(why)
         self.collectives.interrupt()
         if self._caller == threading.get_ident():
             # A signal handler: the interrupted call still uses what would be freed here.
@@ -382,7 +429,9 @@ class Session:
                 self._watcher.join()
             self._flight.close()
             _formed.discard(self)
-            if self.config.size > 1:
+            if self._job is not None:
+                self._job.recorders.pop(self.membership.group, None)
+            if self.size > 1:
                 _log.info(
                     "[%d/%d] ring closed after %s",
                     *(self.config.rank, self.config.size, self.statistics()),

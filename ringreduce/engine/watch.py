@@ -12,13 +12,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.claims import Claim
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Abort, Left
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
@@ -35,8 +36,9 @@ class Watcher:
     """The watcher of one communicator.
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
-    error that has ended the ring, and keeps `patience` up to date. A connection may carry nothing
-    of what is due for `link_timeout_s`.
+    error that has ended the ring, and keeps `patience` up to date. `elsewhere` returns the call of
+    another group that this rank is in, or an empty text. A connection may carry nothing of what is
+    due for `link_timeout_s`.
     """
 
     def __init__(
@@ -46,16 +48,16 @@ class Watcher:
         collectives: Collectives,
         owner: Owner,
         *,
+        membership: Membership,
+        elsewhere: Callable[[], str],
         patience: Patience,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
-        self._patience = patience
+        self._patience, self._elsewhere = patience, elsewhere
         self._rank, self._size = recorder.rank, recorder.size
-        self._watch = Watch(
-            self._rank, self._size, control.neighbours, link_timeout_s, time.monotonic()
-        )
+        self._watch = Watch(self._rank, self._size, membership, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim] = deque()
         self._is_locked = False
@@ -147,7 +149,9 @@ class Watcher:
         if now >= watch.due_s:
             watch.note_bytes(control.arrived_bytes(watch.late(now)), now)
             standing, flow = self._recorder.standing(), self._collectives.flow()
-            self._carry_out(watch.beat(standing, flow, self._collectives.traffic(), now))
+            elsewhere = self._elsewhere() if standing.operation is None else ""
+            progress = self._collectives.traffic()
+            self._carry_out(watch.beat(standing, flow, progress, now, elsewhere))
             self._patience.is_busy = watch.is_busy
         self._send_waiting()
 

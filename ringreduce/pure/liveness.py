@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Heartbeat, Left, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
@@ -82,10 +83,13 @@ class _Sighting:
 
 
 class Board:
-    """What one rank knows of the others; they all count as alive at `now_s`."""
+    """What one rank knows of the other members; they all count as alive at `now_s`."""
 
-    def __init__(self, rank: int, size: int, now_s: float) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, membership: Membership, now_s: float) -> None:
+        self._rank = rank
+        # By distance ahead of this rank, which is first.
+        self._ring = [membership.ahead(rank, distance) for distance in range(membership.size)]
+        self._others = sorted(self._ring[1:])
         self._began_s = now_s
         self._seen: dict[int, _Sighting] = {}
         # When a rank was last known to be alive without its own heartbeat.
@@ -128,9 +132,7 @@ class Board:
     def report(self, now_s: float) -> list[dict[str, Any]]:
         """What is known of every other rank, as `Recorder.peers` returns it."""
         known = []
-        for rank in range(self._size):
-            if rank == self._rank:
-                continue
+        for rank in self._others:
             facts: dict[str, Any] = {"rank": rank, "left": rank in self._left}
             if (seen := self._seen.get(rank)) is not None:
                 heartbeat, age_s = seen.heartbeat, max(0.0, now_s - seen.at_s)
@@ -163,16 +165,17 @@ class Board:
 
     def _limit_s(self, rank: int) -> float:
         """How late a sign of life may be; each further hop adds a period."""
-        hops = min((rank - self._rank) % self._size, (self._rank - rank) % self._size)
+        ahead = self._ring.index(rank)
+        hops = min(ahead, len(self._ring) - ahead)
         return TIMES.silent_s + (hops - 1) * TIMES.heartbeat_s
 
     def _unreachable(self, now_s: float) -> range:
-        """Positions ahead of this rank from which nothing comes, past locked ranks on both sides.
+        """Distances ahead of this rank from which nothing comes, past locked ranks on both sides.
 
         Those forward nothing, so the silence of the ranks between them proves nothing.
         """
-        ahead = range(1, self._size)
-        locked = [k for k in ahead if self.is_locked((self._rank + k) % self._size, now_s)]
+        ahead = range(1, len(self._ring))
+        locked = [k for k in ahead if self.is_locked(self._ring[k], now_s)]
         return range(locked[0] + 1, locked[-1]) if locked else range(0)
 
     def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
@@ -182,8 +185,8 @@ class Board:
         """
         known = [Facts(self._rank, standing.calls, standing.operation)]
         unreachable = self._unreachable(now_s)
-        for rank in range(self._size):
-            if rank == self._rank or rank in self._left:
+        for rank in self._others:
+            if rank in self._left:
                 continue
             seen = self._seen.get(rank)
             if seen is not None and seen.heartbeat.calls > standing.calls:
@@ -192,7 +195,7 @@ class Board:
                 calls = 0 if seen is None else seen.heartbeat.calls
                 known.append(Facts(rank, calls, stood_s=self.unheard_s(rank, now_s)))
             elif self.is_silent(rank, now_s):
-                if (rank - self._rank) % self._size not in unreachable:
+                if self._ring.index(rank) not in unreachable:
                     known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
             elif seen is not None and seen.at_s >= standing.since_s:
                 heartbeat = seen.heartbeat
@@ -230,7 +233,7 @@ class Board:
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""
-        others = [r for r in range(self._size) if r != self._rank and r not in self._left]
+        others = [rank for rank in self._others if rank not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
 
     def slowest(self, standing: Standing, done: float) -> Suspicion | None:

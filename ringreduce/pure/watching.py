@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 from ringreduce.pure import messages
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.liveness import Board, Flow, Standing
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import (
     Abort,
     Acknowledgement,
@@ -72,7 +73,8 @@ class Watch:
     """What one rank's watcher knows. All times are on one clock.
 
     Args:
-        neighbours: the ranks at the other ends of its control channel.
+        rank, size: this rank, and the number of ranks in the job.
+        membership: the ranks that are watched, this one among them.
         link_timeout_s: how long a connection may carry nothing of what is due.
 
     Attributes:
@@ -84,11 +86,12 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, size: int, neighbours: Sequence[int], link_timeout_s: float, now_s: float
+        self, rank: int, size: int, membership: Membership, link_timeout_s: float, now_s: float
     ) -> None:
-        self._rank, self._size, self._neighbours = rank, size, tuple(neighbours)
+        self._rank, self._size = rank, size
+        self._neighbours = membership.neighbours(rank)
         self._link_timeout_s = link_timeout_s
-        self.board = Board(rank, size, now_s)
+        self.board = Board(rank, membership, now_s)
         self.cause: RingReduceError | None = None
         self.is_busy = self.is_closing = False
         self.due_s = now_s
@@ -225,10 +228,16 @@ class Watch:
         # Notify the others first, since the communicator will write its flight record.
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
-    def beat(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
-        """Send a heartbeat, check those of others; `progress` changes while collectives advance."""
+    def beat(
+        self, standing: Standing, flow: Flow, progress: object, now_s: float, elsewhere: str = ""
+    ) -> list[Action]:
+        """Send a heartbeat, and check those of others.
+
+        `progress` changes while collectives advance; `elsewhere` is the call of another group that
+        this rank is in, or empty.
+        """
         self.due_s = now_s + TIMES.heartbeat_s
-        own = self._own(standing, flow, now_s)
+        own = self._own(standing, flow, now_s, elsewhere)
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
@@ -247,7 +256,7 @@ class Watch:
                 actions += self._look_for_stalls(standing, flow, progress, now_s)
         return actions
 
-    def _own(self, standing: Standing, flow: Flow, now_s: float) -> Heartbeat:
+    def _own(self, standing: Standing, flow: Flow, now_s: float, elsewhere: str) -> Heartbeat:
         self._number += 1
         sent = []
         for receiver, channel, frames in flow.sent:
@@ -259,7 +268,7 @@ class Watch:
             rank=self._rank,
             number=self._number,
             calls=standing.calls,
-            operation=(standing.operation or "")[:64],
+            operation=(standing.operation or elsewhere)[:64],
             since_s=max(0.0, now_s - standing.since_s),
             done=flow.done,
             sent=tuple(sent),

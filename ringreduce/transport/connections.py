@@ -10,7 +10,7 @@ Threads: `streams` I/O threads of libzmq, in a context of this link; they end in
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import zmq
 
@@ -33,7 +33,8 @@ from ringreduce.vocabulary.times import milliseconds
 class Connections:
     """A link's pairs of sockets, by channel: first the streams, then the longer distances.
 
-    Frames longer than `frame_bytes_max` are refused unread; other arguments are as in `ZmqLink`.
+    Frames longer than `frame_bytes_max` are refused unread. The ring will have at most
+    `members_max` members. Other arguments are as in `ZmqLink`.
 
     Attributes:
         address: where the sockets listen: an address with one port for each channel.
@@ -47,13 +48,19 @@ class Connections:
     """
 
     def __init__(
-        self, *, bind: str, frame_bytes_max: int, streams: int, security: Security
+        self,
+        *,
+        bind: str,
+        frame_bytes_max: int,
+        streams: int,
+        security: Security,
+        members_max: int,
     ) -> None:
         self.place = self.rank = security.rank
         self.world_size = security.size
-        self.members = tuple(range(security.size))
+        self.members: tuple[int, ...] = ()
         self._streams, self._security = streams, security
-        self._distances = distances(security.size, streams)
+        self._distances = distances(members_max, streams)
         self._addresses: tuple[str, ...] = ()
         self._context = zmq.Context(io_threads=streams)
         self._authenticator = security.data.authenticator(self._context)
@@ -79,8 +86,10 @@ class Connections:
         """Whether `close` was called."""
         return bool(self._context.closed)
 
-    def connect(self, addresses: Sequence[str], members: Sequence[int]) -> None:
+    def connect(self, addresses: Mapping[int, str], members: Sequence[int]) -> None:
         """Connect to the ranks ahead, and close the sockets that the ring does not need.
+
+        `addresses` are by rank.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.

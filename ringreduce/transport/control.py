@@ -16,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import socket as sockets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 
 import zmq
 
+from ringreduce.pure.membership import Membership
 from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.security import Security
@@ -38,22 +39,28 @@ class Control:
 
     A message longer than `message_bytes_max` is refused unread, and its connection ends. So does a
     connection on which the other system has not acknowledged data for `link_timeout_s`; the system
-    of a stopped process still acknowledges.
+    of a stopped process still acknowledges. It leads to the neighbours in `membership`.
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-        neighbours: the previous and the next rank, which may be the same.
 
     Raises:
         RendezvousError: the address cannot be bound.
     """
 
     def __init__(
-        self, *, bind: str, message_bytes_max: int, link_timeout_s: float, security: Security
+        self,
+        *,
+        bind: str,
+        message_bytes_max: int,
+        link_timeout_s: float,
+        security: Security,
+        membership: Membership,
     ) -> None:
-        rank, size = self._rank, self._size = security.rank, security.size
+        rank = self._rank = security.rank
         self._link_timeout_ms = int(link_timeout_s * 1000)
-        self.neighbours = sorted({(rank - 1) % size, (rank + 1) % size})
+        self._neighbours = membership.neighbours(rank)
+        self._before, self._after = membership.ahead(rank, -1), membership.ahead(rank, 1)
         self._awake, self._waker = sockets.socketpair()
         self._context = zmq.Context(io_threads=1)
         self._incoming: dict[int, Incoming] = {}
@@ -63,7 +70,7 @@ class Control:
         self._security = security
         self._authenticator = security.control.authenticator(self._context)
         try:
-            for neighbour in self.neighbours:
+            for neighbour in self._neighbours:
                 self._incoming[neighbour] = Incoming(
                     *(self._context, bind, message_bytes_max, 0),
                     security.control,
@@ -76,20 +83,20 @@ class Control:
         for end in (self._awake, self._waker):
             end.setblocking(False)
         # Each rank lists its sockets in this order: the one for the rank before it, then after.
-        order = [self._incoming[(rank - 1) % size], self._incoming[(rank + 1) % size]]
+        order = [self._incoming[self._before], self._incoming[self._after]]
         self.address = join_ports([pulling.address for pulling in order])
         self._poller = zmq.Poller()
         inherited.watch(self)
 
-    def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to the neighbours, whose sockets are bound already.
+    def connect(self, addresses: Mapping[int, str]) -> None:
+        """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank.
 
         Raises:
             RendezvousError: one of `addresses` is not that of a control channel.
         """
-        for neighbour in self.neighbours:
+        for neighbour in self._neighbours:
             ports = announced_ports(addresses[neighbour], 2, neighbour, self._security)
-            is_next = neighbour == (self._rank + 1) % self._size
+            is_next = neighbour == self._after
             pushing = Outgoing(
                 self._context,
                 ports[0 if is_next else 1],

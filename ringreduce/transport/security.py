@@ -19,6 +19,7 @@ or the secret.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
 import logging
@@ -29,6 +30,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.transport import sodium
 from ringreduce.transport.address import is_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator, Credentials
@@ -81,6 +83,7 @@ class Security:
         self.rank, self.size, self.hold_s = rank, size, hold_s
         self._public = self._private = self._session = b""
         self._keys: tuple[bytes, ...] = ()
+        self._job, self._membership = 0, whole(size)
         has_aegis = sodium.load()
         self.encryption = UNENCRYPTED
         if is_encrypted and secret:
@@ -192,20 +195,32 @@ class Security:
                 peer=0,
                 remedy="Start all ranks with the same ringreduce and the same secret.",
             )
-        self._keys = found
-        # The secret alone does not give it, and neither does the material.
-        self._session = hashlib.blake2b(
-            struct.pack("<Q", job) + self._job_key, key=material, person=b"rr session"
-        ).digest()
+        self._keys, self._job = found, job
+        self.start_session(material)
 
-    def frame_key(
-        self, sender: int, receiver: int, channel: int, *, group: int = 0, epoch: int = 0
-    ) -> bytes:
+    def for_group(self, membership: Membership) -> Security:
+        """The same ranks' security in a group's ring, which needs a session of its own."""
+        anew = copy.copy(self)
+        anew.data = Admission(anew, self.data.mechanism)
+        anew.control = Admission(anew, self.control.mechanism)
+        anew._membership, anew._session = membership, b""
+        return anew
+
+    def start_session(self, material: bytes) -> None:
+        """Make the keys of this ring's frames from 32 random bytes that all members know."""
+        if self._public:
+            # The secret alone does not give it, and neither does the material.
+            self._session = hashlib.blake2b(
+                struct.pack("<Q", self._job) + self._job_key, key=material, person=b"rr session"
+            ).digest()
+
+    def frame_key(self, sender: int, receiver: int, channel: int) -> bytes:
         """The key, 16 bytes, of frames from rank `sender` to rank `receiver` on `channel`.
 
         Both ranks' fresh public keys are in it, so it is new for each ring if only one of sender,
         receiver and rank 0 draws good random numbers.
         """
+        group, epoch = self._membership.group, self._membership.epoch
         message = struct.pack("<HHIII", group, epoch, sender, receiver, channel)
         return hashlib.blake2b(
             message + self._keys[sender] + self._keys[receiver],

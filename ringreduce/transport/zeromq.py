@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.transport import exchange, frames, libzmq, loop, sodium
@@ -38,7 +39,7 @@ class ZmqLink:
     """One-way channels over ZeroMQ: to the next ranks, and from the previous ones.
 
     It listens on `bind`, such as ``tcp://127.0.0.1:*``, before the ranks have met, for a ring of
-    all of them; `connect` then names the ranks of its ring and closes the sockets not needed.
+    `members_max` of them; `connect` then names its members and closes the sockets not needed.
 
     Args:
         segment_bytes: payload of a full frame, equal on all ranks.
@@ -62,6 +63,7 @@ class ZmqLink:
         patience: Patience,
         streams: int = 1,
         security: Security,
+        members_max: int | None = None,
     ) -> None:
         libzmq.load()
         sodium.load()  # The linker needs it, whether frames are sealed or not.
@@ -72,6 +74,7 @@ class ZmqLink:
             + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX),
             streams=streams,
             security=security,
+            members_max=security.size if members_max is None else members_max,
         )
         self.address = self._connections.address
         self._scratch = np.empty(segment_bytes if security.seals else 0, np.uint8)
@@ -92,7 +95,7 @@ class ZmqLink:
             self._connections, self._record, patience.timeout_s, self._interruption
         )
         self._meter = FlowMeter(self._connections, self._record)
-        self._has_failed = False
+        self._has_failed, self._group = False, 0
         # Buffers of failed calls and control frames, kept until close.
         self._lent: list[np.ndarray] = []
 
@@ -100,23 +103,22 @@ class ZmqLink:
         self,
         *,
         job: int,
-        addresses: Sequence[str],
-        members: Sequence[int] | None = None,
+        addresses: Mapping[int, str],
+        membership: Membership,
     ) -> None:
         """Connect to the ranks ahead, whose sockets are bound already.
 
         Args:
             job: 64 bits that only this ring's members know; frames without them are foreign.
-            addresses: the `address` of each rank's link.
-            members: the ranks of this ring, in its order; all of them by default.
+            addresses: the `address` of each member's link, by rank.
+            membership: the ranks of this ring, in its order, and the group that it belongs to.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._record.job = job
-        self._connections.connect(
-            addresses, self._connections.members if members is None else members
-        )
+        self._record.job, self._record.epoch = job, membership.epoch
+        self._group = membership.group
+        self._connections.connect(addresses, membership.members)
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call."""
@@ -240,7 +242,14 @@ class ZmqLink:
         """
         known = self._connections
         job = self._record.job
-        header = wire.Header(kind=kind, job=job, rank=known.place, nbytes=len(payload))
+        header = wire.Header(
+            kind=kind,
+            job=job,
+            rank=known.place,
+            group=self._group,
+            epoch=int(self._record.epoch),
+            nbytes=len(payload),
+        )
         frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
         self._lent.append(frame)
         deadline = time.monotonic() + linger_s

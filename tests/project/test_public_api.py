@@ -66,6 +66,7 @@ COMMUNICATOR = [
     "rank",
     "reduce_scatter",
     "size",
+    "split",
     "statistics",
     "transport",
 ]

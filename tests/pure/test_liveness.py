@@ -9,6 +9,7 @@ import pytest
 
 from ringreduce.pure import liveness
 from ringreduce.pure.liveness import Board, is_dead
+from ringreduce.pure.membership import whole
 from ringreduce.pure.messages import (
     Abort,
     Acknowledgement,
@@ -47,7 +48,7 @@ def heartbeat(
 
 
 def board(size: int = 3, now_s: float = 10.0) -> Board:
-    return Board(0, size, now_s)
+    return Board(0, whole(size), now_s)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_the_latest_beat_counts_whichever_way_it_came() -> None:
 
 
 def test_ages_add_up_on_the_way() -> None:
-    far, near = Board(2, 4, 0.0), Board(1, 4, 100.0)
+    far, near = Board(2, whole(4), 0.0), Board(1, whole(4), 100.0)
     far.note(heartbeat(3), 0.0, 5.0)
     [(passed_on, age_s)] = far.heartbeats(5.25)
     near.note(passed_on, age_s, 101.0)
@@ -146,7 +147,7 @@ def test_a_rank_that_never_spoke_is_suspected_in_time() -> None:
 
 
 def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
-    known = Board(0, 8, 0.0)
+    known = Board(0, whole(8), 0.0)
     now = TIMES.silent_s + 0.01
     assert known.is_silent(1, now)
     assert known.is_silent(7, now)
@@ -280,10 +281,10 @@ def test_a_connection_is_dead_when_what_was_sent_does_not_come(
 def test_both_ends_find_a_dead_connection() -> None:
     sender = Heartbeat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
     receiver = Heartbeat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
-    known = Board(1, 2, 10.0)
+    known = Board(1, whole(2), 10.0)
     known.note(sender, 0.1, 11.0)
     assert known.dead(receiver, 2.0, 11.0) == (0, 1)
-    known = Board(0, 2, 10.0)
+    known = Board(0, whole(2), 10.0)
     known.note(receiver, 0.1, 11.0)
     assert known.dead(sender, 2.0, 11.0) == (0, 1)
     # A rank that is silent has not said that it waits still.

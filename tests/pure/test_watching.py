@@ -9,6 +9,7 @@ import pytest
 from ringreduce.pure import liveness, messages, watching
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
+from ringreduce.pure.membership import whole
 from ringreduce.pure.messages import (
     Abort,
     Acknowledgement,
@@ -39,7 +40,7 @@ def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_watch(size: int = 2) -> Watch:
-    return Watch(0, size, sorted({1, size - 1}), 2.0, 0.0)
+    return Watch(0, size, whole(size), 2.0, 0.0)
 
 
 def sent(actions: list[Action]) -> list[Message]:

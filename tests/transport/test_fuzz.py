@@ -35,6 +35,7 @@ from ringreduce.bootstrap.admission import Members
 from ringreduce.bootstrap.messages import read_hello
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import wire
+from ringreduce.pure.membership import whole
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Schedule
@@ -404,7 +405,8 @@ class Loop:
             security=members[0],
         )
         # Nobody has to be there: nothing is sent, and the frames come from here.
-        self.link.connect(job=77, addresses=[self.link.address, self.link.address])
+        addresses = dict.fromkeys(range(2), self.link.address)
+        self.link.connect(job=77, addresses=addresses, membership=whole(2))
         self.context = zmq.Context()
         self.peer = self.context.socket(zmq.PUSH)
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)

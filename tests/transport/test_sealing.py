@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import sodium
 from ringreduce.transport.connections import Connections
@@ -132,9 +133,10 @@ def keys_of(link: Link, keys: tuple[str, ...] = KEYS) -> tuple[bytes, bytes]:
     security = Security(secret=link.secret, job_id=link.job_id, size=4, is_encrypted=True)
     # Its own key is fresh each time; a rank of this number is no part of the links here.
     keys = security.public, *keys[1:]
-    security.learn(keys, link.material, job=link.job)
+    security.learn(keys, bytes(32), job=link.job)
+    group = security.for_group(Membership(tuple(range(4)), link.group, link.epoch))
+    group.start_session(link.material)
     route = link.sender, link.receiver, link.channel
-    numbers = {"group": link.group, "epoch": link.epoch}
     again = sealing.frame_key(
         secret=link.secret,
         job_id=link.job_id,
@@ -142,9 +144,10 @@ def keys_of(link: Link, keys: tuple[str, ...] = KEYS) -> tuple[bytes, bytes]:
         job=link.job,
         keys=(keys[link.sender].encode(), keys[link.receiver].encode()),
         route=route,
-        **numbers,
+        group=link.group,
+        epoch=link.epoch,
     )
-    return security.frame_key(*route, **numbers), again
+    return group.frame_key(*route), again
 
 
 def test_the_key_of_a_frame_changes_with_all_that_it_is_made_of() -> None:

@@ -369,8 +369,9 @@ def test_without_aegis_everything_is_encrypted_with_curve(
 
 
 def test_ranks_that_encrypt_differently_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = iter([True, False])
-    monkeypatch.setattr(sodium, "load", lambda: next(found))
+    # The rank that asks first has it, the other does not; each is a thread and asks twice.
+    found: dict[int, bool] = {}
+    monkeypatch.setattr(sodium, "load", lambda: found.setdefault(threading.get_ident(), not found))
     with pytest.raises(MismatchError, match=r"rank 1 has encryption .*, rank 0 has "):
         ring_of_threads(2, lambda comm: None, transport="zmq", encryption="on")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives.ring import Ring
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.connections import Connections
@@ -41,13 +42,14 @@ def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
 def rings_of(members: Sequence[int], world_size: int, **settings: object) -> Iterator[list[Ring]]:
     """The rings' ends of the connected links of `members`, of a job of `world_size`."""
     links = {rank: make_link(rank, world_size, **settings) for rank in members}
-    addresses = [links[rank].address if rank in links else "" for rank in range(world_size)]
-    size = len(members)
+    addresses = {rank: link.address for rank, link in links.items()}
+    size, membership = len(members), Membership(tuple(members))
     try:
         for link in links.values():
-            link.connect(job=77, addresses=addresses, members=members)
+            link.connect(job=77, addresses=addresses, membership=membership)
         yield [
-            Ring(link, rank=place, size=size, job=77) for place, link in enumerate(links.values())
+            Ring(link, rank=place, size=size, membership=membership, job=77)
+            for place, link in enumerate(links.values())
         ]
     finally:
         for link in links.values():
@@ -84,8 +86,9 @@ def test_address_has_a_port_for_each_stream_and_each_longer_distance(size, strea
 def test_address_with_another_number_of_ports_is_refused():
     links = [make_link(0, 2, streams=1), make_link(1, 2, streams=2)]
     try:
+        addresses = {rank: link.address for rank, link in enumerate(links)}
         with pytest.raises(RendezvousError, match="of rank 1, which has not 1 ports"):
-            links[0].connect(job=1, addresses=[link.address for link in links])
+            links[0].connect(job=1, addresses=addresses, membership=whole(len(links)))
     finally:
         for link in links:
             link.close()
@@ -95,7 +98,7 @@ def test_link_that_is_not_connected_says_so():
     link = make_link(0)
     try:
         with pytest.raises(ClosedError, match="rank 0 of 3 has no connection"):
-            Ring(link, rank=0, size=3).barrier()
+            Ring(link, rank=0, size=3, membership=whole(3)).barrier()
     finally:
         link.close()
 

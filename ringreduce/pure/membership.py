@@ -1,0 +1,76 @@
+"""Who is in a group, in which order. Pure.
+
+A group is a part of a job's ranks with collectives of its own; the whole job is group 0. Ranks of
+the job are named in every error and message; within a group, members have places 0 to size - 1,
+which users see as its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Group numbers have 16 bits in a header.
+GROUPS_MAX = 1 << 16
+
+
+class Choice(NamedTuple):
+    """What a rank passes to `Communicator.split`; `highest` is the highest group that it knows."""
+
+    color: int | str | None
+    key: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The members of a group: ranks of the job, each once, in the order of their places.
+
+    Its ring is formed in the `epoch`-th way, counted from 0.
+    """
+
+    members: tuple[int, ...]
+    group: int = 0
+    epoch: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def place(self, rank: int) -> int:
+        """The place of a member."""
+        return self.members.index(rank)
+
+    def ahead(self, rank: int, distance: int) -> int:
+        """The member `distance` places after `rank`, around the ring; before it if negative."""
+        return self.members[(self.place(rank) + distance) % self.size]
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """The members before and after `rank` on the ring, which may be the same one."""
+        return tuple(sorted({self.ahead(rank, -1), self.ahead(rank, 1)}))
+
+    def split(self, choices: Sequence[Choice]) -> list[Membership]:
+        """The groups of those that chose the same color, in the order of their first places.
+
+        Members of each are ordered by key, then by place here; those that chose None are in none.
+        `choices` are by place. The numbers of the groups are new to each member.
+        """
+        highest = max(choice.highest for choice in choices)
+        by_color: dict[int | str, list[int]] = {}
+        for place, choice in enumerate(choices):
+            if choice.color is not None:
+                by_color.setdefault(choice.color, []).append(place)
+        return [
+            Membership(
+                tuple(self.members[p] for p in sorted(places, key=lambda p: choices[p].key)),
+                highest + number,
+            )
+            for number, places in enumerate(by_color.values(), 1)
+        ]
+
+
+def whole(size: int) -> Membership:
+    """All ranks of a job."""
+    return Membership(tuple(range(size)))
