@@ -91,7 +91,10 @@ class Authenticator:
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:
-        """Accept the rank with these credentials, or nobody; it may be waiting already."""
+        """Accept the rank with these credentials, or nobody; it may be waiting already.
+
+        A password is good for one connection.
+        """
         with self._lock:
             if self._thread is not None:
                 self._allowed[domain.encode()] = credentials
@@ -161,6 +164,9 @@ class Authenticator:
             return
         credentials = self._allowed[domain]
         if credentials is not None and credentials.fit(mechanism, shown):
+            if mechanism == b"PLAIN":
+                # An eavesdropper knows the password now, and a rank connects only once.
+                self._allowed[domain] = None
             self._reply(held, credentials.rank, "")
         else:
             self._reply(held, None, "without the key of a rank that is due there")

@@ -133,6 +133,18 @@ def test_the_rank_that_is_due_is_let_in_and_named(kind: str) -> None:
         assert port.authenticator.refused == 0
 
 
+def test_a_password_opens_one_connection() -> None:
+    """Who has read it on the way is too late."""
+    first, second = admissions(2)
+    with Port(first) as port:
+        port.allow(1)
+        with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
+            assert visitor.is_admitted()
+            assert not port.admits(lambda socket: second.join(socket, 0))
+            visitor.socket.send(b"still here")
+            assert port.socket.recv() == b"still here"
+
+
 def test_a_rank_that_is_not_due_there_is_refused(kind: str) -> None:
     first, _, third = admissions(3, kind)
     with Port(first) as port:
