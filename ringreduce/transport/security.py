@@ -231,7 +231,10 @@ class Security:
 
     def password(self, sender: int, receiver: int) -> bytes:
         """What `sender` shows `receiver`; the keys in it are new for each ring."""
-        message = struct.pack("<QQ", sender, receiver) + self._keys[sender] + self._keys[receiver]
+        # A group has its ranks' keys, and a password that was read would open its ports too.
+        group, epoch = self._membership.group, self._membership.epoch
+        message = struct.pack("<HHQQ", group, epoch, sender, receiver)
+        message += self._keys[sender] + self._keys[receiver]
         digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
         return digest.hexdigest().encode()
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door, sodium
 from ringreduce.transport.address import is_loopback, listens_on_loopback
@@ -143,6 +144,13 @@ def test_a_password_opens_one_connection() -> None:
             assert not port.admits(lambda socket: second.join(socket, 0))
             visitor.socket.send(b"still here")
             assert port.socket.recv() == b"still here"
+
+
+def test_a_group_has_passwords_of_its_own() -> None:
+    [job, _] = members(2)
+    groups = [Membership((0, 1), group=group, epoch=epoch) for group, epoch in ((1, 0), (0, 1))]
+    found = [job, *map(job.for_group, groups)]
+    assert len({security.password(0, 1) for security in found}) == 3
 
 
 def test_a_rank_that_is_not_due_there_is_refused(kind: str) -> None:
