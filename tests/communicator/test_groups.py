@@ -213,11 +213,13 @@ def test_groups_used_in_another_order_are_named(tmp_path: Path, transport: str) 
         attempt("result", call)
         hold()
     """
-    with Ring(tmp_path, 4, program, transport=transport, timeout_s=2.0) as ring:
+    # A rank that has given up is in user code, for the others.
+    limits = {"timeout_s": 2.0, "busy_timeout_s": 4.0}
+    with Ring(tmp_path, 4, program, transport=transport, **limits) as ring:
         facts = ring.wait("result")
         assert {fact["kind"] for fact in facts} <= {"PeerTimeoutError", "PeerLostError"}, facts
         assert any("is in all_reduce of group" in fact["text"] for fact in facts), facts
-        assert all(fact["seconds"] < SOON_S for fact in facts), facts
+        assert all(fact["seconds"] < 2 * SOON_S for fact in facts), facts
         ring.release()
 
 
