@@ -8,6 +8,7 @@ announced, without another message.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
 import sys
@@ -183,7 +184,9 @@ def form_group(
         material = secrets.token_bytes(MATERIAL_BYTES)
         found = _others(exchange((*ends.announced, material, "")), config)
         by_rank = {rank: found[rank] for rank in membership.members}
-        security.start_session(by_rank[membership.members[0]][3])
+        # Fresh if only one member draws good random numbers.
+        drawn = b"".join(by_rank[rank][3] for rank in membership.members)
+        security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
         where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
         formed = _connect(config, job, membership, ends, where, None)
         undo.pop_all()
