@@ -184,6 +184,7 @@ class Connections:
 
     def close(self) -> None:
         """Free everything, after about a second at most."""
+        inherited.unwatch(self)
         # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
         curve = self._security.data.mechanism == "CURVE"
         linger_ms = milliseconds(TIMES.linger_s) if curve else 0

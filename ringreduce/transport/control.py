@@ -195,6 +195,7 @@ class Control:
 
     def close(self) -> None:
         """Free everything, almost at once."""
+        inherited.unwatch(self)
         self._authenticator.close()
         for pushing in self._outgoing.values():
             pushing.close(milliseconds(TIMES.flush_s))

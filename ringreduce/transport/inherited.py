@@ -33,6 +33,11 @@ def watch(holder: Inheritable) -> None:
     _watched.add(holder)
 
 
+def unwatch(holder: Inheritable) -> None:
+    """End what `watch` began, once the connections are closed: others may get their ports."""
+    _watched.discard(holder)
+
+
 def close_connections(endpoints: Iterable[str]) -> None:
     """Close this process's TCP sockets at `endpoints`, numeric as ``tcp://127.0.0.1:41873``.
 

@@ -14,6 +14,7 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport import inherited
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
@@ -223,3 +224,18 @@ def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
         assert isinstance(error, MismatchError), errors
         assert "has seen enough" in str(error)
         assert error is cause or error.origin == 3
+
+
+def test_a_closed_link_closes_nothing_in_a_child() -> None:
+    """Its ports may be another socket's by then, which a child inherits."""
+    link = make_link(0)
+    held = link._connections
+    assert held in inherited._watched
+    link.close()
+    assert held not in inherited._watched
+
+
+def test_a_closed_communicator_closes_nothing_in_a_child() -> None:
+    before = set(inherited._watched)
+    ring_of_threads(2, lambda comm: comm.barrier(), transport="zmq")
+    assert set(inherited._watched) <= before
