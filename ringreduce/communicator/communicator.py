@@ -299,6 +299,7 @@ class Communicator:
 
         Raises:
             ArrayError: `color` or `key` is of another type; nothing was sent, the other ranks wait.
+                Or the job has used up its 65,535 groups, on all ranks.
             MismatchError: ranks passed numbers and text.
             RendezvousError: a rank could not open what it needs.
             As `all_reduce` and `Communicator`.

@@ -7,9 +7,9 @@ from typing import Any
 
 from ringreduce.communicator.formation import form_group, take_no_part
 from ringreduce.communicator.session import Session
-from ringreduce.pure.membership import Choice, Membership
+from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import signature_of
-from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.vocabulary.errors import ArrayError, MismatchError
 
 
 def split(parent: Session, color: int | str | None, key: int) -> Session | None:
@@ -56,6 +56,14 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
             )
         )
     groups = membership.split(choices)
+    if groups and groups[-1].group >= GROUPS_MAX:
+        # The same on all ranks, and nothing was formed.
+        raise ArrayError(
+            f"cannot split: the job has formed {GROUPS_MAX - 1} groups, as many as have numbers",
+            rank=parent.config.rank,
+            size=parent.config.size,
+            remedy="Form groups once, and use them again.",
+        )
     if job is not None:
         job.highest_group = max(job.highest_group, *(each.group for each in groups), 0)
     return next((each for each in groups if parent.config.rank in each.members), None)

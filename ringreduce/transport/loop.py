@@ -3,13 +3,13 @@
 For each segment that arrives, without Python and without the GIL:
 
       previous rank                      this rank                         next rank
-      ------------->  header == expected?  combine/copy  finish?  forward  ------------->
-                      checksum right?
+      ------------->  opens? expected?  combine/copy  finish?  forward  ------------->
 
 Segment i of a chunk travels on stream i modulo the number of streams, each a pair of sockets, and
 is received in that order, so several connections need no reordering.
 
-Sending borrows the caller's buffer (``zmq_msg_init_data``). In a reduce-scatter, a segment's memory
+Sending borrows the caller's buffer, unless a segment is sealed that this rank still needs
+(`ringreduce.transport.frames`). In a reduce-scatter, a segment's memory
 changes only after it was sent, since the sum that overwrites it depends on its arrival; in an
 all-gather nothing guarantees that. So libzmq's free callback counts the borrowed segments that were
 written, for each socket separately since their I/O threads may differ, and the function returns

@@ -16,7 +16,7 @@ from numba import types
 from ringreduce.transport import libraries
 from ringreduce.transport.libraries import declare
 
-KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 16, 32
+KEY_BYTES, TAG_BYTES = 16, 32
 
 _ENCRYPT = "crypto_aead_aegis128l_encrypt_detached"
 _DECRYPT = "crypto_aead_aegis128l_decrypt_detached"

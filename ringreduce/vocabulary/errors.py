@@ -142,7 +142,7 @@ class ProtocolError(RingReduceError):
 
 
 class CorruptionError(ProtocolError):
-    """Bytes changed between two ranks: a frame's checksum and payload differ."""
+    """A sealed frame does not open: it, or one before it, was changed, lost or repeated."""
 
 
 class NumericsError(RingReduceError):

@@ -271,6 +271,20 @@ def test_a_color_or_key_of_another_type_is_refused_before_anything_is_sent(
     ring_of_threads(2, work)
 
 
+def test_more_groups_than_there_are_numbers_for_are_refused_on_all_ranks() -> None:
+    def work(comm: Communicator) -> None:
+        job = comm._session.job
+        assert job is not None
+        job.highest_group = 65_533
+        last = comm.split(comm.rank)
+        assert last is not None
+        with pytest.raises(ringreduce.ArrayError, match="has formed 65535 groups"):
+            comm.split(comm.rank)
+        comm.barrier()
+
+    ring_of_threads(2, work)
+
+
 def test_a_rank_that_cannot_open_its_ports_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringreduce.communicator import formation
 
