@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from ringreduce.pure.liveness import Flow
+from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.wire import Kind
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.shm import HostLink
@@ -28,6 +29,7 @@ class Collectives(Protocol):
     """
 
     links: tuple[HostLink | ZmqLink, ...]
+    _rank: int
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -42,6 +44,30 @@ class Collectives(Protocol):
 
     def broadcast(self, kind: Kind, flat: np.ndarray, root: int, signature: int = 0) -> None:
         """Fill `flat` on every rank with that of `root`."""
+
+    def all_to_all(
+        self,
+        kind: Kind,
+        source: np.ndarray,
+        target: np.ndarray,
+        counts: np.ndarray,
+        signature: int = 0,
+    ) -> None:
+        """Send a part of `source` to each rank, and fill `target` with the parts that it is sent.
+
+        `counts`, shape (size, size), dtype int64, C-contiguous, is equal on all ranks: rank i sends
+        ``counts[i, j]`` elements to rank j. Parts lie end to end, in rank order, in `source` and in
+        `target`, which do not overlap. `kind` is the caller's: also gather and scatter are this.
+        """
+        own, sent = self._rank, bounds_of(counts.sum(axis=1).tolist())
+        everything = np.empty(sent[-1], source.dtype)
+        everything[sent[own] : sent[own + 1]] = source
+        self.all_gather(kind, everything, sent, signature)
+        at = 0
+        for sender, parts in enumerate(counts):
+            start = sent[sender] + int(parts[:own].sum())
+            target[at : at + parts[own]] = everything[start : start + parts[own]]
+            at += parts[own]
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

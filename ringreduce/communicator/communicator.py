@@ -20,16 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import groups, varying
+from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
+from ringreduce.communicator.moving import MovingCalls
+from ringreduce.communicator.objects import ObjectCalls
 from ringreduce.communicator.session import Explainer, Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import whole
-from ringreduce.pure.payload import checked_root, decode, encode, flat_view
-from ringreduce.pure.wire import Kind
+from ringreduce.pure.payload import flat_view
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -37,7 +38,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 _log = logging.getLogger(__name__)
 
 
-class Communicator:
+class Communicator(MovingCalls, ObjectCalls):
     """One rank's handle on a formed ring; `ringreduce.init` makes the usual one.
 
     Making one forms the ring: it returns when all ranks of the job have done so and passed a
@@ -55,20 +56,6 @@ class Communicator:
     def __init__(self, config: Config) -> None:
         make = functools.partial(form, config) if config.size > 1 else None
         self._use(Session(config, whole(config.size), None, make))
-
-    def _use(self, session: Session) -> None:
-        self._session, self._config = session, session.config
-        self._rank, self._size = session.place, session.size
-
-    @property
-    def rank(self) -> int:
-        """This process's number in this communicator, 0 to size - 1."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
 
     @property
     def config(self) -> Config:
@@ -202,85 +189,9 @@ class Communicator:
         run = self._session.collectives.reduce_scatter
         return self._session.run("reduce_scatter", array, signature, async_op, run, flat, how)
 
-    def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
-        """Join the arrays of all ranks along the first dimension, in rank order.
-
-        A short exchange of the first dimensions, then size - 1 steps that move the bytes of all
-        but one rank on every link.
-
-        Args:
-            array: C-contiguous. Only first dimensions may differ between ranks. An array without
-                dimensions counts as one of shape (1,). Only read, and only while this runs.
-            signature, async_op: as for `all_reduce`.
-
-        Returns:
-            A new array of shape (sum of first dimensions, ...), owned by the caller.
-
-        Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
-        """
-        flat = flat_view(array, "all_gather", writable=False)
-        arguments = varying.all_gather, self._session.collectives, array, flat, self.rank, self.size
-        return self._session.run("all_gather", array, signature, async_op, *arguments)
-
-    def broadcast(
-        self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
-    ) -> Any:
-        """Overwrite `array` on every rank with that of rank `root`.
-
-        A pipeline of segments along the ring: moves nbytes on every link but one.
-
-        Args:
-            array: as for `all_reduce`; only read on `root`.
-            root: the rank whose array is sent; equal on all ranks.
-            signature, async_op: as for `all_reduce`.
-
-        Returns:
-            `array` itself, or a `Work`.
-
-        Raises: as `all_reduce`; ArrayError also when `root` is not a rank.
-        """
-        root = checked_root(root, self.rank, self.size)
-        flat = flat_view(array, "broadcast", writable=self.rank != root)
-        arguments = self._session.collectives.broadcast, Kind.BROADCAST, flat, root
-        return self._session.run("broadcast", array, signature, async_op, *arguments)
-
     def barrier(self) -> None:
         """Return once every rank has called it; raises as `all_reduce`, except ArrayError."""
         self._session.call("barrier", 0, self._session.collectives.barrier)
-
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """The object that rank `root` passed, on every rank.
-
-        Args:
-            value: on `root`, anything that msgspec encodes as MessagePack: numbers, text, bytes,
-                lists, dicts, dataclasses (which arrive as dicts). Ignored elsewhere.
-            root: the rank whose object is sent; equal on all ranks.
-
-        Returns:
-            `value` itself on `root`, a decoded copy elsewhere.
-
-        Raises:
-            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is over
-            64 MiB. The other ranks still wait for it, so let that error end the process.
-        """
-        root = checked_root(root, self.rank, self.size)
-        payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
-        arguments = self._session.collectives, payload, self.rank, root
-        received = self._session.call(
-            "broadcast_object", payload.size, varying.broadcast_object, *arguments
-        )
-        return value if self.rank == root else decode(received)
-
-    def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
-        """The objects that all ranks passed, in rank order: `size` decoded copies.
-
-        Args:
-            value: as for `broadcast_object`.
-            signature: as for `all_reduce`.
-
-        Raises: as `broadcast_object`.
-        """
-        return self._session.gather("all_gather_object", value, signature)
 
     def split(self, color: int | str | None, key: int | None = None) -> Communicator | None:
         """Form a group of the ranks that pass the same color; all ranks must call this.

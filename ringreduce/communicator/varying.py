@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from ringreduce.collectives.base import Collectives
-from ringreduce.pure.payload import bounds_of, checked_lengths
+from ringreduce.pure.payload import bounds_of, checked_lengths, decode, encode
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
-from ringreduce.vocabulary.types import dtype_code
+from ringreduce.vocabulary.types import dtype_code, dtype_named
 
 
 def all_gather(
@@ -30,26 +30,144 @@ def all_gather(
     count = array.shape[0] if array.shape else 1
     rows = _gather_counts(collectives, Kind.ALL_GATHER, count, rank, size, signature)
     bounds = bounds_of([row * width for row in rows])
-    try:
-        gathered = np.empty(bounds[-1], array.dtype)
-    except (MemoryError, ValueError) as error:
-        raise ArrayError(
-            f"cannot hold the {bounds[-1]} elements that the ranks gathered", rank=rank, size=size
-        ) from error
+    gathered = _new((bounds[-1],), array.dtype, rank, size)
     gathered[bounds[rank] : bounds[rank + 1]] = flat
     collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
     return gathered.reshape(sum(rows), *rest)
+
+
+def all_to_all(
+    collectives: Collectives,
+    array: np.ndarray,
+    flat: np.ndarray,
+    counts: list[int],
+    out: np.ndarray | None,
+    rank: int,
+    size: int,
+    given: int,
+) -> np.ndarray:
+    """The parts of all ranks' arrays for this one, where all are cut into equal parts."""
+    signature = signature_of("all_to_all", dtype_code(array.dtype), array.shape, given)
+    result = np.empty_like(array) if out is None else out
+    elements = np.full((size, size), flat.size // size, np.int64)
+    collectives.all_to_all(Kind.ALL_TO_ALL, flat, result.reshape(-1), elements, signature)
+    return result
+
+
+def all_to_all_uneven(
+    collectives: Collectives,
+    array: np.ndarray,
+    flat: np.ndarray,
+    counts: list[int],
+    out: np.ndarray | None,
+    rank: int,
+    size: int,
+    given: int,
+) -> tuple[np.ndarray, list[int]]:
+    """The parts of all ranks' arrays for this one, and the rows of each; `counts` are this rank's.
+
+    Raises:
+        ArrayError: the result does not fit in memory or in `out`.
+    """
+    rest = array.shape[1:]
+    signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, given)
+    rows = np.zeros((size, size), np.int64)
+    rows[rank] = counts
+    bounds = tuple(range(0, size * size + 1, size))
+    collectives.all_gather(Kind.ALL_TO_ALL, rows.reshape(-1), bounds, signature)
+    _check_received(rows, rank, size)
+    received = [int(number) for number in rows[:, rank]]
+    if out is not None and len(out) != sum(received):
+        raise ArrayError(
+            f"all_to_all got `out` of {len(out)} rows and received {sum(received)}",
+            rank=rank,
+            size=size,
+            remedy="Let it make the result, or exchange the counts first.",
+        )
+    result = _new((sum(received), *rest), array.dtype, rank, size) if out is None else out
+    elements = rows * math.prod(rest)
+    collectives.all_to_all(Kind.ALL_TO_ALL, flat, result.reshape(-1), elements, signature)
+    return result, received
+
+
+def gather(
+    collectives: Collectives,
+    array: np.ndarray,
+    flat: np.ndarray,
+    root: int,
+    rank: int,
+    size: int,
+    given: int,
+) -> np.ndarray:
+    """The arrays of all ranks, joined along the first dimension, on `root`; elsewhere no rows."""
+    rest = array.shape[1:]
+    signature = signature_of("gather", dtype_code(array.dtype), rest, root, given)
+    count = array.shape[0] if array.shape else 1
+    rows = _gather_counts(collectives, Kind.GATHER, count, rank, size, signature)
+    total = sum(rows) if rank == root else 0
+    result = _new((total, *rest), array.dtype, rank, size)
+    elements = np.zeros((size, size), np.int64)
+    elements[:, root] = np.array(rows) * math.prod(rest)
+    collectives.all_to_all(Kind.GATHER, flat, result.reshape(-1), elements, signature)
+    return result
+
+
+def scatter(
+    collectives: Collectives,
+    array: np.ndarray,
+    flat: np.ndarray,
+    counts: list[int],
+    root: int,
+    rank: int,
+    size: int,
+    given: int,
+) -> np.ndarray:
+    """This rank's part of the array of `root`, which cuts it into `counts` rows."""
+    described = encode([array.dtype.name, array.shape[1:], counts])
+    name, rest, rows = decode(_broadcast(collectives, Kind.SCATTER, described, rank, root, given))
+    result = _new((rows[rank], *rest), dtype_named(name), rank, size)
+    elements = np.zeros((size, size), np.int64)
+    elements[root] = np.array(rows) * math.prod(rest)
+    source = flat if rank == root else result[:0].reshape(-1)
+    signature = signature_of("scatter", root, given)
+    collectives.all_to_all(Kind.SCATTER, source, result.reshape(-1), elements, signature)
+    return result
 
 
 def broadcast_object(
     collectives: Collectives, payload: np.ndarray, rank: int, root: int
 ) -> np.ndarray:
     """The payload that rank `root` passed, dtype uint8; other ranks' payloads are ignored."""
-    length = np.array([payload.size], np.int64)
-    collectives.broadcast(Kind.BROADCAST_OBJECT, length, root)
-    received = payload if rank == root else np.empty(checked_lengths(length)[0], np.uint8)
-    collectives.broadcast(Kind.BROADCAST_OBJECT, received, root)
-    return received
+    return _broadcast(collectives, Kind.BROADCAST_OBJECT, payload, rank, root, 0)
+
+
+def gather_object(
+    collectives: Collectives, payload: np.ndarray, root: int, rank: int, size: int
+) -> list[np.ndarray]:
+    """The payloads of all ranks, dtype uint8, in rank order, on `root`; empty ones elsewhere."""
+    kind, signature = Kind.GATHER_OBJECT, signature_of("root", root)
+    lengths = _gather_counts(collectives, kind, payload.size, rank, size, signature)
+    elements = np.zeros((size, size), np.int64)
+    elements[:, root] = checked_lengths(lengths)
+    bounds = bounds_of(elements[:, rank].tolist())
+    gathered = np.empty(bounds[-1], np.uint8)
+    collectives.all_to_all(kind, payload, gathered, elements, signature)
+    return [gathered[bounds[each] : bounds[each + 1]] for each in range(size)]
+
+
+def scatter_object(
+    collectives: Collectives, payloads: list[np.ndarray], root: int, rank: int, size: int
+) -> np.ndarray:
+    """This rank's one of the payloads of `root`, dtype uint8."""
+    kind, signature = Kind.SCATTER_OBJECT, signature_of("root", root)
+    elements = np.zeros((size, size), np.int64)
+    if rank == root:
+        elements[root] = [payload.size for payload in payloads]
+    collectives.broadcast(kind, elements[root], root, signature)
+    source = np.concatenate(payloads) if rank == root else np.empty(0, np.uint8)
+    own = np.empty(checked_lengths(elements[root])[rank], np.uint8)
+    collectives.all_to_all(kind, source, own, elements, signature)
+    return own
 
 
 def all_gather_object(
@@ -72,6 +190,31 @@ def _gather_counts(
     counts = np.zeros(size, np.int64)
     counts[rank] = count
     collectives.all_gather(kind, counts, tuple(range(size + 1)), signature)
+    _check_received(counts, rank, size)
+    return [int(number) for number in counts]
+
+
+def _check_received(counts: np.ndarray, rank: int, size: int) -> None:
     if counts.min() < 0:
         raise MismatchError(f"received the lengths {counts.tolist()}", rank=rank, size=size)
-    return [int(number) for number in counts]
+
+
+def _broadcast(
+    collectives: Collectives, kind: Kind, payload: np.ndarray, rank: int, root: int, signature: int
+) -> np.ndarray:
+    """The payload of rank `root`, dtype uint8, whose length the others do not know."""
+    length = np.array([payload.size], np.int64)
+    collectives.broadcast(kind, length, root, signature)
+    received = payload if rank == root else np.empty(checked_lengths(length)[0], np.uint8)
+    collectives.broadcast(kind, received, root, signature)
+    return received
+
+
+def _new(shape: tuple[int, ...], dtype: np.dtype, rank: int, size: int) -> np.ndarray:
+    """An array for what other ranks send; ArrayError when it does not fit in memory."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as error:
+        raise ArrayError(
+            f"cannot hold the {math.prod(shape)} elements that the ranks send", rank=rank, size=size
+        ) from error

@@ -65,6 +65,35 @@ def checked_root(root: Any, rank: int, size: int) -> int:
     return number
 
 
+def checked_counts(counts: Sequence[int] | None, rows: int, rank: int, size: int) -> list[int]:
+    """How many of `rows` are for each of `size` ranks: `counts`, or the same number for each.
+
+    Raises:
+        ArrayError: that is not possible; `rank` is for its text.
+    """
+    if counts is None:
+        if rows % size:
+            raise ArrayError(
+                f"cannot divide {rows} rows evenly among {size} ranks",
+                rank=rank,
+                size=size,
+                remedy="Pass `counts`, the number of rows for each rank.",
+            )
+        return [rows // size] * size
+    try:
+        numbers = [operator.index(count) for count in counts]
+    except TypeError:
+        numbers = []
+    if len(numbers) != size or min(numbers) < 0 or sum(numbers) != rows:
+        raise ArrayError(
+            f"got the counts {counts!r:.200} for {rows} rows",
+            rank=rank,
+            size=size,
+            remedy=f"Pass {size} whole numbers, one for each rank, that add up to {rows}.",
+        )
+    return numbers
+
+
 def encode(value: Any) -> np.ndarray:
     """Encode `value` as MessagePack, dtype uint8; ArrayError if it cannot be or is too large."""
     try:

@@ -63,6 +63,11 @@ class Kind(enum.IntEnum):
     BARRIER = 5
     BROADCAST_OBJECT = 6
     ALL_GATHER_OBJECT = 7
+    ALL_TO_ALL = 8
+    GATHER = 9
+    SCATTER = 10
+    GATHER_OBJECT = 11
+    SCATTER_OBJECT = 12
     ABORT = 128
     GOODBYE = 129
 

@@ -59,6 +59,24 @@ def dtype_code(dtype: np.dtype) -> int:
     )
 
 
+def dtype_named(name: str) -> np.dtype:
+    """The dtype of this name, one of `DTYPE_NAMES`, on a rank that may not have used it.
+
+    Raises:
+        ArrayError: it is bfloat16, and ml_dtypes is not installed.
+    """
+    if name == "bfloat16":
+        try:
+            # Registers it with numpy.
+            import ml_dtypes  # noqa: F401
+        except ImportError as error:
+            raise ArrayError(
+                "received elements of dtype bfloat16, which numpy has not",
+                remedy="Install ml_dtypes.",
+            ) from error
+    return np.dtype(name)
+
+
 def is_half(code: int) -> bool:
     """Whether the dtype with this code is 16-bit floating point, which accumulates in float32."""
     return code in _HALF_CODES

@@ -16,26 +16,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from tests.rings import SOON_S, Ring
 
-# How the ranks reach each other.
-WAYS: dict[str, dict[str, Any]] = {
-    "shm": {},
-    "zmq": {"transport": "zmq"},
-    "sealed": {"transport": "zmq", "encryption": "on"},
-    "hosts": {"hosts": ["a", "b", "a", "b", "a", "b"]},
-}
-
-
-@pytest.fixture(params=WAYS)
-def on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """`ring_of_threads` over one of the transports."""
-    way = dict(WAYS[request.param])
-
-    def form(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
-        hosts = {"hosts": way["hosts"][:size]} if "hosts" in way else {}
-        return ring_of_threads(size, work, **{**way, **hosts})
-
-    return form
-
 
 def check(group: Communicator, members: list[int]) -> None:
     """Every collective over the group, whose members have these ranks in the job."""

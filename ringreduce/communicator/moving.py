@@ -1,0 +1,174 @@
+"""The calls of a `Communicator` that move arrays between ranks and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator import varying
+from ringreduce.communicator.handle import Handle
+from ringreduce.pure.payload import checked_counts, checked_root, flat_view
+from ringreduce.pure.wire import Kind
+from ringreduce.vocabulary.errors import ArrayError
+
+
+class MovingCalls(Handle):
+    """Errors and threads are as `ringreduce.communicator.communicator` describes."""
+
+    def all_gather(self, array: np.ndarray, *, signature: int = 0, async_op: bool = False) -> Any:
+        """Join the arrays of all ranks along the first dimension, in rank order.
+
+        A short exchange of the first dimensions, then size - 1 steps that move the bytes of all
+        but one rank on every link.
+
+        Args:
+            array: C-contiguous. Only first dimensions may differ between ranks. An array without
+                dimensions counts as one of shape (1,). Only read, and only while this runs.
+            signature, async_op: as for `all_reduce`.
+
+        Returns:
+            A new array of shape (sum of first dimensions, ...), owned by the caller.
+
+        Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
+        """
+        flat = flat_view(array, "all_gather", writable=False)
+        arguments = varying.all_gather, self._session.collectives, array, flat, self.rank, self.size
+        return self._session.run("all_gather", array, signature, async_op, *arguments)
+
+    def broadcast(
+        self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
+    ) -> Any:
+        """Overwrite `array` on every rank with that of rank `root`.
+
+        A pipeline of segments along the ring: moves nbytes on every link but one.
+
+        Args:
+            array: as for `all_reduce`; only read on `root`.
+            root: the rank whose array is sent; equal on all ranks.
+            signature, async_op: as for `all_reduce`.
+
+        Returns:
+            `array` itself, or a `Work`.
+
+        Raises: as `all_reduce`; ArrayError also when `root` is not a rank.
+        """
+        root = checked_root(root, self.rank, self.size)
+        flat = flat_view(array, "broadcast", writable=self.rank != root)
+        arguments = self._session.collectives.broadcast, Kind.BROADCAST, flat, root
+        return self._session.run("broadcast", array, signature, async_op, *arguments)
+
+    def all_to_all(
+        self,
+        array: np.ndarray,
+        counts: Sequence[int] | None = None,
+        *,
+        out: np.ndarray | None = None,
+        signature: int = 0,
+        async_op: bool = False,
+    ) -> Any:
+        """Send a part of `array` to each rank, and join the parts that all ranks send to this one.
+
+        `array` is cut along its first dimension: the first part goes to rank 0, the next to rank 1,
+        and so on; the result has the part of rank 0 first.
+
+        Args:
+            array: C-contiguous, with at least one dimension. Only first dimensions may differ
+                between ranks, and only with `counts`. Only read, and only while this runs.
+            counts: rows for each rank, which add up to the first dimension; then all ranks pass
+                some. None: the same number for each.
+            out: where the result goes, in place of a new array: C-contiguous, writable, of its
+                shape and dtype, apart from `array`.
+            signature, async_op: as for `all_reduce`.
+
+        Returns:
+            The result, owned by the caller: of the shape of `array`. With `counts` a pair: the
+            result, of shape (sum of rows, ...), and a list of the rows that came from each rank.
+
+        Raises: as `all_reduce`; ArrayError also when `counts` or `out` do not fit.
+        """
+        flat = flat_view(array, "all_to_all", writable=False)
+        rows = array.shape[0] if array.shape else -1
+        if rows < 0:
+            raise self._refused("all_to_all got an array without dimensions", "Pass one with rows.")
+        parts = checked_counts(counts, rows, self.rank, self.size)
+        if out is not None:
+            flat_view(out, "all_to_all as `out`")
+            fits = out.dtype == array.dtype and out.shape[1:] == array.shape[1:] and out.shape
+            if not fits or (counts is None and out.shape != array.shape):
+                raise self._refused(
+                    f"all_to_all got `out` of {out.dtype.name} {out.shape} for an array of "
+                    f"{array.dtype.name} {array.shape}",
+                    "Pass an array of the result's shape and dtype.",
+                )
+            if np.may_share_memory(out, array):
+                raise self._refused("all_to_all got `out` that shares memory with its array", "")
+        run = varying.all_to_all if counts is None else varying.all_to_all_uneven
+        arguments = run, self._session.collectives, array, flat, parts, out, self.rank, self.size
+        return self._session.run("all_to_all", array, signature, async_op, *arguments)
+
+    def gather(
+        self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
+    ) -> Any:
+        """Join the arrays of all ranks along the first dimension, in rank order, on rank `root`.
+
+        Args:
+            array: as for `all_gather`.
+            root: the rank that gets them; equal on all ranks.
+            signature, async_op: as for `all_reduce`.
+
+        Returns:
+            On `root` a new array of shape (sum of first dimensions, ...), owned by the caller;
+            elsewhere one of shape (0, ...).
+
+        Raises: as `all_gather`; ArrayError also when `root` is not a rank.
+        """
+        root = checked_root(root, self.rank, self.size)
+        flat = flat_view(array, "gather", writable=False)
+        arguments = self._session.collectives, array, flat, root, self.rank, self.size
+        return self._session.run("gather", array, signature, async_op, varying.gather, *arguments)
+
+    def scatter(
+        self,
+        array: np.ndarray | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        *,
+        signature: int = 0,
+        async_op: bool = False,
+    ) -> Any:
+        """Give each rank a part of the array of rank `root`: the first to rank 0, and so on.
+
+        Args:
+            array: on `root`, C-contiguous, with at least one dimension, along which it is cut; only
+                read, and only while this runs. Ignored elsewhere.
+            root: the rank whose array it is; equal on all ranks.
+            counts: on `root`, rows for each rank; None: the same number. Ignored elsewhere.
+            signature, async_op: as for `all_reduce`.
+
+        Returns:
+            This rank's part, shape (rows, ...): a new array, owned by the caller.
+
+        Raises:
+            As `all_reduce`; ArrayError on `root` alone when `array` or `counts` is refused. The
+            other ranks still wait for it, so let that error end the process.
+        """
+        root = checked_root(root, self.rank, self.size)
+        whole, parts = np.empty(0, np.uint8), [0] * self.size
+        if self.rank == root:
+            if not isinstance(array, np.ndarray) or not array.shape:
+                what = (
+                    type(array).__name__ if array is None or not hasattr(array, "shape") else "()"
+                )
+                raise self._refused(
+                    f"scatter got {what} on its root", "Pass a numpy array with rows there."
+                )
+            whole = array
+            parts = checked_counts(counts, len(array), self.rank, self.size)
+        flat = flat_view(whole, "scatter", writable=False)
+        arguments = self._session.collectives, whole, flat, parts, root, self.rank, self.size
+        return self._session.run("scatter", whole, signature, async_op, varying.scatter, *arguments)
+
+    def _refused(self, problem: str, remedy: str) -> ArrayError:
+        return ArrayError(problem, rank=self.rank, size=self.size, remedy=remedy)

@@ -1,0 +1,99 @@
+"""The calls of a `Communicator` on objects, which travel as MessagePack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator import varying
+from ringreduce.communicator.handle import Handle
+from ringreduce.pure.payload import checked_root, decode, encode
+from ringreduce.vocabulary.errors import ArrayError
+
+
+class ObjectCalls(Handle):
+    """Errors and threads are as `ringreduce.communicator.communicator` describes."""
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """The object that rank `root` passed, on every rank.
+
+        Args:
+            value: on `root`, anything that msgspec encodes as MessagePack: numbers, text, bytes,
+                lists, dicts, dataclasses (which arrive as dicts). Ignored elsewhere.
+            root: the rank whose object is sent; equal on all ranks.
+
+        Returns:
+            `value` itself on `root`, a decoded copy elsewhere.
+
+        Raises:
+            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is over
+            64 MiB. The other ranks still wait for it, so let that error end the process.
+        """
+        root = checked_root(root, self.rank, self.size)
+        payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
+        arguments = self._session.collectives, payload, self.rank, root
+        received = self._session.call(
+            "broadcast_object", payload.size, varying.broadcast_object, *arguments
+        )
+        return value if self.rank == root else decode(received)
+
+    def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
+        """The objects that all ranks passed, in rank order: `size` decoded copies.
+
+        Args:
+            value: as for `broadcast_object`.
+            signature: as for `all_reduce`.
+
+        Raises: as `broadcast_object`.
+        """
+        return self._session.gather("all_gather_object", value, signature)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """The objects that all ranks passed, in rank order, on rank `root`; None elsewhere.
+
+        Args:
+            value: as for `broadcast_object`.
+            root: the rank that gets them, as decoded copies; equal on all ranks.
+
+        Raises: as `broadcast_object`, ArrayError on any rank.
+        """
+        root = checked_root(root, self.rank, self.size)
+        payload = encode(value)
+        arguments = self._session.collectives, payload, root, self.rank, self.size
+        gathered = self._session.call(
+            "gather_object", payload.size, varying.gather_object, *arguments
+        )
+        return [decode(each) for each in gathered] if self.rank == root else None
+
+    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """One of the objects that rank `root` passed: the first on rank 0, and so on.
+
+        Args:
+            values: on `root`, one object for each rank, as for `broadcast_object`. Ignored
+                elsewhere.
+            root: the rank whose objects they are; equal on all ranks.
+
+        Returns:
+            A decoded copy, also on `root`.
+
+        Raises: as `broadcast_object`; ArrayError on `root` also when there are not `size` values.
+        """
+        root = checked_root(root, self.rank, self.size)
+        payloads: list[np.ndarray] = []
+        if self.rank == root:
+            if values is None or len(values) != self.size:
+                count = "None" if values is None else f"{len(values)} objects"
+                raise ArrayError(
+                    f"scatter_object got {count} on its root",
+                    rank=self.rank,
+                    size=self.size,
+                    remedy=f"Pass a list of {self.size}, one for each rank, there.",
+                )
+            payloads = [encode(value) for value in values]
+        arguments = self._session.collectives, payloads, root, self.rank, self.size
+        nbytes = sum(payload.size for payload in payloads)
+        return decode(
+            self._session.call("scatter_object", nbytes, varying.scatter_object, *arguments)
+        )

@@ -1,0 +1,167 @@
+"""Calls that give each rank its own part: all_to_all, gather, scatter, of arrays and of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import ArrayError, MismatchError
+from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
+
+OnRanks = Callable[..., list[Any]]
+# Rows for each rank: none, one, primes, several frames.
+ROWS = (0, 1, 2, 7, 1009, 100_003)
+
+
+def values(rank: int, count: int, dtype: str = "float64") -> np.ndarray:
+    """Numbers below 127 that differ between ranks and places."""
+    return ((np.arange(count) * 7 + rank * 13) % 127).astype(dtype_named(dtype))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_to_all_of_equal_parts(on_ranks: OnRanks, size: int) -> None:
+    def work(comm: Communicator) -> None:
+        own = comm.rank
+        for rows in ROWS:
+            array = values(own, rows * size)
+            before, out = array.copy(), np.full_like(array, -1)
+            due = np.concatenate(
+                [values(each, rows * size)[rows * own : rows * (own + 1)] for each in range(size)]
+            )
+            assert np.array_equal(comm.all_to_all(array), due)
+            assert comm.all_to_all(array, out=out) is out
+            assert np.array_equal(out, due)
+            registered = comm.empty(array.shape, array.dtype)
+            registered[:] = array
+            assert np.array_equal(comm.all_to_all(registered, async_op=True).wait(), due)
+            assert np.array_equal(array, before)
+        square = comm.all_to_all(np.full((size, 2, 3), own, np.int16))
+        assert square.shape == (size, 2, 3)
+        assert (square == np.arange(size)[:, None, None]).all()
+
+    on_ranks(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_to_all_of_uneven_parts(on_ranks: OnRanks, size: int) -> None:
+    def work(comm: Communicator) -> None:
+        own, numbers = comm.rank, np.random.default_rng(1)
+        for most in (1, 3, 30_011):
+            counts = numbers.integers(0, most, (size, size), endpoint=True)
+            counts[numbers.integers(size)] = 0
+            rows = [np.repeat(np.arange(size), counts[each]) * 10 + each for each in range(size)]
+            result, received = comm.all_to_all(rows[own][:, None], counts[own])
+            assert received == counts[:, own].tolist()
+            due = np.concatenate([row[row // 10 == own] for row in rows])
+            assert np.array_equal(result, due[:, None])
+
+    on_ranks(size, work)
+
+
+def test_all_to_all_of_every_dtype(on_ranks: OnRanks) -> None:
+    def work(comm: Communicator) -> None:
+        for dtype in DTYPE_NAMES:
+            result = comm.all_to_all(values(comm.rank, 9, dtype).reshape(3, 3))
+            due = [values(each, 9, dtype).reshape(3, 3)[comm.rank] for each in range(3)]
+            assert result.dtype == due[0].dtype
+            assert np.array_equal(result, due)
+
+    on_ranks(3, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gather_and_scatter(on_ranks: OnRanks, size: int) -> None:
+    def work(comm: Communicator) -> None:
+        own = comm.rank
+        for root in range(size):
+            for rows in ROWS[:-1]:
+                found = comm.gather(np.full((rows + own, 2), own), root)
+                due = np.repeat(np.arange(size), rows + np.arange(size))[:, None].repeat(2, 1)
+                assert np.array_equal(found, due if own == root else due[:0])
+                whole = values(root, rows * size) if own == root else None
+                found = comm.scatter(whole, root)
+                assert np.array_equal(
+                    found, values(root, rows * size)[rows * own : rows * (own + 1)]
+                )
+            found = comm.scatter(np.arange(size), root, [0] * (size - 1) + [size])
+            assert found.tolist() == (list(range(size)) if own == size - 1 else [])
+            assert comm.gather(np.array(own, np.float32), root).size == size * (own == root)
+            gathered = comm.gather_object({"rank": own}, root)
+            assert gathered == ([{"rank": each} for each in range(size)] if own == root else None)
+            given = [["of", each] for each in range(size)] if own == root else None
+            assert comm.scatter_object(given, root) == ["of", own]
+
+    on_ranks(size, work)
+
+
+def test_a_rank_alone_gets_its_own_back() -> None:
+    def work(comm: Communicator) -> None:
+        assert comm.all_to_all(np.arange(3)).tolist() == [0, 1, 2]
+        result, received = comm.all_to_all(np.arange(3), [3])
+        assert (result.tolist(), received) == ([0, 1, 2], [3])
+        assert comm.gather(np.arange(3)).tolist() == [0, 1, 2]
+        assert comm.scatter(np.arange(3)).tolist() == [0, 1, 2]
+        assert comm.gather_object(1) == [1]
+        assert comm.scatter_object([2]) == 2
+
+    ring_of_threads(1, work)
+
+
+WRONG: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "not even": (lambda c: c.all_to_all(np.ones(3)), "cannot divide 3 rows evenly among 2 ranks"),
+    "no rows": (lambda c: c.all_to_all(np.ones(())), "an array without dimensions"),
+    "few counts": (lambda c: c.all_to_all(np.ones(2), [2]), "got the counts"),
+    "wrong sum": (lambda c: c.all_to_all(np.ones(2), [1, 2]), "for 2 rows"),
+    "negative": (lambda c: c.all_to_all(np.ones(2), [-1, 3]), "got the counts"),
+    "fractions": (lambda c: c.all_to_all(np.ones(2), [0.5, 1.5]), "got the counts"),
+    "no counts": (lambda c: c.all_to_all(np.ones(2), 2), "got the counts"),
+    "out of another dtype": (
+        lambda c: c.all_to_all(np.ones(2), out=np.ones(2, int)),
+        "`out` of int64",
+    ),
+    "out of another shape": (lambda c: c.all_to_all(np.ones(2), out=np.ones(4)), "`out` of"),
+    "out itself": (lambda c: c.all_to_all(*[a := np.ones(2)], out=a), "shares memory"),
+    "root": (lambda c: c.gather(np.ones(2), 2), "got root 2"),
+    "list": (lambda c: c.scatter([1, 2], c.rank), "scatter got list on its root"),
+    "nothing": (lambda c: c.scatter(None, c.rank), "scatter got NoneType on its root"),
+    "few objects": (lambda c: c.scatter_object([1], c.rank), "scatter_object got 1 objects"),
+    "no objects": (lambda c: c.scatter_object(None, c.rank), "scatter_object got None"),
+}
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent() -> None:
+    def work(comm: Communicator) -> None:
+        for call, text in WRONG.values():
+            with pytest.raises(ArrayError, match=text):
+                call(comm)
+        assert comm.all_reduce(np.ones(2)).tolist() == [2, 2]
+
+    ring_of_threads(2, work)
+
+
+DISAGREEING: dict[str, Callable[[Communicator], Any]] = {
+    "shapes": lambda c: c.all_to_all(np.ones((2, 1 + c.rank))),
+    "rows": lambda c: c.all_to_all(np.ones(2 + 2 * c.rank)),
+    "dtypes": lambda c: c.all_to_all(np.ones(2, np.float32 if c.rank else np.int32)),
+    "dtypes of uneven parts": lambda c: c.all_to_all(
+        np.ones(2, np.float32 if c.rank else np.int32), [1, 1]
+    ),
+    "counts on one rank": lambda c: c.all_to_all(np.ones(2), [1, 1] if c.rank else None),
+    "roots": lambda c: c.gather(np.ones(2), c.rank),
+    "roots of objects": lambda c: c.scatter_object([1, 2], c.rank),
+    "calls": lambda c: c.gather(np.ones(2)) if c.rank else c.all_gather(np.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_ranks_that_disagree_get_a_mismatch_error(on_ranks: OnRanks, name: str) -> None:
+    def work(comm: Communicator) -> None:
+        with pytest.raises(MismatchError):
+            DISAGREEING[name](comm)
+
+    on_ranks(2, work)
