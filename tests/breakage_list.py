@@ -219,15 +219,15 @@ BREAKAGES = (
     ),
     Breakage(
         "shm-nothing-lent",
-        "native/src/shm.c",
-        "if (group->is_registered)\n            copy_in(group, call, data, 0);",
+        "native/src/shm_chunks.c",
+        "if (rr_is_registered(group, group->index))\n            copy_in(group, call, data, 0);",
         "",
         "Where only some ranks' arrays are registered, the sum is of old memory.",
         ("tests/transport/test_shm.py",),
     ),
     Breakage(
         "shm-everybody-arrays",
-        "native/src/shm.c",
+        "native/src/shm_chunks.c",
         "call->action == RR_ALL_REDUCE ? arrays : &arrays[own]",
         "arrays",
         "A reduce-scatter of registered arrays writes into rank 0's.",

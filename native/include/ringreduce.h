@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 6
+#define RR_ABI 7
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -61,6 +61,10 @@ RR_EXPORT uint32_t rr_abi(void);
  * When all ranks' arrays are registered, each rank adds up its own chunk and writes it into
  * all arrays: two steps for any size. For a small message each rank copies its whole array
  * into its inbox, and every rank adds up all inboxes: one step.
+ *
+ * all-to-all: in step s each rank copies segment s of what it sends into its staging, and the parts
+ * that segment s - 1 of the others has for it out of theirs. Parts in registered arrays are copied
+ * from there: two steps.
  *
  * Additions are in the order of the ranks, so results have the same bits on every rank and in
  * every run.
@@ -129,6 +133,7 @@ enum {
     RR_ALL_REDUCE = 1, /* every chunk reduced, on all ranks */
     RR_REDUCE_SCATTER, /* the own chunk reduced; the rest of the array unchanged */
     RR_ALL_GATHER,     /* the others' chunks copied from them */
+    RR_ALL_TO_ALL,     /* a part of every rank's array copied from it */
 };
 
 typedef struct {
@@ -138,7 +143,9 @@ typedef struct {
     uint32_t dtype;
     uint32_t op;
     uint32_t divisor;       /* of RR_MEAN */
-    const uint64_t *bounds; /* size + 1 elements: chunk r is [bounds[r], bounds[r + 1]) */
+    const uint64_t *bounds; /* size + 1 elements: chunk r is [bounds[r], bounds[r + 1]);
+                               RR_ALL_TO_ALL: size * size elements, in row i what rank i sends to
+                               each, equal on all ranks */
 } rr_call;
 
 /* How to wait: spin, then yield, then sleep. */
@@ -153,6 +160,11 @@ typedef struct {
  */
 RR_EXPORT int rr_shm_run(rr_shm *group, const rr_call *call, void *data,
                          const rr_wait_limits *limits);
+
+/* The same for RR_ALL_TO_ALL: `source` is this rank's array, `target` has the parts of all ranks
+ * for this one, end to end, and does not overlap it. */
+RR_EXPORT int rr_shm_exchange(rr_shm *group, const rr_call *call, const void *source, void *target,
+                              const rr_wait_limits *limits);
 
 /* Publish why this rank aborts (at most RR_REASON_BYTES) and wake the ranks that wait for it. */
 RR_EXPORT void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes);

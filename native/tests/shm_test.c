@@ -137,6 +137,76 @@ static void *all_calls(void *argument)
     return NULL;
 }
 
+/* Elements that `sender` sends to `receiver` in the matrix of this number: none, equal parts of
+ * several sizes, a gather, a scatter, all different. */
+static uint64_t part(int matrix, uint32_t sender, uint32_t receiver)
+{
+    const uint32_t last = host.size - 1;
+    switch (matrix) {
+    case 0: return 0;
+    case 1: return 1;
+    case 2: return 1009;
+    case 3: return 5003;
+    case 4: return receiver == last ? 3001 + 1000 * sender : 0;
+    case 5: return sender == last ? 2048 * receiver : 0;
+    default: return (sender * 7 + receiver * 3) % 5 * 1201;
+    }
+}
+
+static int32_t sent(uint32_t sender, uint32_t receiver, uint64_t i)
+{
+    return (int32_t)(sender * 10 + receiver) * 100000 + (int32_t)i;
+}
+
+/* An all-to-all from `source` with the counts of `matrix`. */
+static void exchange(rr_shm *group, uint32_t rank, int matrix, int32_t *source, int32_t *target)
+{
+    uint64_t counts[SIZE_MAX_HERE * SIZE_MAX_HERE], at = 0;
+    for (uint32_t i = 0; i < host.size * host.size; i++)
+        counts[i] = part(matrix, i / host.size, i % host.size);
+    rr_call call = {.action = RR_ALL_TO_ALL, .dtype = RR_INT32, .bounds = counts};
+    call.header[4] = (uint64_t)matrix;
+    for (uint32_t other = 0; other < host.size; other++)
+        for (uint64_t i = 0; i < part(matrix, rank, other); i++)
+            source[at++] = sent(rank, other, i);
+    int status;
+    do {
+        status = rr_shm_exchange(group, &call, source, target, &LIMITS);
+    } while (status == RR_WAITING);
+    CHECK(status == RR_DONE);
+    /* It may be written again at once. */
+    memset(source, 0xFF, at * sizeof *source);
+    at = 0;
+    for (uint32_t other = 0; other < host.size; other++)
+        for (uint64_t i = 0; i < part(matrix, other, rank); i++)
+            CHECK(target[at++] == sent(other, rank, i));
+}
+
+static void *exchanges(void *argument)
+{
+    enum { ELEMENTS = 6 * 5003 };
+    const uint32_t rank = (uint32_t)(uintptr_t)argument;
+    rr_shm *group;
+    CHECK(rr_shm_new(&group, rank, host.size, host.segments) == RR_DONE);
+    uint64_t heap_bytes;
+    const uint64_t heap = rr_segment_heap(host.segments[rank], &heap_bytes);
+    CHECK(rr_segment_reserve(host.descriptors[rank], host.segments[rank], 0, HEAP / 2) == RR_DONE);
+    int32_t *registered = (int32_t *)((uint8_t *)host.segments[rank] + heap + 64 * (rank + 1));
+    int32_t *private = malloc(ELEMENTS * sizeof *private);
+    int32_t *target = malloc(ELEMENTS * sizeof *target);
+    CHECK(private != NULL && target != NULL);
+    for (int round = 0; round < ROUNDS; round++)
+        for (int matrix = 0; matrix <= 6; matrix++) {
+            exchange(group, rank, matrix, private, target);
+            exchange(group, rank, matrix, registered, target);
+            exchange(group, rank, matrix, rank % 2 ? private : registered, target);
+        }
+    free(private);
+    free(target);
+    rr_shm_free(group);
+    return NULL;
+}
+
 static void *disagreeing(void *argument)
 {
     const uint32_t rank = (uint32_t)(uintptr_t)argument;
@@ -305,6 +375,9 @@ int main(void)
     for (uint32_t size = 1; size <= SIZE_MAX_HERE; size++) {
         open_host(size);
         run_on_all(all_calls);
+        close_host();
+        open_host(size);
+        run_on_all(exchanges);
         close_host();
     }
     open_host(4);

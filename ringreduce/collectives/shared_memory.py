@@ -21,6 +21,8 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Distinct calls remembered; a model has as many as it has buckets.
 _CALLS_KEPT = 256
+# Fewer of those that hold a matrix of counts, which may be another one each time.
+_ALL_TO_ALLS_KEPT = 32
 _ALONE = whole(1)
 
 
@@ -45,6 +47,7 @@ class SharedMemoryCollectives(Collectives):
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
+        self._all_to_all = lru_cache(_ALL_TO_ALLS_KEPT)(self._make_all_to_all)
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -101,6 +104,26 @@ class SharedMemoryCollectives(Collectives):
         bounds = (0,) * (root + 1) + (flat.size,) * (self._size - root)
         self.all_gather(kind, flat, bounds, signature_of("root", root, signature))
 
+    def all_to_all(
+        self,
+        kind: Kind,
+        source: np.ndarray,
+        target: np.ndarray,
+        counts: np.ndarray,
+        signature: int = 0,
+    ) -> None:
+        """Send a part of `source` to each rank, and fill `target` with the parts that it is sent.
+
+        `counts` is as in `Collectives.all_to_all`. One copy of each element where a rank's `source`
+        is registered memory, else two.
+        """
+        if self._link is None:
+            target[:] = source
+            return
+        call, sent, received = self._all_to_all(kind, source.dtype, counts.tobytes(), signature)
+        assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
+        self._link.exchange(call, source, target)
+
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""
         self.all_gather(Kind.BARRIER, _NOTHING, (0,) * (self._size + 1))
@@ -122,19 +145,32 @@ class SharedMemoryCollectives(Collectives):
         called: tuple[np.dtype, ReduceOp] | None = None,
     ) -> HostCall:
         named = (dtype, op) if called is None else called
-        header = Header(
+        header = self._header(kind, named[0], named[1], count, signature)
+        chunks = chunk_bounds(count, self._size) if bounds is None else bounds
+        return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
+
+    def _make_all_to_all(
+        self, kind: Kind, dtype: np.dtype, matrix: bytes, signature: int
+    ) -> tuple[HostCall, int, int]:
+        """The call, and the elements that this rank sends and receives."""
+        counts = np.frombuffer(matrix, np.int64).reshape(self._size, self._size)
+        header = self._header(kind, dtype, 0, int(counts.sum()), signature)
+        call = HostCall(header, Action.ALL_TO_ALL, counts)
+        own = self._rank
+        return call, int(counts[own].sum()), int(counts[:, own].sum())
+
+    def _header(self, kind: Kind, dtype: np.dtype, op: int, count: int, signature: int) -> Header:
+        return Header(
             kind=kind,
             job=self._job,
             group=self._membership.group,
             epoch=self._membership.epoch,
             rank=self._rank,
-            dtype=dtype_code(named[0]),
-            op=named[1],
+            dtype=dtype_code(dtype),
+            op=op,
             count=count,
             signature=signature,
         )
-        chunks = chunk_bounds(count, self._size) if bounds is None else bounds
-        return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -43,6 +43,7 @@ class Action(enum.IntEnum):
     ALL_REDUCE = 1  # every chunk reduced, on all ranks
     REDUCE_SCATTER = 2  # each rank's own chunk reduced, the rest unchanged
     ALL_GATHER = 3  # each chunk copied from the rank it belongs to
+    ALL_TO_ALL = 4  # a part of every rank's array copied from it
 
 
 @dataclass(frozen=True)

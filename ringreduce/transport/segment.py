@@ -46,6 +46,7 @@ def functions() -> dict[str, Any]:
         "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
         "shm_free": (None, [_pointer]),
         "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
+        "shm_exchange": (_int, [_pointer, _pointer, _pointer, _pointer, _pointer]),
         "shm_abort": (None, [_pointer, ctypes.c_char_p, _u32]),
         "shm_look": (None, [_pointer, _pointer]),
         "shm_reason": (_u32, [_pointer, _u32, _pointer]),

@@ -84,14 +84,15 @@ class HostCall:
 
     `header` is what must be equal on all ranks, except rank and sequence. `bounds` are the starts
     of the chunks, in elements, and the end of the last; there is one chunk for each rank of the
-    host. `dtype` and `op` are what is computed, if that differs from what `header` says.
+    host. For ALL_TO_ALL they are the counts, shape (size, size). `dtype` and `op` are what is
+    computed, if that differs from what `header` says.
     """
 
     def __init__(
         self,
         header: Header,
         action: Action,
-        bounds: Sequence[int],
+        bounds: Sequence[int] | np.ndarray,
         *,
         divisor: int = 1,
         dtype: int | None = None,
@@ -210,9 +211,17 @@ class HostLink:
         address = flat.__array_interface__["data"][0]
         status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != _DONE:
-            self._resume(status, call, address)
+            self._resume(status, call, self._run, address)
 
-    def _resume(self, status: int, call: HostCall, address: int) -> None:
+    def exchange(self, call: HostCall, source: np.ndarray, target: np.ndarray) -> None:
+        """Run `call`, an all-to-all, from `source` into `target`, both contiguous; as `run`."""
+        exchange = self._functions["shm_exchange"]
+        addresses = [array.__array_interface__["data"][0] for array in (source, target)]
+        status = exchange(self._group, call.address, *addresses, self._wait_limits_address)
+        if status != _DONE:
+            self._resume(status, call, exchange, *addresses)
+
+    def _resume(self, status: int, call: HostCall, run: Any, *addresses: int) -> None:
         """Continue a call that was not completed at the first attempt."""
         stall = Stall(self._patience)
         while status == _WAITING:
@@ -229,7 +238,7 @@ class HostLink:
             arrived = self._functions["shm_has_arrived"]
             late = (i for i in self._mesh.gone() if not arrived(self._group, i))
             stall.lost = next(late, None)
-            status = self._run(self._group, call.address, address, self._wait_limits_address)
+            status = run(self._group, call.address, *addresses, self._wait_limits_address)
         if status != _DONE:
             raise self._error(status, call)
 

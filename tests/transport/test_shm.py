@@ -22,6 +22,7 @@ import pytest
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
+from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import shm, unix
 from ringreduce.transport.segment import Heap, Segment, functions
@@ -94,6 +95,38 @@ def test_reduce_scatter_of_registered_arrays_leaves_the_rest_alone():
         assert np.count_nonzero(array == 6) == own.size
 
     ring_of_threads(3, work)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_to_all_reads_registered_and_ordinary_arrays_alike(size):
+    """Also when some ranks' arrays are ordinary, in shapes from nothing to several halves."""
+    numbers = np.random.default_rng(size)
+    matrices = [np.full((size, size), count) for count in (0, 1, size, 1009, 60_013)]
+    matrices += [numbers.integers(0, 90_001, (size, size)) for _ in range(2)]
+    matrices[-1][0] = matrices[-2][:, 1] = 0
+
+    def work(comm: Communicator) -> None:
+        own, collectives = comm.rank, comm._session.collectives
+        for dtype in (naive.DTYPES[name] for name in ("float64", "float16", "int8")):
+            for counts in matrices:
+                rows = [
+                    naive.integer_valued(each, counts[each].sum(), dtype) for each in range(size)
+                ]
+                starts = np.cumsum(counts, axis=1) - counts
+                due = np.concatenate(
+                    [rows[i][starts[i, own] :][: counts[i, own]] for i in range(size)]
+                )
+                for ordinary_ranks in (0, 1, size):
+                    source = comm.empty(rows[own].shape, dtype)
+                    if own < ordinary_ranks:
+                        source = np.empty_like(source)
+                    source[:] = rows[own]
+                    target = np.empty_like(due)
+                    collectives.all_to_all(Kind.ALL_TO_ALL, source, target, counts)
+                    source[:] = 1  # Nobody reads it any more.
+                    assert np.array_equal(target, due)
+
+    ring_of_threads(size, work)
 
 
 @pytest.mark.parametrize("shape", [0, 7, (3, 4), (0, 5), ()])
@@ -525,8 +558,18 @@ def test_kernel_says_who_is_at_the_other_end():
 # --- Faults in real processes ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("registered", "count"), [(False, 10), (False, 4 << 20), (True, 4 << 20)])
-def test_a_rank_killed_in_shared_memory_is_named_soon(tmp_path: Path, registered, count) -> None:
+@pytest.mark.parametrize(
+    ("method", "registered", "count"),
+    [
+        ("all_reduce", False, 10),
+        ("all_reduce", False, 4 << 20),
+        ("all_reduce", True, 4 << 20),
+        ("all_to_all", False, 3 << 20),
+    ],
+)
+def test_a_rank_killed_in_shared_memory_is_named_soon(
+    tmp_path: Path, method, registered, count
+) -> None:
     program = f"""
     ring = join()
     data = ring.empty({count}) if {registered} else np.empty({count}, np.float32)
@@ -534,7 +577,7 @@ def test_a_rank_killed_in_shared_memory_is_named_soon(tmp_path: Path, registered
     last = 0.0
     def call():
         global last
-        ring.all_reduce(data)
+        ring.{method}(data)
         last = time.monotonic()
         say("round")
     attempt("result", lambda: until_error(call))
