@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.weighting import across_ranks
-from ringreduce.tensorflow import collectives
+from ringreduce.tensorflow import collectives, moving
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -152,6 +152,86 @@ def reduce_scatter(
     return _carried(tensor, lambda value: collectives.reduce_scatter(value, ring, op), op)
 
 
+@tf.autograph.experimental.do_not_convert
+def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | None = None) -> Any:
+    """Send a part of `tensor` to each rank, and join the parts that all ranks send to this one.
+
+    The tensor is cut along its first dimension: the first part goes to rank 0, the next to rank 1,
+    and so on; the result has the part of rank 0 first. So tokens go to the ranks that have their
+    experts, and a second call brings the answers back. The gradient goes the same way back.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more. Only first
+            dimensions may differ between ranks, and only with `counts`.
+        counts: how many rows are for each rank, a list or a tensor of whole numbers that add up to
+            the first dimension; then all ranks pass some. None: the same number for each. Under
+            ``jit_compile=True``, which fixes all shapes, only None: pad the parts to one length.
+
+    Returns:
+        A new tensor of the shape of `tensor`. With `counts` a pair: the tensor, of shape (sum of
+            rows, ...), and an int64 tensor of shape (size,), the rows that came from each rank.
+
+    Raises:
+        As `all_reduce`; ArrayError also when `counts` do not fit the rows, when it runs in a graph
+            that does not know them.
+    """
+    ring = communicator or default_communicator()
+    if counts is None:
+        return _carried(tensor, lambda value: moving.all_to_all(value, ring))
+    received = None
+
+    def exchange(value: Any) -> Any:
+        nonlocal received
+        rows, received = moving.all_to_all_uneven(value, ring, counts)
+        return rows
+
+    return _carried(tensor, exchange), received
+
+
+@tf.autograph.experimental.do_not_convert
+def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = None) -> Any:
+    """Join the tensors of all ranks along the first dimension, in rank order, on rank `root`.
+
+    Tensors are as for `all_gather`. The gradient of a rank's rows is that of them on `root`.
+
+    Returns:
+        A new tensor: on `root` of shape (sum of first dimensions, ...), elsewhere (0, ...). Where
+            gradients are asked for, all ranks compute their loss from it alike: a sum of nothing.
+
+    Raises:
+        As `all_reduce`; ArrayError also when `root` is no rank.
+    """
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: moving.gather(value, ring, root))
+
+
+@tf.autograph.experimental.do_not_convert
+def scatter(
+    tensor: Any,
+    root: int = 0,
+    counts: Sequence[int] | None = None,
+    *,
+    communicator: Communicator | None = None,
+) -> Any:
+    """Give each rank a part of the tensor of rank `root`: the first to rank 0, and so on.
+
+    The gradient is the gathered gradients of all parts on `root`, and zeros elsewhere.
+
+    Args:
+        tensor: as for `broadcast`, of equal shape and dtype on all ranks, whose values matter on
+            `root` alone; with a dimension or more, along which it is cut.
+        counts: rows for each rank, equal on all ranks; None: the same number for each.
+
+    Returns:
+        A new tensor of shape (own rows, ...).
+
+    Raises:
+        As `broadcast`; ArrayError also when the rows cannot be divided so.
+    """
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: moving.scatter(value, ring, root, counts))
+
+
 def barrier(communicator: Communicator | None = None) -> None:
     """Return once every rank has called it; `Communicator.barrier`."""
     (communicator or default_communicator()).barrier()
@@ -167,3 +247,19 @@ def broadcast_object(
 def all_gather_object(value: Any, communicator: Communicator | None = None) -> list[Any]:
     """The objects that all ranks passed, in rank order; `Communicator.all_gather_object`."""
     return (communicator or default_communicator()).all_gather_object(value)
+
+
+def gather_object(
+    value: Any, root_rank: int = 0, communicator: Communicator | None = None
+) -> list[Any] | None:
+    """The objects that all ranks passed, on rank `root_rank`; `Communicator.gather_object`."""
+    return (communicator or default_communicator()).gather_object(value, root_rank)
+
+
+def scatter_object(
+    values: Sequence[Any] | None = None,
+    root_rank: int = 0,
+    communicator: Communicator | None = None,
+) -> Any:
+    """One of the objects that rank `root_rank` passed; `Communicator.scatter_object`."""
+    return (communicator or default_communicator()).scatter_object(values, root_rank)

@@ -1,4 +1,4 @@
-"""Collectives on tensors: eagerly and inside `tf.function`, with gradients.
+"""Collectives on tensors that reduce, gather or copy: eagerly and in `tf.function`, with gradients.
 
 They run in program order (`ringreduce.tensorflow.order`), including those of the backward pass and
 of the bridge; the communicator first waits for what its engine was given. So ranks that run the
@@ -14,11 +14,13 @@ mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of
     all_gather        the sum over all ranks of this rank's rows
     reduce_scatter    all_gather, for sums and means
     broadcast         the sum over all ranks on the root, zeros elsewhere
+
+Those that only move rows are in `ringreduce.tensorflow.moving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +30,9 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.tensorflow import numbering, xla
-from ringreduce.tensorflow.calls import call
-from ringreduce.tensorflow.control_flow import is_in_loop
+from ringreduce.tensorflow.differentiable import Sign, checked, collective
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
-from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp, reduce_op
-
-# Makes the signature of a call from all that must be equal on all ranks.
-_Sign = Callable[..., int]
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 
 @tf.autograph.experimental.do_not_convert
@@ -48,11 +46,11 @@ def all_reduce(
 
     With `of`, it is the gradient of the collective with that number.
     """
-    how, value = reduce_op(op), _checked(tensor)
+    how, value = reduce_op(op), checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray, sign: _Sign) -> Any:
+    def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_reduce of a tensor", array.shape)
         return communicator.all_reduce(array, how, signature=signature)
 
@@ -60,7 +58,7 @@ def all_reduce(
         _require_gradient(communicator, "all_reduce", how)
         return all_reduce(upstream, communicator, how, number)
 
-    return _collective(communicator, "reduce a tensor", run, gradient, value, value.shape, of=of)
+    return collective(communicator, "reduce a tensor", run, gradient, value, value.shape, of=of)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -72,13 +70,13 @@ def all_gather(
     of: Any = numbering.NONE,
 ) -> Any:
     """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
-    value = _checked(tensor)
+    value = checked(tensor)
     if value.shape.rank == 0:
         value = tf.reshape(value, (1,))
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray, sign: _Sign) -> Any:
+    def run(array: np.ndarray, sign: Sign) -> Any:
         return communicator.all_gather(array, signature=sign("all_gather of tensors"))
 
     known = None if counts is None else list(counts)
@@ -92,16 +90,16 @@ def all_gather(
         own = _own_rows_of_sum(upstream, each, communicator, value.shape, number)
         return tf.ensure_shape(own, value.shape)
 
-    return _collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
+    return collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
 
 
 def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     """`ringreduce.keras.broadcast`."""
-    source, value = checked_root(root, communicator.rank, communicator.size), _checked(tensor)
+    source, value = checked_root(root, communicator.rank, communicator.size), checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray, sign: _Sign) -> Any:
+    def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("broadcast of a tensor", array.shape)
         return communicator.broadcast(array, source, signature=signature)
 
@@ -110,12 +108,12 @@ def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
         # A choice, not a condition: all ranks must compute gradients of gradients too.
         return tf.where(communicator.rank == source, total, tf.zeros_like(total))
 
-    return _collective(communicator, "broadcast a tensor", run, gradient, value, value.shape)
+    return collective(communicator, "broadcast a tensor", run, gradient, value, value.shape)
 
 
 def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) -> Any:
     """`ringreduce.keras.reduce_scatter`."""
-    how, value = reduce_op(op), _checked(tensor)
+    how, value = reduce_op(op), checked(tensor)
     if value.shape.rank == 0:
         raise ArrayError(
             "reduce_scatter got a tensor without dimensions, which has no rows to deal out",
@@ -126,7 +124,7 @@ def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) 
     if communicator.size == 1:
         return tf.identity(value)
 
-    def run(array: np.ndarray, sign: _Sign) -> np.ndarray:
+    def run(array: np.ndarray, sign: Sign) -> np.ndarray:
         bounds = chunk_bounds(array.shape[0], communicator.size)
         return _reduce_rows(communicator, array, bounds, how, sign)
 
@@ -142,7 +140,7 @@ def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) 
         whole = tf.ensure_shape(whole, value.shape)
         return whole / communicator.size if how is ReduceOp.MEAN else whole
 
-    return _collective(communicator, "reduce a tensor", run, gradient, value, shape)
+    return collective(communicator, "reduce a tensor", run, gradient, value, shape)
 
 
 def _own_rows_of_sum(
@@ -154,7 +152,7 @@ def _own_rows_of_sum(
     """
     known = counts if isinstance(counts, list) else None
 
-    def run(array: np.ndarray, counts: np.ndarray, sign: _Sign) -> np.ndarray:
+    def run(array: np.ndarray, counts: np.ndarray, sign: Sign) -> np.ndarray:
         bounds = bounds_of(counts.tolist())
         return _reduce_rows(communicator, array, bounds, ReduceOp.SUM, sign)
 
@@ -164,7 +162,7 @@ def _own_rows_of_sum(
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:]).merge_with(own)
     given = tf.convert_to_tensor(counts, tf.int64)
     what = "reduce a tensor"
-    return _collective(communicator, what, run, gradient, tensor, shape, given, of=of)
+    return collective(communicator, what, run, gradient, tensor, shape, given, of=of)
 
 
 def _reduce_rows(
@@ -172,7 +170,7 @@ def _reduce_rows(
     array: np.ndarray,
     bounds: Sequence[int],
     op: ReduceOp,
-    sign: _Sign,
+    sign: Sign,
 ) -> np.ndarray:
     """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
     rank, size, rest = communicator.rank, communicator.size, array.shape[1:]
@@ -191,65 +189,6 @@ def _reduce_rows(
         array = padded
     chunk = communicator.reduce_scatter(array, op, signature=signature)
     return np.array(chunk.reshape(longest, *rest)[: own.stop - own.start])
-
-
-def _collective(
-    communicator: Communicator,
-    what: str,
-    run: Callable[..., np.ndarray],
-    gradient: Callable[[Any, Any], Any],
-    value: Any,
-    shape: Any,
-    *others: Any,
-    of: Any = numbering.NONE,
-) -> Any:
-    """The result of `run`, of `shape`, as a tensor with a gradient.
-
-    Args:
-        run: gets the arrays of `value` and of `others`, and a function that makes the signature.
-        gradient: of `value`, from the upstream gradient and the number that it is to name: an int64
-            scalar, or UNKNOWN.
-        of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
-    """
-    numbers = numbering.of(communicator)
-
-    def numbered(*arrays: np.ndarray) -> tuple[np.ndarray, np.int64]:
-        *given, origin = arrays
-        number, sign = numbers.next(int(origin))
-        # Copies, since TensorFlow's arrays may be shared. Scalars come as numpy's.
-        return run(*map(np.array, given), sign), np.int64(number)
-
-    @tf.custom_gradient
-    def called(*given: Any) -> Any:
-        arguments = [*given, tf.convert_to_tensor(of, tf.int64)]
-        results = [(shape, value.dtype), ((), tf.int64)]
-        of_gradient = of is not numbering.NONE
-        result, number = call(
-            communicator, what, numbered, arguments, results, of_gradient=of_gradient
-        )
-        if xla.is_compiling() and is_in_loop():
-            # XLA cannot pass on what a loop keeps for its gradient; and there the order of a
-            # backward pass follows from that of the forward pass.
-            number = numbering.UNKNOWN
-
-        @xla.compiled_alike
-        def back(upstream: Any) -> Any:
-            return gradient(upstream, number), *(None for _ in others)
-
-        return result, back
-
-    return called(value, *others)
-
-
-def _checked(tensor: Any) -> Any:
-    """`tensor` converted to a tensor of a dtype that can travel."""
-    value = tf.convert_to_tensor(tensor)
-    if value.dtype.name not in DTYPE_NAMES:
-        raise ArrayError(
-            f"cannot send a tensor of dtype {value.dtype.name}",
-            remedy=f"Convert it with tf.cast to one of {', '.join(DTYPE_NAMES)}.",
-        )
-    return value
 
 
 def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) -> None:

@@ -70,6 +70,15 @@ def weights(rows, dtype=tf.float32):
     return tf.reshape(tf.cast(tf.range(1, 2 * rows + 1), dtype), (rows, 2))
 
 
+# Rows of rank 0 that each rank gets.
+DEALT = [each + 1 for each in range(size)]
+
+
+def counts_of(rank):
+    """How many rows this rank sends to each; to some it sends none."""
+    return [(rank + other) % 3 for other in range(size)]
+
+
 def values():
     base = tf.reshape(tf.range(6) % 4, (3, 2)) + rank + 1
     variable = keras.Variable([1.0])
@@ -81,7 +90,15 @@ def values():
         "gather scalars": lambda: rr.all_gather(tf.constant(rank)),
         "scatter vector": lambda: rr.reduce_scatter(tf.range(5)),
         "scatter none": lambda: rr.reduce_scatter(tf.zeros((0, 4))),
+        "parts of flags": lambda: rr.all_to_all(tf.range(2 * size) == rank),
+        "gather": lambda: rr.gather(base, size - 1),
+        "scattered": lambda: rr.scatter(weights(2 * size) + float(rank), size - 1),
+        "scattered by counts": lambda: rr.scatter(weights(sum(DEALT)) + float(rank), 0, DEALT),
     }
+    for dtype in ("bfloat16", "float32", "int64", "uint8"):
+        actions[f"all_to_all {dtype}"] = lambda dtype=dtype: rr.all_to_all(
+            weights(2 * size, dtype) + tf.cast(rank, dtype)
+        )
     for op in OPS:
         actions[f"all_reduce {op}"] = lambda op=op: rr.all_reduce(tf.cast(base, tf.float32), op)
         for rows in (1, 5, 6):
@@ -95,7 +112,13 @@ def values():
         actions[f"reduce_scatter {dtype}"] = lambda cast=cast: rr.reduce_scatter(cast(), "sum")
         actions[f"broadcast {dtype}"] = lambda cast=cast: rr.broadcast(cast(), size - 1)
     all_ways(actions)
-    all_ways({"gather rows": lambda: rr.all_gather(tf.fill((rank, 2), float(rank)))}, jit=False)
+    uneven = {
+        "gather rows": lambda: rr.all_gather(tf.fill((rank, 2), float(rank))),
+        "gather rows on one": lambda: rr.gather(tf.fill((rank, 2), float(rank))),
+        "parts by counts": lambda: rr.all_to_all(weights(sum(counts)) + 10.0 * rank, counts),
+    }
+    counts = counts_of(rank)
+    all_ways(uneven, jit=False)
 
 
 def static_shapes():
@@ -108,6 +131,13 @@ def static_shapes():
         found["gathered"] = rr.all_gather(known).shape.as_list()
         found["scattered"] = rr.reduce_scatter(known).shape.as_list()
         found["unknown"] = rr.reduce_scatter(rows).shape.as_list()
+        parts = tf.zeros((2 * size, 2))
+        found["exchanged"] = rr.all_to_all(parts).shape.as_list()
+        received = rr.all_to_all(parts, [2] * size)
+        found["exchanged by counts"] = [one.shape.as_list() for one in received]
+        found["at the root"] = rr.gather(known, size - 1).shape.as_list()
+        found["own part"] = rr.scatter(parts).shape.as_list()
+        found["own rows"] = rr.scatter(tf.zeros((sum(DEALT), 2)), 0, DEALT).shape.as_list()
         return rr.reduce_scatter(rows)
 
     result = shapes(tf.ones((5, 2)), tf.ones((3, 2)))
@@ -140,6 +170,8 @@ def gradients():
             with tf.GradientTape() as tape:
                 tape.watch(value)
                 result = collective(value, *arguments)
+                if isinstance(result, tuple):
+                    result, _ = result
                 weighted = result * weights(tf.shape(result)[0]) * (rank + 1.0)
                 loss = tf.reduce_sum(weighted)
             return tape.gradient(loss, value)
@@ -177,6 +209,18 @@ def gradients():
             first = inner.gradient(loss, value)
         return first, outer.gradient(first, value)
 
+    def second_of_parts():
+        value = tf.ones((size, 2))
+        with tf.GradientTape() as outer:
+            outer.watch(value)
+            with tf.GradientTape() as inner:
+                inner.watch(value)
+                there = rr.all_to_all(value * (rank + 1.0))
+                parts = [there, rr.scatter(value, size - 1), rr.gather(value, size - 1)]
+                loss = tf.add_n([tf.reduce_sum(part**2) for part in parts])
+            first = inner.gradient(loss, value)
+        return first, outer.gradient(first, value)
+
     def loop():
         value = tf.constant([1.0, 2.0])
         with tf.GradientTape() as tape:
@@ -201,6 +245,11 @@ def gradients():
             "gradient gather scalars": scalar,
             "second derivative": second,
             "second derivative of all": through_all,
+            "second derivative of parts": second_of_parts,
+            "gradient all_to_all": of(rr.all_to_all, 2 * size),
+            "gradient gather on one": of(rr.gather, 2, size - 1),
+            "gradient scattered": of(rr.scatter, 2 * size, size - 1),
+            "gradient scattered by counts": of(rr.scatter, sum(DEALT), 0, DEALT),
             "loop": loop,
         }
     )
@@ -208,6 +257,8 @@ def gradients():
     uneven = {
         "gradient gather": of(rr.all_gather, rank),
         "gradient gather of one rank's": of(rr.all_gather, own),
+        "gradient of rows on one": of(rr.gather, rank),
+        "gradient parts by counts": of(rr.all_to_all, sum(counts_of(rank)), counts_of(rank)),
     }
     all_ways(uneven, jit=False)
 
@@ -221,6 +272,11 @@ def refusals():
     say("root", **error_of(lambda: rr.broadcast(value, size)))
     say("root in a graph", **error_of(without_autograph(lambda: rr.broadcast(value, -1))))
     say("no rows", **error_of(lambda: rr.reduce_scatter(tf.constant(1.0))))
+    say("no parts", **error_of(lambda: rr.all_to_all(tf.constant(1.0))))
+    say("counts", **error_of(lambda: rr.all_to_all(value, [1] * size + [2 - size])))
+    say("other counts", **error_of(lambda: rr.all_to_all(value, [3] * size)))
+    say("dealt", **error_of(without_autograph(lambda: rr.scatter(value, 0, [3] * size))))
+    say("odd rows", **error_of(without_autograph(lambda: rr.all_to_all(tf.ones(2 * size + 1)))))
 
     @without_autograph
     def in_condition(flag):
@@ -248,6 +304,12 @@ def refusals():
         return rr.all_reduce(rows)
 
     say("jit", **error_of(lambda: compiled(value)))
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled_parts():
+        return rr.all_to_all(tf.ones((size, 2)), [1] * size)
+
+    say("jit counts", **error_of(compiled_parts))
 
     def gradient(op, collective):
         with tf.GradientTape() as tape:

@@ -118,6 +118,66 @@ def test_reduce_scatter_of_a_vector(how, size):
     assert_equal("scatter vector", size, how, rows_of(np.arange(5) * size, size))
 
 
+def counts_of(rank, size):
+    """How many rows a rank sends to each."""
+    return [(rank + other) % 3 for other in range(size)]
+
+
+def exchanged(parts, counts):
+    """What each rank receives of what each cuts into so many rows."""
+    cut = [np.split(part, np.cumsum(each)[:-1]) for part, each in zip(parts, counts, strict=True)]
+    return [np.concatenate([each[rank] for each in cut]) for rank in range(len(parts))]
+
+
+@every_size
+@every_way
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64", "uint8"])
+def test_all_to_all(dtype, how, size):
+    parts = [weights(2 * size) + rank for rank in range(size)]
+    assert_equal(f"all_to_all {dtype}", size, how, exchanged(parts, [[2] * size] * size))
+
+
+@every_size
+@every_way
+def test_all_to_all_of_bool(how, size):
+    parts = [np.arange(2 * size) == rank for rank in range(size)]
+    assert_equal("parts of flags", size, how, exchanged(parts, [[2] * size] * size))
+
+
+@every_size
+@both_ways
+def test_all_to_all_by_counts_says_how_many_rows_came(how, size):
+    counts = [counts_of(rank, size) for rank in range(size)]
+    parts = [weights(sum(each)) + 10.0 * rank for rank, each in enumerate(counts)]
+    expected = exchanged(parts, counts)
+    for rank, (rows, received) in enumerate(of_every_rank("parts by counts", size, how)):
+        assert rows == expected[rank].tolist()
+        assert received == [each[rank] for each in counts]
+
+
+@every_size
+@every_way
+def test_gather_is_on_one_rank(how, size):
+    nothing = [np.zeros((0, 2))] * (size - 1)
+    assert_equal("gather", size, how, [*nothing, np.concatenate(parts_of(size))])
+
+
+@every_size
+@both_ways
+def test_ranks_may_gather_unequal_rows_on_one(how, size):
+    rows = np.concatenate([np.full((rank, 2), float(rank)) for rank in range(size)])
+    assert_equal("gather rows on one", size, how, [rows, *[np.zeros((0, 2))] * (size - 1)])
+
+
+@every_size
+@every_way
+def test_scatter_deals_out_the_roots_rows(how, size):
+    assert_equal("scattered", size, how, rows_of(weights(2 * size) + size - 1, size))
+    counts = [rank + 1 for rank in range(size)]
+    parts = np.split(weights(sum(counts)), np.cumsum(counts)[:-1])
+    assert_equal("scattered by counts", size, how, parts)
+
+
 @every_size
 def test_shapes_are_known_while_tracing_where_they_can_be(size):
     for rank, fact in enumerate(facts_of(size)["static shapes"]):
@@ -126,6 +186,12 @@ def test_shapes_are_known_while_tracing_where_they_can_be(size):
         assert fact["gathered"] == ([5, 2] if size == 1 else [None, 2])
         assert fact["scattered"] == [own, 2]
         assert fact["unknown"] == [None, 2]
+        assert fact["exchanged"] == [2 * size, 2]
+        assert fact["exchanged by counts"] == [[None, 2], [size]]
+        assert fact["own part"] == [2, 2]
+        assert fact["own rows"] == [rank + 1, 2]
+        at_root = 5 if size == 1 else None if rank == size - 1 else 0
+        assert fact["at the root"] == [at_root, 2]
         assert fact["rows"] == [len(rows_of(np.zeros(3), size)[rank]), 2]
 
 
@@ -198,6 +264,47 @@ def test_gradient_of_reduce_scatter_is_gathered(case, rows, how, size):
 
 @every_size
 @every_way
+def test_gradient_of_all_to_all_goes_back(how, size):
+    upstream = [(rank + 1) * weights(2 * size) for rank in range(size)]
+    assert_equal("gradient all_to_all", size, how, exchanged(upstream, [[2] * size] * size))
+
+
+@every_size
+@both_ways
+def test_gradient_of_all_to_all_goes_back_by_the_received_counts(how, size):
+    received = [[counts_of(rank, size)[each] for rank in range(size)] for each in range(size)]
+    upstream = [(rank + 1) * weights(sum(each)) for rank, each in enumerate(received)]
+    assert_equal("gradient parts by counts", size, how, exchanged(upstream, received))
+
+
+@every_size
+@every_way
+def test_gradient_of_gather_comes_from_the_root(how, size):
+    parts = np.split(size * weights(2 * size), size)
+    assert_equal("gradient gather on one", size, how, parts)
+
+
+@every_size
+@both_ways
+def test_gradient_of_unequal_rows_comes_from_the_root(how, size):
+    counts = list(range(size))
+    parts = np.split(weights(sum(counts)), np.cumsum(counts)[:-1])
+    assert_equal("gradient of rows on one", size, how, parts)
+
+
+@every_size
+@every_way
+def test_gradient_of_scatter_goes_to_the_root(how, size):
+    upstream = np.concatenate([(rank + 1) * weights(2) for rank in range(size)])
+    zeros = [np.zeros((2 * size, 2))] * (size - 1)
+    assert_equal("gradient scattered", size, how, [*zeros, upstream])
+    upstream = np.concatenate([(rank + 1) * weights(rank + 1) for rank in range(size)])
+    zeros = [np.zeros(upstream.shape)] * (size - 1)
+    assert_equal("gradient scattered by counts", size, how, [upstream, *zeros])
+
+
+@every_size
+@every_way
 def test_second_derivatives(how, size):
     # y = sum x_r; L = sum over ranks of y^2: dL/dx = 2 N y, and that summed, by x: 2 N^2.
     first, second = [2 * size * size * x for x in (1.0, 2.0)], [2.0 * size * size] * 2
@@ -205,6 +312,10 @@ def test_second_derivatives(how, size):
     # The same function by three collectives: what all have gathered, of the last rank.
     first, second = [[2.0 * size**2] * 2] * size, [[2.0 * size**2] * 2] * size
     assert of_every_rank("second derivative of all", size, how) == [[first, second]] * size
+    # Each adds its element's square; all that are scattered are the root's, N times.
+    for rank, got in enumerate(of_every_rank("second derivative of parts", size, how)):
+        both = [[2.0 * ((rank + 1) ** 2 + (rank == size - 1) + 1)] * 2] * size
+        assert got == [both, both]
 
 
 @every_size
@@ -225,12 +336,23 @@ def test_a_loop_reduces_in_each_turn_and_back(how, size):
         ("root", "got root"),
         ("root in a graph", "got root -1"),
         ("no rows", "Use all_reduce"),
+        ("no parts", "all_to_all got a tensor without dimensions"),
+        ("counts", "got counts of dtype int32 and shape"),
+        ("other counts", "for 2 rows"),
+        ("dealt", "for 2 rows"),
     ],
 )
 def test_what_cannot_travel_is_refused_before_anything_does(case, text, size):
     for fact in facts_of(size)[case]:
         assert fact["error"] == "ArrayError"
         assert text in fact["text"]
+
+
+@pytest.mark.parametrize("size", [2, in_full(3)])
+def test_equal_parts_need_rows_that_can_be_divided(size):
+    for fact in facts_of(size)["odd rows"]:
+        assert fact["error"] == "ArrayError"
+        assert f"cannot divide {2 * size + 1} rows evenly among {size} ranks" in fact["text"]
 
 
 @pytest.mark.parametrize("size", [2, in_full(3)])
@@ -241,6 +363,7 @@ def test_what_cannot_travel_is_refused_before_anything_does(case, text, size):
         ("old graph", "reduce a tensor in a graph that is not that of a tf.function"),
         pytest.param("loop condition", "in the condition of a loop", marks=needs_xla),
         pytest.param("jit", "of shape (None, 2) inside", marks=needs_xla),
+        pytest.param("jit counts", "pad all parts to one length", marks=needs_xla),
     ],
 )
 def test_places_where_it_cannot_be_done_are_refused(case, text, size):
