@@ -10,6 +10,7 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.wire import Kind
 from ringreduce.transport.calls import Traffic
+from ringreduce.transport.pairs import Part, ZmqPairs
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
@@ -26,9 +27,12 @@ class Collectives(Protocol):
 
     Attributes:
         links: what they communicate over, within the host first; none in a world of one.
+        pairs: what single ranks communicate over; None in a world of one, and where this is a part
+            of other collectives.
     """
 
     links: tuple[HostLink | ZmqLink, ...]
+    pairs: ZmqPairs | None = None
     _rank: int
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
@@ -78,27 +82,45 @@ class Collectives(Protocol):
 
     def abort(self, cause: RingReduceError) -> None:
         """Notify the other ranks why this one gives up; at most about a second. Never raises."""
-        for link in self.links:
-            link.abort(cause)
+        for each in self._ways():
+            each.abort(cause)
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make a call in another thread raise soon: `cause`, or that this rank closed."""
-        for link in self.links:
-            link.interrupt(cause)
+        for each in self._ways():
+            each.interrupt(cause)
 
     def close(self, goodbye: bytes = b"") -> None:
         """Say `goodbye`, from `pure.notification.encode_goodbye`, and free everything.
 
         Takes at most about a second. Never raises.
         """
-        for link in reversed(self.links):
-            link.close(goodbye)
+        for each in reversed(self._ways()):
+            each.close(goodbye)
 
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        found = [Traffic(0, 0, 0), *(link.traffic() for link in self.links)]
+        found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
+
+    def _ways(self) -> tuple[HostLink | ZmqLink | ZmqPairs, ...]:
+        return self.links if self.pairs is None else (*self.links, self.pairs)
 
     def flow(self) -> Flow:
         """Progress of the pass over the last link; from any thread."""
         return self.links[-1].flow() if self.links else Flow()
+
+
+def parts_of(
+    own: int, counts: np.ndarray, source: np.ndarray, target: np.ndarray
+) -> tuple[list[Part], list[Part]]:
+    """What the rank at place `own` sends in an all-to-all, and what it receives, by place."""
+    sent = bounds_of(counts[own].tolist())
+    received = bounds_of(counts[:, own].tolist())
+    return (
+        [Part(place, source[sent[place] : sent[place + 1]]) for place in range(len(counts))],
+        [
+            Part(place, target[received[place] : received[place + 1]])
+            for place in range(len(counts))
+        ],
+    )

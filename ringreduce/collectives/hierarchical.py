@@ -15,16 +15,20 @@ float32.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
-from ringreduce.pure.wire import Kind, signature_of
+from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.transport.pairs import Part
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
@@ -37,11 +41,18 @@ class HierarchicalCollectives(Collectives):
     """The collectives of one rank of a job on several hosts.
 
     `host` has the ranks of this host. `ring` is this rank's lane, whose mean is over the whole job;
-    None when it has none.
+    None when it has none. `job` and the group and epoch of `membership` are in every header.
     """
 
     def __init__(
-        self, host: SharedMemoryCollectives, ring: Ring | None, placement: Placement, rank: int
+        self,
+        host: SharedMemoryCollectives,
+        ring: Ring | None,
+        placement: Placement,
+        rank: int,
+        *,
+        membership: Membership,
+        job: int,
     ) -> None:
         self._host, self._ring = host, ring
         self.links = host.links + (() if ring is None else ring.links)
@@ -51,6 +62,10 @@ class HierarchicalCollectives(Collectives):
         self._members = self._hosts[self._here]
         self._place = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
+        group, epoch = membership.group, membership.epoch
+        self._header = Header(kind=Kind.ALL_TO_ALL, job=job, rank=rank, group=group, epoch=epoch)
+        # Number of all-to-alls so far.
+        self._exchanges = 0
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
@@ -146,6 +161,36 @@ class HierarchicalCollectives(Collectives):
             self._ring.broadcast(kind, own, source, agreed)
         if self._here != source:
             self._host.all_gather(kind, flat, slices, agreed)
+
+    def all_to_all(
+        self,
+        kind: Kind,
+        source: np.ndarray,
+        target: np.ndarray,
+        counts: np.ndarray,
+        signature: int = 0,
+    ) -> None:
+        """Send each rank its part of `source`: in shared memory, or over the pairs."""
+        own, size, members = self._rank, self._size, self._members
+        sent, received = parts_of(own, counts, source, target)
+        here = np.concatenate([sent[place].memory for place in members])
+        arrived = np.empty(sum(received[place].memory.size for place in members), target.dtype)
+        within = np.ascontiguousarray(counts[np.ix_(members, members)])
+        self._host.all_to_all(kind, here, arrived, within, signature)
+        if self._ring is not None and self._place == 0:
+            # Ranks in other calls would wait for each other in different places.
+            self._ring.compare(kind, source.dtype, signature)
+        bounds = bounds_of([received[place].memory.size for place in members])
+        for index, place in enumerate(members):
+            received[place].memory[:] = arrived[bounds[index] : bounds[index + 1]]
+            sent[place] = received[place] = Part(place, source[:0])
+        ahead = [sent[(own + distance) % size] for distance in range(1, size)]
+        behind = [received[(own - distance) % size] for distance in range(1, size)]
+        header = replace(self._header, kind=kind, dtype=dtype_code(source.dtype))
+        header = replace(header, signature=signature, sequence=self._exchanges)
+        self._exchanges += 1
+        assert self.pairs is not None
+        self.pairs.exchange(header, ahead, behind)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -11,12 +11,12 @@ reduce-scatter, but lose the small addends of a large ring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import Header, Kind, signature_of
@@ -163,9 +163,47 @@ class Ring(Collectives):
         agreed = signature_of("root", root, signature)
         self._run(self._moving(kind, flat.dtype, (0, flat.size), root, agreed), flat)
 
+    def all_to_all(
+        self,
+        kind: Kind,
+        source: np.ndarray,
+        target: np.ndarray,
+        counts: np.ndarray,
+        signature: int = 0,
+    ) -> None:
+        """Send each rank its part of `source`, over the pairs; see `Collectives`."""
+        own, size, count = self._rank, self._size, int(counts[0, 0])
+        if (
+            source.nbytes <= SMALL_BYTES_MAX
+            and self._is_small(source.nbytes)
+            and (counts == count).all()
+        ):
+            # Fewer messages, though each rank gets the parts of all.
+            found = self._exchanging(kind, source.dtype, source.dtype, source.size, None, signature)
+            found.rows[0] = source
+            self._exchange(found)
+            rows = found.rows.reshape(size, size, count)
+            target.reshape(size, count)[(own - np.arange(size)) % size] = rows[:, own]
+            return
+        # Ranks in other calls would wait for each other in different places.
+        self.compare(kind, source.dtype, signature)
+        sent, received = parts_of(own, counts, source, target)
+        received[own].memory[:] = sent[own].memory
+        header = self._header(kind, source.dtype, 0, signature)
+        header = replace(header, sequence=self._sequence)
+        self._sequence += 1
+        ahead = [sent[(own + distance) % size] for distance in range(1, size)]
+        behind = [received[(own - distance) % size] for distance in range(1, size)]
+        assert self.pairs is not None
+        self.pairs.exchange(header, ahead, behind)
+
+    def compare(self, kind: Kind, dtype: np.dtype, signature: int) -> None:
+        """Return once every rank has made the same call: an exchange of nothing."""
+        self._exchange(self._exchanging(kind, dtype, dtype, 0, None, signature))
+
     def barrier(self) -> None:
-        """Return once every rank has called it: an exchange of nothing."""
-        self._exchange(self._exchanging(Kind.BARRIER, _BYTE, _BYTE, 0, None, 0))
+        """Return once every rank has called it."""
+        self.compare(Kind.BARRIER, _BYTE, 0)
 
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
         # Counted before the first byte is sent: a failed pass keeps its number.

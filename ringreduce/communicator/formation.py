@@ -29,6 +29,7 @@ from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
@@ -113,6 +114,8 @@ class _Ends:
     shared: HostLink | None
     link: ZmqLink | None
     control: Control
+    security: Security
+    bind: str
 
     @property
     def announced(self) -> Announced:
@@ -243,7 +246,7 @@ def _open(
         membership=membership,
     )
     undo.callback(control.close)
-    return _Ends(patience, shared, link, control)
+    return _Ends(patience, shared, link, control, security, bind)
 
 
 def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
@@ -288,6 +291,14 @@ def _connect(
     placement = job.place(membership)
     ends.control.connect({rank: each.control for rank, each in announced.items()})
     collectives = _collectives(config, job, membership, placement, ends, announced)
+    collectives.pairs = ZmqPairs(
+        bind=ends.bind,
+        segment_bytes=config.segment_bytes,
+        patience=ends.patience,
+        security=ends.security,
+        membership=membership,
+        job=job.number,
+    )
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_job = membership.group == 0
     own, count = (config.local_rank, config.local_size) if is_job else (None, None)
@@ -358,7 +369,9 @@ def _collectives(
     if placement.transport == "zmq":
         assert ring is not None
         return ring
-    return HierarchicalCollectives(host, ring, placement, place)
+    return HierarchicalCollectives(
+        host, ring, placement, place, membership=membership, job=job.number
+    )
 
 
 def _others(found: dict[int, list[Any]], config: Config) -> dict[int, list[Any]]:

@@ -129,6 +129,7 @@ class Session:
                     self,
                     membership=self.membership,
                     elsewhere=self._elsewhere,
+                    pending=lambda: None,
                     patience=formed.patience,
                     link_timeout_s=self.config.link_timeout_s,
                 )

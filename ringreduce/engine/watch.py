@@ -19,11 +19,12 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.claims import Claim
+from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Abort, Left
+from ringreduce.pure.messages import Abort, Left, Listening, Pending
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
-from ringreduce.pure.watching import Action, Ended, Log, Send, Watch
+from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
 from ringreduce.transport.control import Control
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerTimeoutError, RingReduceError
@@ -37,8 +38,8 @@ class Watcher:
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
     error that has ended the ring, and keeps `patience` up to date. `elsewhere` returns the call of
-    another group that this rank is in, or an empty text. A connection may carry nothing of what is
-    due for `link_timeout_s`.
+    another group that this rank is in, or an empty text; `pending` the send or recv that it waits
+    in. A connection may carry nothing of what is due for `link_timeout_s`.
     """
 
     def __init__(
@@ -50,17 +51,20 @@ class Watcher:
         *,
         membership: Membership,
         elsewhere: Callable[[], str],
+        pending: Callable[[], Pending | None],
         patience: Patience,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
-        self._patience, self._elsewhere = patience, elsewhere
+        self._patience, self._elsewhere, self._pending = patience, elsewhere, pending
         self._rank, self._size = recorder.rank, recorder.size
         self._watch = Watch(self._rank, self._size, membership, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
-        self._waiting: deque[Abort | Left | Claim] = deque()
+        self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
+        if collectives.pairs is not None:
+            collectives.pairs.begin(self)
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
         )
@@ -77,6 +81,19 @@ class Watcher:
         """Compare a value with the neighbours' in the background; from any thread."""
         self._waiting.append(claim)
         self._control.wake()
+
+    def listen(self, listening: Listening) -> None:
+        """Notify a rank that this one listens for it; from any thread, without waiting."""
+        self._waiting.append(listening)
+        self._control.wake()
+
+    def left(self, rank: int) -> Left | None:
+        """The message of a rank that has closed its communicator; None if it has not."""
+        return self._watch.board.left(rank)
+
+    def doing(self, rank: int) -> Doing:
+        """What another rank does, from any thread."""
+        return self._watch.board.doing(rank, time.monotonic())
 
     def leave(self, calls: int, why: str) -> None:
         """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.
@@ -151,7 +168,8 @@ class Watcher:
             standing, flow = self._recorder.standing(), self._collectives.flow()
             elsewhere = self._elsewhere() if standing.operation is None else ""
             progress = self._collectives.traffic()
-            self._carry_out(watch.beat(standing, flow, progress, now, elsewhere))
+            pending = self._pending()
+            self._carry_out(watch.beat(standing, flow, progress, now, elsewhere, pending))
             self._patience.is_busy = watch.is_busy
         self._send_waiting()
 
@@ -160,6 +178,8 @@ class Watcher:
             message = self._waiting.popleft()
             if isinstance(message, Claim):
                 self._carry_out(self._watch.claim(message))
+            elif isinstance(message, Listening):
+                self._carry_out(self._watch.listen(message))
             else:
                 self._carry_out(self._watch.announce(message))
 
@@ -170,5 +190,8 @@ class Watcher:
             elif isinstance(action, Log):
                 level = logging.WARNING if action.is_warning else logging.INFO
                 _log.log(level, "[%d/%d] %s", self._rank, self._size, action.text)
+            elif isinstance(action, Found):
+                if self._collectives.pairs is not None:
+                    self._collectives.pairs.found(action.listening)
             elif isinstance(action, Ended):
                 self._owner.ring_ended(action.error)

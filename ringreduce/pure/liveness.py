@@ -15,7 +15,7 @@ a common clock (`Board`). A rank that waits can then name the rank that holds it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,6 +74,20 @@ class Suspicion:
     def is_busy(self) -> bool:
         """Whether the rank is alive and in user code, and so will come if it is given time."""
         return self.kind in ("user code", "locked")
+
+
+class Doing(NamedTuple):
+    """What a rank does, for one that waits for it to send or receive.
+
+    Attributes:
+        text: a clause such as ``rank 1 is alive, in user code for 3.2 s``.
+        is_busy: it is alive and does something else, so it will come if it is given time.
+        sends: it waits in a send to the rank that asks.
+    """
+
+    text: str
+    is_busy: bool
+    sends: bool
 
 
 @dataclass(frozen=True)
@@ -227,9 +241,23 @@ class Board:
         if finding.reason is Reason.OUT_OF_STEP:
             return Suspicion(rank, "elsewhere", f"rank {rank} is {place} instead")
         if fact.operation is None:
-            text = f"rank {rank} is alive, in user code for {fact.stood_s:.1f} s"
+            where = "user code" if seen is None else _outside(seen.heartbeat)
+            text = f"rank {rank} is alive, in {where} for {fact.stood_s:.1f} s"
             return Suspicion(rank, "user code", text)
         return Suspicion(rank, "behind", f"rank {rank} is alive and still {place}")
+
+    def doing(self, rank: int, now_s: float) -> Doing:
+        """What another rank does; a rank of which nothing is known counts as busy."""
+        seen, silent_s = self._seen.get(rank), self.silent_s(rank, now_s)
+        last = "" if seen is None else _place(seen.heartbeat)
+        if self.is_silent(rank, now_s):
+            text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
+            return Doing(f"{text} (last heard: {last})" if last else text, False, False)
+        pending = None if seen is None else seen.heartbeat.pending
+        is_with_this = pending is not None and pending.peer == self._rank
+        sends = pending is not None and is_with_this and pending.sends
+        text = f"rank {rank} is alive" + (f", {last}" if last else "")
+        return Doing(text, not is_with_this, sends)
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""
@@ -296,8 +324,10 @@ def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
 
 def _place(heartbeat: Heartbeat) -> str:
     calls = f"{heartbeat.calls} call{'' if heartbeat.calls == 1 else 's'}"
-    return (
-        f"in {heartbeat.operation} after {calls}"
-        if heartbeat.operation
-        else f"in user code after {calls}"
-    )
+    return f"in {heartbeat.operation or _outside(heartbeat)} after {calls}"
+
+
+def _outside(heartbeat: Heartbeat) -> str:
+    """Where a rank is that is in no collective."""
+    pending = heartbeat.pending
+    return "user code" if pending is None else f"{pending.describe()},"

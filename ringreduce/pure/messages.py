@@ -36,6 +36,18 @@ class Wait(msgspec.Struct, frozen=True, array_like=True):
     dry_s: _Seconds
 
 
+class Pending(msgspec.Struct, frozen=True, array_like=True):
+    """A send to rank `peer`, or a recv from it, that a rank waits in."""
+
+    sends: bool
+    peer: _Rank
+    tag: Annotated[int, msgspec.Meta(ge=0)]
+
+    def describe(self) -> str:
+        """As in ``recv from rank 2, tag 7``."""
+        return f"{'send to' if self.sends else 'recv from'} rank {self.peer}, tag {self.tag}"
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports of itself.
 
@@ -46,6 +58,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         since_s: how long it had been there when it sent this.
         done: the part of its present pass that is done, 0 to 1.
         locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
+        pending: the send or recv that it waits in, beside its collectives.
     """
 
     rank: _Rank
@@ -57,6 +70,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
     wait: Wait | None = None
     locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
+    pending: Pending | None = None
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
@@ -90,7 +104,16 @@ class Value(msgspec.Struct, frozen=True, tag=True):
     value: Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
-Message = Heartbeats | Abort | Left | Acknowledgement | Value
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Rank `receiver` listens on `address` for rank `sender`, which all ranks pass this on to."""
+
+    receiver: _Rank
+    sender: _Rank
+    channel: _Rank
+    address: Annotated[str, msgspec.Meta(max_length=128, pattern="^tcp://")]
+
+
+Message = Heartbeats | Abort | Left | Acknowledgement | Value | Listening
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -115,6 +138,9 @@ def decode(payload: bytes, size: int) -> Message:
             ranks += [sent.receiver for sent in heartbeat.sent]
             ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
             ranks += heartbeat.locked
+            ranks += [heartbeat.pending.peer] if heartbeat.pending is not None else []
+    elif isinstance(message, Listening):
+        ranks = [message.receiver, message.sender]
     else:
         ranks = [message.rank] if isinstance(message, Left) else []
     if any(rank >= size for rank in ranks):

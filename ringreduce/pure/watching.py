@@ -23,6 +23,8 @@ from ringreduce.pure.messages import (
     Heartbeat,
     Heartbeats,
     Left,
+    Listening,
+    Pending,
     Sent,
     Value,
 )
@@ -66,7 +68,14 @@ class Ended:
     error: RingReduceError
 
 
-Action = Send | Log | Ended
+@dataclass(frozen=True)
+class Found:
+    """Notify the links that another rank listens for this one."""
+
+    listening: Listening
+
+
+Action = Send | Log | Ended | Found
 
 
 class Watch:
@@ -111,6 +120,7 @@ class Watch:
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
         self._claims = Claims(len(self._neighbours))
+        self._listening: set[Listening] = set()
 
     def claim(self, claim: Claim) -> list[Action]:
         """Send a value of this rank to the neighbours, and compare it with theirs."""
@@ -128,6 +138,11 @@ class Watch:
         """Send a message that must reach all ranks; the neighbours acknowledge it."""
         self._unacknowledged = set(self._neighbours)
         return [Send(messages.encode(message))]
+
+    def listen(self, listening: Listening) -> list[Action]:
+        """Notify a rank that this one listens for it; the ranks between pass it on."""
+        self._listening.add(listening)
+        return [Send(messages.encode(listening))]
 
     def is_owed(self, lost: Collection[int]) -> bool:
         """Whether a neighbour that is still there has not acknowledged the last announcement."""
@@ -161,6 +176,12 @@ class Watch:
         if isinstance(message, Value):
             claim = self._claims.receive(neighbour, message.key, message.value)
             return [] if claim is None else self._disagree(claim, neighbour)
+        if isinstance(message, Listening):
+            if message in self._listening:
+                return []  # It has come the other way round.
+            self._listening.add(message)
+            is_for_us = message.sender == self._rank
+            return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
         if isinstance(message, Left):
@@ -229,15 +250,21 @@ class Watch:
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(
-        self, standing: Standing, flow: Flow, progress: object, now_s: float, elsewhere: str = ""
+        self,
+        standing: Standing,
+        flow: Flow,
+        progress: object,
+        now_s: float,
+        elsewhere: str = "",
+        pending: Pending | None = None,
     ) -> list[Action]:
         """Send a heartbeat, and check those of others.
 
         `progress` changes while collectives advance; `elsewhere` is the call of another group that
-        this rank is in, or empty.
+        this rank is in, or empty; `pending` the send or recv that it waits in.
         """
         self.due_s = now_s + TIMES.heartbeat_s
-        own = self._own(standing, flow, now_s, elsewhere)
+        own = self._own(standing, flow, now_s, elsewhere, pending)
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
@@ -256,7 +283,14 @@ class Watch:
                 actions += self._look_for_stalls(standing, flow, progress, now_s)
         return actions
 
-    def _own(self, standing: Standing, flow: Flow, now_s: float, elsewhere: str) -> Heartbeat:
+    def _own(
+        self,
+        standing: Standing,
+        flow: Flow,
+        now_s: float,
+        elsewhere: str,
+        pending: Pending | None,
+    ) -> Heartbeat:
         self._number += 1
         sent = []
         for receiver, channel, frames in flow.sent:
@@ -274,6 +308,7 @@ class Watch:
             sent=tuple(sent),
             wait=flow.waits,
             locked=self._locked(now_s),
+            pending=pending,
         )
 
     def _locked(self, now_s: float) -> tuple[int, ...]:

@@ -68,6 +68,8 @@ class Kind(enum.IntEnum):
     SCATTER = 10
     GATHER_OBJECT = 11
     SCATTER_OBJECT = 12
+    SEND = 13
+    SEND_OBJECT = 14
     ABORT = 128
     GOODBYE = 129
 
@@ -75,6 +77,10 @@ class Kind(enum.IntEnum):
     def label(self) -> str:
         """Name of the collective as the user calls it."""
         return self.name.lower()
+
+
+# From one rank to another; their signature is a tag.
+SENDS = (Kind.SEND, Kind.SEND_OBJECT)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ class Header:
         text = f"{name} #{self.sequence}"
         if 1 <= self.dtype <= len(DTYPE_NAMES):
             text += f" of {self.count} {DTYPE_NAMES[self.dtype - 1]}"
+        if self.kind in SENDS:
+            text += f", tag {self.signature}"
         if self.op in ReduceOp.__members__.values():
             text += f", {ReduceOp(self.op).name.lower()}"
         return text
@@ -144,6 +152,9 @@ def disagreement(received: Header, expected: Header, name: Callable[[int], str])
     """
     sender, due = name(received.rank), name(expected.rank)
     ours, theirs = expected.describe(), received.describe()
+    if expected.kind in SENDS:
+        ours = ours.replace("send", "recv", 1)
+        return f"is in {ours} while {sender} is in {theirs}"
     text = f"is in {ours} while {sender} is in {theirs}"
     if ours == theirs:
         if received.signature != expected.signature:

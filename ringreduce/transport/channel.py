@@ -126,6 +126,11 @@ class Incoming:
             return source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
+    @property
+    def has_visitors(self) -> bool:
+        """Whether anybody is connected, after `read_events`."""
+        return bool(self._visitors)
+
     def arrived_bytes(self, source: int) -> int | None:
         """Total bytes received on the connection with descriptor `source`; None if not counted.
 

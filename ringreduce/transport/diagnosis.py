@@ -110,45 +110,11 @@ class Diagnosis:
                 if explained is not None:
                     return explained
             return mismatch_error(received, expected, self._name, **where)
-        if status == records.CORRUPT:
-            return self._corrupted(call)
-        if status == records.KEY_ENDED:
-            return ClosedError(
-                "may seal no more frames with the key of this connection",
-                **where,
-                remedy="Form a new communicator.",
-            )
         if status == records.UNSENDABLE:
             self._connections.outgoing[record.channel].is_lost = True
             return self.lost(call)
-        if status == records.FAILED:
-            text = zmq.strerror(record.errno)
-            return ProtocolError(f"got an error from libzmq: {text}", **where)
-        if status == records.MISSHAPEN:
-            what = f"a frame that says {format_bytes(received.nbytes)} and has another length"
-        elif received.magic == wire.MAGIC and received.version != wire.WIRE_VERSION:
-            what = f"a frame of wire version {received.version}, not {wire.WIRE_VERSION}"
-        elif received.magic == wire.MAGIC:
-            what = "a frame of another job"
-        else:
-            what = "bytes that are no frame"
-        return ProtocolError(
-            f"received {what} on {self._connections.incoming[record.channel].address}",
-            **where,
-            remedy="Keep other programs and jobs away from this port.",
-        )
-
-    def _corrupted(self, call: Call) -> RingReduceError:
-        peer, address = self._source()
-        return CorruptionError(
-            f"received a frame from rank {peer} ({address}) that does not open with the key of "
-            "this connection: it, or one before it, was changed, lost or repeated on the way; "
-            "nothing of it was used",
-            **self.where(call, peer),
-            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
-            f"the network of the hosts of ranks {peer} and {self._connections.rank}, and what "
-            "lies between.",
-        )
+        here = self._connections.incoming[record.channel].address
+        return frame_error(status, record, *self._source(), here, where)
 
     def _source(self) -> tuple[int, str]:
         """The rank that the channel used last receives from, and the address where it listens."""
@@ -188,6 +154,47 @@ class Diagnosis:
         kind = wire.decode(self._record.received).kind
         read = goodbye_error if kind == wire.Kind.GOODBYE else abort_error
         return read(bytes(self._record.control[: self._record.control_bytes]), **where)
+
+
+def frame_error(
+    status: int, record: LinkRecord, peer: int, address: str, here: str, where: dict[str, Any]
+) -> RingReduceError:
+    """The error for a frame that cannot be sent or read.
+
+    It is from rank `peer`, which listens on `address`, to this one, which listens `here`.
+    """
+    if status == records.CORRUPT:
+        return CorruptionError(
+            f"received a frame from rank {peer} ({address}) that does not open with the key of "
+            "this connection: it, or one before it, was changed, lost or repeated on the way; "
+            "nothing of it was used",
+            **where,
+            remedy="Start again from the last checkpoint. Should it come back, test the memory and "
+            f"the network of the hosts of ranks {peer} and {where['rank']}, and what lies between.",
+        )
+    if status == records.KEY_ENDED:
+        return ClosedError(
+            "may seal no more frames with the key of this connection",
+            **where,
+            remedy="Form a new communicator.",
+        )
+    if status == records.FAILED:
+        text = zmq.strerror(record.errno)
+        return ProtocolError(f"got an error from libzmq: {text}", **where)
+    received = wire.decode(record.received)
+    if status == records.MISSHAPEN:
+        what = f"a frame that says {format_bytes(received.nbytes)} and has another length"
+    elif received.magic == wire.MAGIC and received.version != wire.WIRE_VERSION:
+        what = f"a frame of wire version {received.version}, not {wire.WIRE_VERSION}"
+    elif received.magic == wire.MAGIC:
+        what = "a frame of another job"
+    else:
+        what = "bytes that are no frame"
+    return ProtocolError(
+        f"received {what} on {here}",
+        **where,
+        remedy="Keep other programs and jobs away from this port.",
+    )
 
 
 def format_bytes(nbytes: int) -> str:

@@ -48,10 +48,11 @@ from ringreduce.transport.records import (
 
 # How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
-# Ciphertexts that a broadcast may have in memory: enough to keep the next rank busy.
-_CIPHERTEXTS_MAX = 16
+# Ciphertexts that a broadcast, or a pair of ranks, may have in memory: enough to keep the receiver
+# busy.
+CIPHERTEXTS_MAX = 16
 
-_segment_count = numba.njit(nogil=True, cache=True)(segment_count)
+count_segments = numba.njit(nogil=True, cache=True)(segment_count)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -67,13 +68,13 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     # A broadcast is a chain with an end, so a rank may wait for the next one; in a ring, where all
     # ranks would wait, as many ciphertexts as there are take memory.
     is_chain = call.step_count == 0 or call.first_start < 0
-    ahead_max = _CIPHERTEXTS_MAX if link.is_sealed != 0 and is_chain else np.iinfo(np.int64).max
+    ahead_max = CIPHERTEXTS_MAX if link.is_sealed != 0 and is_chain else np.iinfo(np.int64).max
 
     if call.first_start >= 0:
         is_reducing = call.step_count > 0 and steps[0].action & REDUCE != 0
-        segments = _segment_count(call.first_end - call.first_start, link.segment_bytes)
+        segments = count_segments(call.first_end - call.first_start, link.segment_bytes)
         while link.started < segments:
-            if not _is_released(channels, link.streams, ahead_max):
+            if not is_released(channels, link.streams, ahead_max):
                 return DRAINING
             status = _send(
                 link, channels, call, buffer, call.first_start, call.first_end, link.started,
@@ -86,9 +87,9 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     while link.step < call.step_count:
         step = steps[link.step]
         number = link.step + call.offset
-        segments = _segment_count(step.end - step.start, link.segment_bytes)
+        segments = count_segments(step.end - step.start, link.segment_bytes)
         while link.segment < segments:
-            if step.action & FORWARD and not _is_released(channels, link.streams, ahead_max):
+            if step.action & FORWARD and not is_released(channels, link.streams, ahead_max):
                 return DRAINING
             segment = link.segment
             stream = segment % link.streams
@@ -128,11 +129,11 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
         link.step += 1
         link.segment = 0
 
-    return DONE if _is_released(channels, link.streams, 0) else DRAINING
+    return DONE if is_released(channels, link.streams, 0) else DRAINING
 
 
 @numba.njit(nogil=True, cache=True)
-def _is_released(channels: Any, streams: Any, but: Any) -> Any:
+def is_released(channels: Any, streams: Any, but: Any) -> Any:
     """Whether libzmq has written all borrowed memory of the streams `but` so many segments.
 
     Waits a while for that.

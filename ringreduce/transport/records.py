@@ -4,6 +4,7 @@ Python uses a record as a ctypes structure, a compiled function by its address a
 ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each array argument in every call,
 which costs more than a small message. A link owns one `LinkRecord` and a `ChannelRecord` for each
 pair of sockets; a kind of call owns a `PassRecord` or an `ExchangeRecord`, and a record per step.
+Each direction of a pair of ranks has a `LinkRecord` of one channel, and a `TransferRecord`.
 """
 
 from __future__ import annotations
@@ -113,8 +114,19 @@ class ExchangeRecord(ctypes.Structure):
     _fields_ = (("steps", _address), ("step_count", _i64), ("row_bytes", _i64))
 
 
+class TransferRecord(ctypes.Structure):
+    """Memory that goes to one rank, or comes from it."""
+
+    _fields_ = (
+        ("header", _Header),  # segment and length are filled in for each frame
+        ("memory", _address),
+        ("nbytes", _i64),
+    )
+
+
 CHANNEL, LINK = np.dtype(ChannelRecord), np.dtype(LinkRecord)
 PASS, EXCHANGE = np.dtype(PassRecord), np.dtype(ExchangeRecord)
+TRANSFER = np.dtype(TransferRecord)
 # Start and end of a step's chunk in bytes, and a sum of `schedule.REDUCE`, `FINISH` and `FORWARD`.
 PASS_STEP = np.dtype([("start", "i8"), ("end", "i8"), ("action", "i8")])
 # A step sends `count` rows `distance` ranks ahead; the headers sent and due are complete.

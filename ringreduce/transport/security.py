@@ -229,11 +229,14 @@ class Security:
             digest_size=sodium.KEY_BYTES,
         ).digest()
 
-    def password(self, sender: int, receiver: int) -> bytes:
-        """What `sender` shows `receiver`; the keys in it are new for each ring."""
+    def password(self, sender: int, receiver: int, channel: int = 0) -> bytes:
+        """What `sender` shows `receiver`; the keys in it are new for each ring.
+
+        Ports that are opened later have a `channel`: an eavesdropper knows the first password then.
+        """
         # A group has its ranks' keys, and a password that was read would open its ports too.
         group, epoch = self._membership.group, self._membership.epoch
-        message = struct.pack("<HHQQ", group, epoch, sender, receiver)
+        message = struct.pack("<HHQQI", group, epoch, sender, receiver, channel)
         message += self._keys[sender] + self._keys[receiver]
         digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
         return digest.hexdigest().encode()
@@ -281,12 +284,16 @@ class Admission:
 
     `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
     connecting side by a password; or ``NULL``, which proves nothing. `rank` and `size` are those of
-    `security`.
+    `security`; passwords are those of `channel`.
     """
 
-    def __init__(self, security: Security, mechanism: str) -> None:
-        self._security, self.mechanism = security, mechanism
+    def __init__(self, security: Security, mechanism: str, channel: int = 0) -> None:
+        self._security, self.mechanism, self._channel = security, mechanism, channel
         self.rank, self.size = security.rank, security.size
+
+    def of_channel(self, channel: int) -> Admission:
+        """The same with the passwords of `channel`."""
+        return Admission(self._security, self.mechanism, channel)
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
         """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
@@ -309,7 +316,8 @@ class Admission:
             socket.setsockopt(zmq.CURVE_SECRETKEY, private)
         elif self.mechanism == "PLAIN":
             socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
-            socket.setsockopt(zmq.PLAIN_PASSWORD, self._security.password(self.rank, peer))
+            password = self._security.password(self.rank, peer, self._channel)
+            socket.setsockopt(zmq.PLAIN_PASSWORD, password)
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
         """The authenticator of all sockets of `context`; make it before the first ``bind``."""
@@ -321,7 +329,7 @@ class Admission:
         if self.mechanism == "CURVE":
             return Credentials(rank, b"CURVE", (z85.decode(self._security.key_of(rank)),))
         if self.mechanism == "PLAIN":
-            password = self._security.password(rank, self.rank)
+            password = self._security.password(rank, self.rank, self._channel)
             return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
         return Credentials(rank, b"NULL", ())
 

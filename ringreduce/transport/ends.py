@@ -1,0 +1,105 @@
+"""One direction of a pair of ranks over ZeroMQ: a socket, its records, and how far it has come."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+
+from ringreduce.pure import wire
+from ringreduce.transport import libzmq, sodium
+from ringreduce.transport.channel import Incoming, Outgoing
+from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
+from ringreduce.transport.records import NO_SOURCE, ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.vocabulary.config import TIMES
+
+
+class Of(NamedTuple):
+    """What all pairs of a session have in common."""
+
+    segment_bytes: int
+    is_sealed: bool
+    job: int
+    epoch: int
+
+
+class _End:
+    """One direction, used by one thread at a time.
+
+    Attributes:
+        peer: the rank at the other end.
+        record, channel: for the compiled loops, as of a link with one channel.
+        transfer: the memory that is sent or received now.
+        address: where the receiving one of the two ranks listens; empty until it is known.
+        sequence: number of the next message.
+    """
+
+    def __init__(self, of: Of, peer: int) -> None:
+        self.peer, self.address, self.sequence = peer, "", 0
+        self.channel = ChannelRecord(source=NO_SOURCE)
+        self.record = LinkRecord(
+            channels=ctypes.addressof(self.channel),
+            channel_count=1,
+            streams=1,
+            segment_bytes=of.segment_bytes,
+            is_sealed=of.is_sealed,
+            job=of.job,
+            epoch=of.epoch,
+            release=libzmq.release_callback().address,
+            free=libzmq.free_callback().address,
+        )
+        self.transfer = TransferRecord()
+        self.addresses = ctypes.addressof(self.record), ctypes.addressof(self.transfer)
+
+    def begin(self, header: wire.Header, memory: np.ndarray) -> None:
+        """Prepare for `memory`, contiguous, with frames of `header`."""
+        self.record.started = self.record.segment = self.record.errno = 0
+        words = wire.encode(header).tolist()
+        self.transfer.header = type(self.transfer.header)(*words)
+        self.transfer.memory = memory.__array_interface__["data"][0]
+        self.transfer.nbytes = memory.nbytes
+
+    def forget_keys(self) -> None:
+        """Seal and open nothing from now on."""
+        self.channel.seal_nonce[0] = FRAMES_PER_KEY_MAX
+        self.channel.seal_key[:] = self.channel.open_key[:] = bytes(sodium.KEY_BYTES)
+
+
+class Sending(_End):
+    """To `peer` on the channel `number`; `socket` is None until its address is known."""
+
+    def __init__(self, of: Of, peer: int, number: int) -> None:
+        super().__init__(of, peer)
+        self.number = number
+        self.socket: Outgoing | None = None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether libzmq still holds memory that is to be sent."""
+        return bool(self.channel.released < self.channel.borrowed)
+
+    def is_lost(self) -> bool:
+        """Whether the connection has ended."""
+        if self.socket is None:
+            return False
+        self.socket.read_events()
+        return self.socket.is_lost or not self.socket.is_open
+
+
+class Receiving(_End):
+    """From `peer`, which connects to `socket`, for the authenticator `domain`."""
+
+    def __init__(self, of: Of, peer: int, socket: Incoming, domain: str) -> None:
+        super().__init__(of, peer)
+        self.socket, self.address, self.domain = socket, socket.address, domain
+        self.channel.receiver = socket.socket.underlying
+        self.is_locked = False
+
+    def is_lost(self, has_left: bool, waited_s: float) -> bool:
+        """Whether nothing more can come; `has_left`: the peer has closed its communicator."""
+        self.socket.read_events()
+        if self.socket.is_lost(self.channel.source, waited_s > TIMES.quiet_s):
+            return True
+        # Its last frames may still be on the way: they are not, if it never connected.
+        return has_left and not self.socket.has_visitors and waited_s > TIMES.linger_s

@@ -1,0 +1,127 @@
+"""Why a call on a pair of ranks over ZeroMQ is stuck: the error to raise."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ringreduce.pure import wire
+from ringreduce.pure.liveness import Doing
+from ringreduce.pure.membership import Membership
+from ringreduce.pure.messages import Left, Listening
+from ringreduce.pure.notification import goodbye_error, left_error
+from ringreduce.pure.patience import Limit, Patience
+from ringreduce.transport import records
+from ringreduce.transport.diagnosis import format_bytes, frame_error
+from ringreduce.transport.ends import Receiving, Sending
+from ringreduce.transport.stalls import Stall, mismatch_error, timeout_error
+from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
+
+
+class Others(Protocol):
+    """What is known of the other ranks; from any thread."""
+
+    def listen(self, listening: Listening) -> None:
+        """Notify a rank that this one listens for it."""
+
+    def left(self, rank: int) -> Left | None:
+        """The message of a rank that has closed its communicator; None if it has not."""
+
+    def doing(self, rank: int) -> Doing:
+        """What a rank does."""
+
+
+class Wait:
+    """A call in progress: its name for errors, and for how long it may wait.
+
+    Attributes:
+        is_message: it is a send or a recv, not a part of a collective.
+    """
+
+    def __init__(self, operation: str, header: wire.Header, step: str, patience: Patience) -> None:
+        self.operation, self.sequence, self.step = operation, header.sequence, step
+        self.patience, self.stall = patience, Stall(patience)
+        self.is_message = header.kind in wire.SENDS
+
+
+class PairDiagnosis:
+    """Finds the errors of a rank's pairs; `others` is set before the first call."""
+
+    others: Others
+
+    def __init__(self, rank: int, size: int, membership: Membership) -> None:
+        self._rank, self._size, self._membership = rank, size, membership
+
+    def where(self, end: Sending | Receiving, wait: Wait) -> dict[str, Any]:
+        """The fields that every error of a call has."""
+        return {
+            "rank": self._rank,
+            "size": self._size,
+            "peer": end.peer,
+            "operation": wait.operation,
+            "sequence": wait.sequence,
+            "step": wait.step or f"with rank {end.peer}",
+        }
+
+    def timed_out(self, end: Sending | Receiving, wait: Wait, limit: Limit) -> RingReduceError:
+        """The error of a call that has made no progress up to `limit`."""
+        nbytes, peer, at = format_bytes(end.transfer.nbytes), end.peer, _at(end)
+        is_sending = isinstance(end, Sending)
+        due = (
+            f"rank {peer}{at} to receive {nbytes}"
+            if is_sending
+            else f"{nbytes} from rank {peer}{at}"
+        )
+        error = timeout_error(due, wait.stall.waited_s, limit, **self.where(end, wait))
+        if not wait.is_message:
+            return error
+        doing = self.others.doing(peer)
+        if is_sending and doing.sends:
+            error.remedy = (
+                f"Rank {peer} waits in a send to rank {self._rank} too, so that neither receives: "
+                "use async_op=True for one of them, or receive first on one of the ranks."
+            )
+        else:
+            error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
+        return error
+
+    def lost(self, end: Sending | Receiving, wait: Wait) -> RingReduceError:
+        """The error of a call whose peer has gone."""
+        where, left = self.where(end, wait), self.others.left(end.peer)
+        if left is not None:
+            del where["peer"]
+            return left_error(left.rank, left.calls, left.why, **where)
+        return PeerLostError(
+            f"lost the connection with rank {end.peer}{_at(end)}: it died, or closed its "
+            "communicator early",
+            **where,
+            remedy=f"Read rank {end.peer}'s log first.",
+        )
+
+    def error(
+        self, status: int, sending: Sending | None, receiving: Receiving | None, wait: Wait
+    ) -> RingReduceError:
+        """The error for a status that the loop has returned."""
+        is_sending = status in (records.UNSENDABLE, records.KEY_ENDED) or (
+            sending is not None and sending.record.errno != 0
+        )
+        end = sending if is_sending or receiving is None else receiving
+        assert end is not None
+        where = self.where(end, wait)
+        if status == records.UNSENDABLE:
+            return self.lost(end, wait)
+        if status == records.CONTROL:
+            return goodbye_error(bytes(end.record.control[: end.record.control_bytes]), **where)
+        if status == records.MISMATCH:
+            received, expected = wire.decode(end.record.received), wire.decode(end.transfer.header)
+            return mismatch_error(received, expected, self._name, **where)
+        return frame_error(status, end.record, end.peer, end.address, end.address, where)
+
+    def _name(self, place: int) -> str:
+        """Name, for errors, of the rank with index `place` in this group, as in a header."""
+        if place < len(self._membership.members):
+            return f"rank {self._membership.members[place]}"
+        return f"a rank at place {place}, which is beyond this group,"
+
+
+def _at(end: Sending | Receiving) -> str:
+    return f" ({end.address})" if end.address else ""
