@@ -166,6 +166,7 @@ def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
         "ringreduce.transport.diagnosis",
         "ringreduce.transport.libraries",
         "ringreduce.transport.monitor",
+        "ringreduce.transport.pairs",
         "ringreduce.transport.security",
     }
 
