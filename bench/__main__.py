@@ -13,7 +13,7 @@ from bench import peers as peering
 from bench import sweep
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
-from bench.systems import ENTRIES
+from bench.systems import ENTRIES, MEASURED
 from ringreduce.vocabulary.config import SETTINGS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -79,6 +79,9 @@ _register("all_reduce", "Time of the sum over all ranks, in place.")
 _register("reduce_scatter", "Time of the sum, each rank left with its own chunk.")
 _register("all_gather", "Time of joining all ranks' parts; the size is that of the result.")
 _register("broadcast", "Time of copying rank 0's buffer to all.")
+_register("all_to_all", "Time of sending a part of every buffer to each rank.")
+_register("gather", "Time of joining all ranks' parts on rank 0; the size is that of the result.")
+_register("scatter", "Time of giving each rank a part of rank 0's buffer.")
 
 
 @app.command()
@@ -89,13 +92,16 @@ def peers(
     factor: Factor = 4,
     warmup: Warmup = 5,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds at each size.")] = 5,
+    collective: Annotated[str, typer.Option(metavar="|".join(MEASURED))] = MEASURED[0],
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="LABEL", help="Only this system, such as gloo; may be repeated."),
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's ring, alternating."""
+    """A collective of ringreduce, Gloo, Open MPI and TensorFlow's ring, alternating."""
+    if collective not in MEASURED:
+        raise typer.BadParameter(f"{collective!r} is not measured; {', '.join(MEASURED)} are")
     labels = [entry.label for entry in ENTRIES]
     if unknown := sorted(set(only or ()) - set(labels)):
         raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
@@ -104,6 +110,7 @@ def peers(
         size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
         pace=Pace(rounds=rounds, warmup=warmup),
         labels=only,
+        collective=collective,
         json_file=json_file,
     )
     raise typer.Exit(code)

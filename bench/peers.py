@@ -1,4 +1,4 @@
-"""All-reduce of ringreduce, Gloo, Open MPI and TensorFlow's own ring, compared in one run.
+"""A collective of ringreduce, Gloo, Open MPI and TensorFlow's own ring, compared in one run.
 
 All are started first; for each size they then alternate, a few calls each, for several rounds.
 A time means the same as in `worker`: single calls back to back, the mean over the ranks, the
@@ -68,22 +68,28 @@ def run(
     pace: Pace,
     labels: Sequence[str] | None,
     json_file: str | None,
+    collective: str = "all_reduce",
 ) -> int:
     """Measure, print, write rows; 1 if any element was wrong or a system failed."""
-    entries = [entry for entry in ENTRIES if labels is None or entry.label in labels]
+    entries = [
+        entry
+        for entry in ENTRIES
+        if collective in entry.collectives and (labels is None or entry.label in labels)
+    ]
     header = facts()
     here = [entry for entry in entries if entry.missing() is None]
     header["systems"] = {entry.label: entry.version() or "" for entry in here}
-    report.describe(header, f"{workers} ranks; float32 sum")
+    report.describe(header, f"{workers} ranks; {collective} of float32")
     for entry in entries:
         if entry not in here:
             print(f"# {entry.label}: not installed: {entry.missing()}")
     rows: list[dict[str, Any]] = []
     with ended_by_signals(), Turns() as turns:
-        comparison = Comparison(turns, here, [Host()] * workers, pace)
+        comparison = Comparison(turns, here, [Host()] * workers, pace, collective)
         print(COLUMNS, UNITS, sep="\n", flush=True)
         for size in size_range:
-            measured = comparison.measure(max(1, size // ITEMSIZE))
+            count = COLLECTIVES[collective].count(size, ITEMSIZE, workers)
+            measured = comparison.measure(count)
             rows += with_ratios(measured)
             print(*map(table_line, measured), sep="\n", flush=True)
     report.write(json_file, rows, header)
@@ -97,9 +103,15 @@ class Comparison:
     """
 
     def __init__(
-        self, turns: Turns, entries: Sequence[Entry], hosts: Sequence[Host], pace: Pace
+        self,
+        turns: Turns,
+        entries: Sequence[Entry],
+        hosts: Sequence[Host],
+        pace: Pace,
+        collective: str = "all_reduce",
     ) -> None:
         self._turns, self._pace, self._size = turns, pace, len(hosts)
+        self._collective = collective
         self.failed = False
         systems = [System(entry.label, entry.processes(hosts), len(hosts)) for entry in entries]
         started = turns.start(systems)
@@ -117,13 +129,16 @@ class Comparison:
     def measure(self, count: int) -> list[dict[str, Any]]:
         """A row for each system, for arrays of `count` elements."""
         found = {entry.label: Measured() for entry in self._entries}
-        check = {"do": "check", "count": count}
+        check = {"do": "check", "count": count, "collective": self._collective}
         self._each(found, lambda label: self._add_wrong(found[label], label, check))
         for _ in range(self._pace.rounds):
             self._each(found, lambda label: self._take_turn(found[label], label, count))
         # Once more, for errors that occur only under load.
         self._each(found, lambda label: self._add_wrong(found[label], label, check))
-        return [row(entry, self._size, count, found[entry.label]) for entry in self._entries]
+        return [
+            row(entry, self._size, count, found[entry.label], self._collective)
+            for entry in self._entries
+        ]
 
     def _each(self, found: dict[str, Measured], act: Any) -> None:
         for entry in list(self._entries):
@@ -145,8 +160,8 @@ class Comparison:
             untimed = int(np.clip(UNTIMED_S / once, UNTIMED_MIN, UNTIMED_MAX))
         else:
             calls, untimed = self._pace.calls_per_turn_min(), self._pace.warmup
-        order = {"do": "time", "count": count, "untimed": untimed, "calls": calls}
-        answers = self._turns.ask(label, order)
+        order = {"do": "time", "count": count, "collective": self._collective}
+        answers = self._turns.ask(label, order | {"untimed": untimed, "calls": calls})
         measured.times.append(np.mean([answer["seconds"] for answer in answers], axis=0))
         measured.once_s = float(np.median(measured.times[-1]))
 
@@ -163,23 +178,26 @@ def _other_transport(entry: Entry, used: str | None) -> str | None:
     return f"its ranks use the transport {used}"
 
 
-def row(entry: Entry, world_size: int, count: int, measured: Measured) -> dict[str, Any]:
+def row(
+    entry: Entry, world_size: int, count: int, measured: Measured, name: str = "all_reduce"
+) -> dict[str, Any]:
     """One system at one size, with the keys of `bench all_reduce`."""
     times = np.concatenate(measured.times)
     time_s, nbytes = float(np.median(times)), count * ITEMSIZE
     algbw = nbytes / time_s / 1e9
+    collective = COLLECTIVES[name]
     return {
         "system": entry.system,
         "transport": entry.transport,
-        "collective": "all_reduce",
+        "collective": name,
         "world_size": world_size,
         "dtype": "float32",
-        "op": "sum",
+        "op": "sum" if collective.reduces else "none",
         "size_bytes": nbytes,
         "time_us": time_s * 1e6,
         "time_us_p99": float(np.percentile(times, 99)) * 1e6,
         "algbw_gb_s": algbw,
-        "busbw_gb_s": algbw * COLLECTIVES["all_reduce"].bus_factor(world_size),
+        "busbw_gb_s": algbw * collective.bus_factor(world_size),
         "wrong": measured.wrong,
         "calls": len(times),
     }

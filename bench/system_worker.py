@@ -1,4 +1,4 @@
-"""A rank of any system of `peers` and `link`: sums float32 arrays on orders of the driver.
+"""A rank of any system of `peers` and `link`: makes calls on float32 arrays that the driver orders.
 
 ``python -m bench.system_worker SYSTEM`` in the environment that the system's launcher sets.
 All are measured by the same loop; an entry of `SYSTEMS` joins the system and makes its calls.
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.collectives import COLLECTIVES
 from bench.turns import TURN_TIMEOUT_S, Line
 
 Call = Callable[[], Any]
@@ -28,14 +29,15 @@ class Member:
 
     Attributes:
         rank, size: its rank and the number of ranks.
-        load: copies initial values and returns a call, which sums over all ranks, in place
-            if the system can, and returns the result (anything that numpy reads).
+        loads: for each collective that the system has, what copies initial values and returns a
+            call, which makes that collective, a sum in place if the system can, and returns the
+            result (anything that numpy reads).
         facts: for the driver.
     """
 
     rank: int
     size: int
-    load: Callable[[np.ndarray], Call]
+    loads: dict[str, Callable[[np.ndarray], Call]]
     facts: dict[str, Any]
 
 
@@ -44,12 +46,21 @@ def join_ringreduce(arguments: argparse.Namespace) -> Member:
 
     comm = ringreduce.init()
 
-    def load(values: np.ndarray) -> Call:
+    def filled(values: np.ndarray) -> np.ndarray:
         buffer = comm.empty(values.shape, values.dtype) if arguments.registered else values.copy()
         buffer[:] = values
+        return buffer
+
+    def all_reduce(values: np.ndarray) -> Call:
+        buffer = filled(values)
         return lambda: comm.all_reduce(buffer, "sum")
 
-    return Member(comm.rank, comm.size, load, {"transport": comm.transport})
+    def all_to_all(values: np.ndarray) -> Call:
+        buffer, out = filled(values), values.copy()
+        return lambda: comm.all_to_all(buffer, out=out)
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    return Member(comm.rank, comm.size, loads, {"transport": comm.transport})
 
 
 def join_gloo(arguments: argparse.Namespace) -> Member:
@@ -65,7 +76,7 @@ def join_gloo(arguments: argparse.Namespace) -> Member:
         timeout=datetime.timedelta(seconds=TURN_TIMEOUT_S),
     )
 
-    def load(values: np.ndarray) -> Call:
+    def all_reduce(values: np.ndarray) -> Call:
         tensor = torch.from_numpy(values.copy())
 
         def call() -> Any:
@@ -74,7 +85,18 @@ def join_gloo(arguments: argparse.Namespace) -> Member:
 
         return call
 
-    return Member(arguments.rank, arguments.size, load, {})
+    def all_to_all(values: np.ndarray) -> Call:
+        tensor = torch.from_numpy(values.copy())
+        result = torch.empty_like(tensor)
+
+        def call() -> Any:
+            distributed.all_to_all_single(result, tensor)
+            return result
+
+        return call
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    return Member(arguments.rank, arguments.size, loads, {})
 
 
 def join_openmpi(arguments: argparse.Namespace) -> Member:
@@ -82,7 +104,7 @@ def join_openmpi(arguments: argparse.Namespace) -> Member:
 
     world = MPI.COMM_WORLD
 
-    def load(values: np.ndarray) -> Call:
+    def all_reduce(values: np.ndarray) -> Call:
         buffer = values.copy()
 
         def call() -> np.ndarray:
@@ -91,7 +113,17 @@ def join_openmpi(arguments: argparse.Namespace) -> Member:
 
         return call
 
-    return Member(world.rank, world.size, load, {})
+    def all_to_all(values: np.ndarray) -> Call:
+        buffer, result = values.copy(), values.copy()
+
+        def call() -> np.ndarray:
+            world.Alltoall(buffer, result)
+            return result
+
+        return call
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    return Member(world.rank, world.size, loads, {})
 
 
 def join_tf_ring(arguments: argparse.Namespace) -> Member:
@@ -110,13 +142,14 @@ def join_tf_ring(arguments: argparse.Namespace) -> Member:
 
     step = tf.function(lambda tensor: strategy.run(in_replica, args=(tensor,)))
 
-    def load(values: np.ndarray) -> Call:
+    def all_reduce(values: np.ndarray) -> Call:
         tensor = tf.constant(values)
         # On the CPU a tf.function has run when it returns; there is no in-place form.
         return lambda: step(tensor)
 
+    loads = {"all_reduce": all_reduce}
     job = json.loads(os.environ["TF_CONFIG"])
-    return Member(job["task"]["index"], len(job["cluster"]["worker"]), load, {})
+    return Member(job["task"]["index"], len(job["cluster"]["worker"]), loads, {})
 
 
 SYSTEMS = {
@@ -132,10 +165,11 @@ def pattern(count: int, rank: int) -> np.ndarray:
     return (np.arange(count) % 5 + 1 + rank % 3).astype(np.float32)
 
 
-def count_wrong(member: Member, count: int) -> int:
-    """Elements of this rank's result that are not the sum of all ranks' patterns."""
-    result = np.asarray(member.load(pattern(count, member.rank))())
-    expected = sum(pattern(count, rank) for rank in range(member.size))
+def count_wrong(member: Member, collective: str, count: int) -> int:
+    """Elements of this rank's result that differ from numpy's for all ranks' patterns."""
+    inputs = np.stack([pattern(count, rank) for rank in range(member.size)])
+    result = np.asarray(member.loads[collective](inputs[member.rank])())
+    expected = COLLECTIVES[collective].expected(inputs, member.rank, "sum")
     return int(np.count_nonzero(result != expected))
 
 
@@ -165,13 +199,13 @@ def main() -> None:
     line = Line(member.rank, **member.facts)
     held: tuple[int, Call | None] = (0, None)
     for order in line.orders():
-        count = order["count"]
+        count, collective = order["count"], order["collective"]
         if order["do"] == "check":
             held = (0, None)
-            line.answer(wrong=count_wrong(member, count))
+            line.answer(wrong=count_wrong(member, collective, count))
             continue
         if held[0] != count:
-            held = (count, member.load(np.zeros(count, np.float32)))
+            held = (count, member.loads[collective](np.zeros(count, np.float32)))
         line.answer(seconds=measure(held[1], order["untimed"], order["calls"]))
 
 

@@ -22,6 +22,8 @@ from ringreduce.effects import native
 from ringreduce.vocabulary.config import Config, worker_environment
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+# The collectives that `peers` can compare; those of each system are in its entry.
+MEASURED = ("all_reduce", "all_to_all")
 WORKER = (sys.executable, "-m", "bench.system_worker")
 
 
@@ -44,6 +46,7 @@ class Entry:
         missing: what to install, or None if nothing is missing.
         processes: the programs that start its ranks, one on each of the given hosts.
         version: of the installed system, for the header.
+        collectives: those that it has.
     """
 
     system: str
@@ -51,6 +54,7 @@ class Entry:
     missing: Callable[[], str | None]
     processes: Callable[[Sequence[Host]], list[Process]]
     version: Callable[[], str | None] = lambda: None
+    collectives: tuple[str, ...] = MEASURED
 
     @property
     def label(self) -> str:
@@ -174,5 +178,11 @@ ENTRIES = (
         _openmpi,
         _mpirun_version,
     ),
-    Entry("tf-ring", None, _needs("tensorflow", "pip install 'ringreduce[tensorflow]'"), _tf_ring),
+    Entry(
+        "tf-ring",
+        None,
+        _needs("tensorflow", "pip install 'ringreduce[tensorflow]'"),
+        _tf_ring,
+        collectives=("all_reduce",),
+    ),
 )

@@ -34,7 +34,7 @@ def main() -> None:
     entry = COLLECTIVES[arguments.collective]
     with ringreduce.init() as comm:
         for size_bytes in arguments.sizes:
-            count = max(1, size_bytes // dtype.itemsize)
+            count = entry.count(size_bytes, dtype.itemsize, comm.size)
             buffer = comm.empty(count, dtype) if arguments.registered else np.empty(count, dtype)
             wrong = count_wrong(comm, entry, buffer, arguments.op)
             times = measure(comm, entry, buffer, arguments.op, arguments.warmup)
@@ -73,7 +73,7 @@ def count_wrong(comm: Communicator, entry: Collective, buffer: np.ndarray, op: s
     pattern = np.arange(count) % 5 + 1
     inputs = np.stack([(pattern + rank % 3).astype(dtype) for rank in range(comm.size)])
     buffer[:] = inputs[comm.rank]
-    result = entry.run(comm, buffer, op)
+    result = entry.run(comm, buffer, np.empty_like(buffer), op)
     expected = entry.expected(inputs, comm.rank, op)
     wrong = np.array([np.count_nonzero(result != expected)], np.int64)
     return int(comm.all_reduce(wrong)[0])
@@ -84,9 +84,10 @@ def measure(
 ) -> np.ndarray:
     """Seconds of each call, back to back, the mean over the ranks."""
     buffer[:] = 0
+    out = np.empty_like(buffer)
     for _ in range(max(1, warmup)):
         started = time.perf_counter()
-        entry.run(comm, buffer, op)
+        entry.run(comm, buffer, out, op)
         once = time.perf_counter() - started
     wanted = int(np.clip(SECONDS_PER_SIZE / once, ITERATIONS_MIN, ITERATIONS_MAX))
     iterations = comm.broadcast_object(wanted)
@@ -94,7 +95,7 @@ def measure(
     comm.barrier()
     for i in range(iterations):
         started = time.perf_counter()
-        entry.run(comm, buffer, op)
+        entry.run(comm, buffer, out, op)
         times[i] = time.perf_counter() - started
     return comm.all_reduce(times, "mean")
 

@@ -51,11 +51,11 @@ QUICK = ("all_reduce", "all_gather")
 )
 def test_a_collective_is_measured_and_right(collective, tmp_path):
     file = tmp_path / "out.json"
-    result = bench(f"{collective} -n 2 -b 100 -e 100K -f 32 --transport zmq --json {file}")
+    result = bench(f"{collective} -n 2 -b 96 -e 96K -f 32 --transport zmq --json {file}")
     assert result.returncode == 0, result.stderr
     out = json.loads(file.read_text())
     assert {"command", "cpu", "cores", "versions", "memcpy_gb_s"} <= set(out["header"])
-    assert [row["size_bytes"] for row in out["rows"]] == [100, 3200, 102400]
+    assert [row["size_bytes"] for row in out["rows"]] == [96, 3072, 98304]
     for row in out["rows"]:
         assert set(row) == ROW
         assert (row["system"], row["transport"]) == ("ringreduce", "zmq")
@@ -310,19 +310,23 @@ def test_a_terminated_bench_removes_its_namespaces():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "labels",
+    ("labels", "collective"),
     [
-        ("ringreduce zmq",),
-        pytest.param(
-            tuple(entry.label for entry in systems.ENTRIES),
-            id="all",
-            marks=(pytest.mark.full, pytest.mark.tensorflow),
+        (("ringreduce zmq",), "all_to_all"),
+        *(
+            pytest.param(
+                tuple(entry.label for entry in systems.ENTRIES if name in entry.collectives),
+                name,
+                id=f"all-{name}",
+                marks=(pytest.mark.full, pytest.mark.tensorflow),
+            )
+            for name in systems.MEASURED
         ),
     ],
 )
-def test_peers_are_measured_in_turns_and_right(labels, tmp_path):
+def test_peers_are_measured_in_turns_and_right(labels, collective, tmp_path):
     file = tmp_path / "out.json"
-    options = f"-n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}"
+    options = f"--collective {collective} -n 2 -b 4K -e 256K -f 64 --rounds 2 --json {file}"
     chosen = " ".join(f"--only '{label}'" for label in labels)
     result = bench(f"peers {options} {chosen}", timeout=280)
     assert result.returncode == 0, result.stderr
@@ -333,7 +337,7 @@ def test_peers_are_measured_in_turns_and_right(labels, tmp_path):
     assert {row["size_bytes"] for row in out["rows"]} == {4096, 262144}
     for row in out["rows"]:
         assert row.keys() - {"ratio_to"} == {*ROW, "calls"}
-        assert row["wrong"] == 0
+        assert (row["collective"], row["wrong"]) == (collective, 0)
         assert row["calls"] >= 20
         if row["system"] == "ringreduce":
             assert set(row["ratio_to"]) == there - {"ringreduce"}
