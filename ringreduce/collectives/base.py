@@ -63,15 +63,6 @@ class Collectives(Protocol):
         ``counts[i, j]`` elements to rank j. Parts lie end to end, in rank order, in `source` and in
         `target`, which do not overlap. `kind` is the caller's: also gather and scatter are this.
         """
-        own, sent = self._rank, bounds_of(counts.sum(axis=1).tolist())
-        everything = np.empty(sent[-1], source.dtype)
-        everything[sent[own] : sent[own + 1]] = source
-        self.all_gather(kind, everything, sent, signature)
-        at = 0
-        for sender, parts in enumerate(counts):
-            start = sent[sender] + int(parts[:own].sum())
-            target[at : at + parts[own]] = everything[start : start + parts[own]]
-            at += parts[own]
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

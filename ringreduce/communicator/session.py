@@ -26,6 +26,7 @@ from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator import varying
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lifecycle import LifeCycle, State
+from ringreduce.communicator.messages import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
@@ -101,6 +102,7 @@ class Session:
         # The thread that is in a call; why it leaves the ring after that call, None: it stays.
         self._caller: int | None = None
         self._leaves_with: str | None = None
+        self.messages = Messages(self)
         if form is not None:
             try:
                 self._form(form())
@@ -129,7 +131,7 @@ class Session:
                     self,
                     membership=self.membership,
                     elsewhere=self._elsewhere,
-                    pending=lambda: None,
+                    pending=self.messages.pending,
                     patience=formed.patience,
                     link_timeout_s=self.config.link_timeout_s,
                 )
@@ -139,7 +141,7 @@ class Session:
             self._recorder.peers = self._watcher.peers
             self.call("barrier", 0, self.collectives.barrier)
         except BaseException:
-            self._leave("")
+            self.leave("")
             raise
         finally:
             formed.finish()
@@ -229,7 +231,7 @@ class Session:
         finally:
             # Without the lock: this waits for the engine, which may be waiting for the lock.
             if leaves is not None:
-                self._leave(leaves)
+                self.leave(leaves)
         if _log.isEnabledFor(logging.DEBUG):
             number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
             _log.debug(
@@ -357,6 +359,24 @@ class Session:
             remedy="Form a new communicator.",
         )
 
+    def message_failed(self, error: RingReduceError) -> RingReduceError:
+        """Break the ring with the error of a send or recv; return the error to raise.
+
+        A call that ends because this rank leaves breaks nothing.
+        """
+        if self._life.state >= State.LEAVING:
+            return error
+        if self._watcher is not None and isinstance(error, PeerLostError):
+            error = self._watcher.explain(error)
+        return self.fail(error)
+
+    def check(self) -> None:
+        """Raise the error of a call that may not begin."""
+        if self._process != os.getpid():
+            raise self._forked()
+        if not self._life.is_working:
+            self._refuse()
+
     def _refuse(self) -> None:
         if self.failure is None or self.is_closed:
             raise self._closed_error()
@@ -389,30 +409,32 @@ class Session:
     def close_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._leave("")  # The usual end of a program.
+            self.leave("")  # The usual end of a program.
             return
         if self.failure is None and not self.is_closed and self._process == os.getpid():
             self._record(error)
-        self._leave(_described(error))
+        self.leave(_described(error))
 
-    def _leave(self, why: str) -> None:
+    def leave(self, why: str) -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none."""
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         for group in list(self._groups):
-            group._leave(why)
-        self.collectives.interrupt()
-        if self._caller == threading.get_ident():
-            # A signal handler: the interrupted call still uses what would be freed here.
-            self._leaves_with = why
-            self._life.advance(State.LEAVING)
-            return
+            group.leave(why)
         with self._life.lock:
             self._life.advance(State.LEAVING)
             engine = self._engine
+        self.collectives.interrupt()
+        # In a signal handler the interrupted call still uses what would be freed here.
+        if self._caller == threading.get_ident():
+            self._leaves_with = why
+            return
+        if self.messages.leaves_later(why):
+            return
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
             engine.close(f"{who}: the communicator was closed")
+        self.messages.close()
         with self._calling:
             if not self._life.advance(State.CLOSED):
                 return

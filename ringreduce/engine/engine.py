@@ -76,7 +76,8 @@ class Work(Generic[_Result]):
             raise self._error.with_traceback(self._traceback)
         return self._result  # type: ignore[return-value]
 
-    def _do(self) -> None:
+    def do(self) -> None:
+        """Run it, in the thread that this work was given to."""
         try:
             self._result = self._run()
         except BaseException as error:
@@ -84,7 +85,8 @@ class Work(Generic[_Result]):
             self._error, self._traceback = error, error.__traceback__
         self._end()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End it with `error` instead of running it."""
         self._error = error
         self._end()
 
@@ -197,7 +199,7 @@ class Engine:
         with self._lock:
             left, self._work = self._work, {}
         for work in left.values():
-            work._fail(ClosedError("was closed before this collective had begun"))
+            work.fail(ClosedError("was closed before this collective had begun"))
         self._plans.clear()
 
     def _loop(self) -> None:
@@ -207,7 +209,7 @@ class Engine:
                 if isinstance(item, int):
                     with self._lock:
                         work = self._work.pop(item)
-                    work._do()
+                    work.do()
                 elif isinstance(item, BucketItem):
                     failed = self._reduce(item)
                 elif item == COMPLAINT:

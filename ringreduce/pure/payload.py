@@ -65,6 +65,36 @@ def checked_root(root: Any, rank: int, size: int) -> int:
     return number
 
 
+def checked_peer(peer: Any, rank: int, size: int) -> int:
+    """`peer`, another rank than `rank`, as a plain int."""
+    try:
+        number = operator.index(peer)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size or number == rank:
+        others = f"0 to {size - 1}, apart from {rank}" if size > 1 else "none"
+        raise ArrayError(
+            f"got rank {peer!r} to send to or receive from",
+            rank=rank,
+            size=size,
+            remedy=f"The other ranks are {others}.",
+        )
+    return number
+
+
+def checked_tag(tag: Any, rank: int, size: int) -> int:
+    """`tag`, a whole number that fits 63 bits, as a plain int."""
+    try:
+        number = operator.index(tag)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 63:
+        raise ArrayError(
+            f"got tag {tag!r:.100}", rank=rank, size=size, remedy="Tags are 0 to 2**63 - 1."
+        )
+    return number
+
+
 def checked_counts(counts: Sequence[int] | None, rows: int, rank: int, size: int) -> list[int]:
     """How many of `rows` are for each of `size` ranks: `counts`, or the same number for each.
 
