@@ -9,23 +9,46 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from ringreduce.collectives.base import Collectives
+from ringreduce.communicator.formation import Job
 from ringreduce.engine.executor import Executor
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
-
-if TYPE_CHECKING:
-    from ringreduce.communicator.session import Session
 
 _Result = TypeVar("_Result")
 # What a call does with the pairs: place, header, memory.
 Transfer = Callable[[Kind, np.ndarray], None]
+
+
+class Owner(Protocol):
+    """The session, as its messages see it."""
+
+    config: Config
+    membership: Membership
+    place: int
+    collectives: Collectives
+
+    @property
+    def job(self) -> Job | None:
+        """What is known of all ranks of the job."""
+
+    def check(self) -> None:
+        """Raise the error of a call that may not begin."""
+
+    def message_failed(self, error: RingReduceError) -> RingReduceError:
+        """Break the ring, unless this rank leaves; return the error to raise."""
+
+    def leave(self, why: str) -> None:
+        """Close the session."""
 
 
 class _Direction:
@@ -67,9 +90,9 @@ class _Direction:
 
 
 class Messages:
-    """The sends and recvs of `session`, for `Communicator`; from any thread."""
+    """The sends and recvs of `session`; from any thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Owner) -> None:
         self._session = session
         self._lock = threading.Lock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
