@@ -17,14 +17,14 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 7
+#define RR_ABI 8
 
 /* Return codes. System errors are returned as -errno. */
 enum {
     RR_DONE = 0,
     RR_WAITING = 1,  /* another rank is late; call again */
     RR_MISMATCH = 2, /* another rank is in another call */
-    RR_ABORTED = 3,  /* another rank has aborted; rr_shm_reason says why */
+    RR_ABORTED = 3,  /* another rank has aborted; rr_segment_reason says why */
     RR_BROKEN = 4,   /* another rank's segment holds impossible values */
 };
 
@@ -44,9 +44,10 @@ RR_EXPORT uint32_t rr_abi(void);
  *                        sleepers  ranks that sleep until `step` grows (written by them)
  *                        calls[2]  the rank's current call; even and odd calls alternate
  *                        reason    why it aborted, as text; length 0: it has not
+ *                        channels  where its heap has its channels to other ranks
  *    65536  inbox[2]   whole small messages, of even and odd calls
  *    98304  staging    two halves: data in flight of even and odd segments
- *           heap       registered arrays (`rr_segment_reserve`), reduced in place
+ *           heap       registered arrays (`rr_segment_reserve`), reduced in place; channels
  *
  * Ranks advance in steps. In a step a rank copies or adds, then increments `step`, then waits
  * until all others have done the same. So each word of a segment has one writer in each step,
@@ -121,6 +122,10 @@ RR_EXPORT int rr_segment_detach(int descriptor, void *address, uint64_t offset, 
 /* Free the memory of a detached part that is no longer used. */
 RR_EXPORT int rr_segment_drop(void *address, uint64_t offset, uint64_t bytes);
 
+/* Copy why the owner of a mapped segment aborted to `reason` (RR_REASON_BYTES); returns the length,
+ * 0: it has not. */
+RR_EXPORT uint32_t rr_segment_reason(const void *address, void *reason);
+
 /* One rank's view of all segments of its host. Not thread-safe. */
 typedef struct rr_shm rr_shm;
 
@@ -180,11 +185,56 @@ typedef struct {
 } rr_shm_facts;
 RR_EXPORT void rr_shm_look(const rr_shm *group, rr_shm_facts *facts);
 
-/* Copy why rank `peer` aborted to `reason` (RR_REASON_BYTES); returns the length, 0: it has not. */
-RR_EXPORT uint32_t rr_shm_reason(const rr_shm *group, uint32_t peer, void *reason);
-
 /* Whether rank `peer` has finished all steps that this rank waits for. */
 RR_EXPORT int rr_shm_has_arrived(const rr_shm *group, uint32_t peer);
+
+/* ------------------------------------------------------------------------------------------
+ * Messages from one rank of a host to another
+ *
+ * A channel is memory in the sender's heap. It carries one direction of a pair:
+ *
+ *   filled   slots that the sender has filled so far
+ *   emptied  slots that the receiver has emptied so far
+ *   slots[]  in turn: header of the message that begins here, or nothing; data
+ *
+ * Messages of a channel match in sending order. Nothing of the collectives is used, so that other
+ * threads may run those, other pairs and the other direction meanwhile.
+ * ------------------------------------------------------------------------------------------ */
+
+/* One end of a channel. Not thread-safe. */
+typedef struct rr_pair rr_pair;
+
+/* The end of rank `sender` or of rank `receiver`. `segments` as for rr_shm_new. */
+RR_EXPORT int rr_pair_new(rr_pair **pair, uint32_t size, void *const *segments, uint32_t sender,
+                          uint32_t receiver);
+RR_EXPORT void rr_pair_free(rr_pair *pair);
+
+/* Only for the sender: the channel lies at `offset` of its heap, a multiple of 64, in
+ * rr_pair_channel_bytes() zeros that stay allocated as long as the segment. Once per pair and
+ * segment, and by one thread at a time of a sender. */
+RR_EXPORT uint64_t rr_pair_channel_bytes(void);
+RR_EXPORT void rr_pair_open(rr_pair *pair, uint64_t offset);
+
+/* Send `bytes` at `data`; returns when they may be changed. `header` as in rr_call: word 3, the
+ * number of the message, and word 6, its bytes, are filled in; both ends pass the sender's rank.
+ * RR_WAITING: the receiver is late; call again with the same arguments to continue. */
+RR_EXPORT int rr_pair_send(rr_pair *pair, const uint64_t *header, const void *data, uint64_t bytes,
+                           const rr_wait_limits *limits);
+
+/* Receive a message of this `header` and length into `data`. RR_WAITING: the sender is late.
+ * RR_MISMATCH: the next message is another one. */
+RR_EXPORT int rr_pair_receive(rr_pair *pair, const uint64_t *header, void *data, uint64_t bytes,
+                              const rr_wait_limits *limits);
+
+/* Details of the code that send or receive returned. */
+typedef struct {
+    uint64_t sequence;  /* number of the message */
+    uint64_t theirs[8]; /* RR_MISMATCH: the sender's header */
+    uint64_t progress;  /* grows while either end advances */
+    uint32_t aborted;   /* RR_ABORTED: the rank */
+    uint32_t unused;
+} rr_pair_facts;
+RR_EXPORT void rr_pair_look(const rr_pair *pair, rr_pair_facts *facts);
 
 /* Reduce `count` elements of `sources` arrays, in their order, and write the result to all
  * `targets`; a target may be a source. `divisor` is used by RR_MEAN. */

@@ -1,12 +1,11 @@
-/* The layout of a segment, as drawn in ringreduce.h; for segment.c, steps.c and shm.c. */
+/* The layout of a segment, as drawn in ringreduce.h; for segment.c, shm.c and pairs.c. */
 #ifndef RR_SEGMENT_H
 #define RR_SEGMENT_H
 
 #include <stdint.h>
 
+#include "counters.h"
 #include "ringreduce.h"
-
-#define RR_LINE 64
 
 /* Written once by the owner, checked by every process that maps the segment. */
 struct rr_head {
@@ -28,11 +27,12 @@ struct rr_announcement {
 };
 
 struct rr_board {
-    _Alignas(RR_LINE) uint64_t step;
-    _Alignas(RR_LINE) uint32_t sleepers;
+    struct rr_counter step;
     _Alignas(RR_LINE) struct rr_announcement calls[2];
     _Alignas(RR_LINE) uint32_t news_bytes;
     uint8_t reason[RR_REASON_BYTES];
+    struct rr_counter opened;           /* channels of this rank to others so far */
+    uint64_t channels[RR_SHM_SIZE_MAX]; /* 1 + offset in the heap of the channel to each rank */
 };
 
 enum {

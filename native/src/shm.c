@@ -9,9 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "counters.h"
 #include "reduce.h"
 #include "shm.h"
-#include "steps.h"
 
 int rr_shm_new(rr_shm **made, uint32_t index, uint32_t size, void *const *segments)
 {
@@ -53,7 +53,7 @@ void rr_shm_free(rr_shm *group)
 
 static void publish(struct rr_shm *group)
 {
-    rr_step_publish(group->peers[group->index].board, ++group->step);
+    rr_counter_publish(&group->peers[group->index].board->step, ++group->step);
 }
 
 void rr_cut_segments(struct rr_shm *group, uint64_t longest, uint64_t limit)
@@ -127,7 +127,8 @@ static int wait_for_all(struct rr_shm *group, const rr_wait_limits *limits)
     for (uint32_t other = 1; other < group->size; other++) {
         const uint32_t rank = (group->index + other) % group->size;
         struct rr_board *board = group->peers[rank].board;
-        if (rr_step_wait(board, group->step, &spins, &yields, limits->sleep_ms) == RR_DONE)
+        if (rr_counter_wait(&board->step, group->step, &spins, &yields, limits->sleep_ms) ==
+            RR_DONE)
             continue;
         group->culprit = rank;
         for (uint32_t aborted = 0; aborted < group->size; aborted++)
@@ -186,24 +187,13 @@ void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes)
     const uint32_t length = bytes < RR_REASON_BYTES ? bytes : RR_REASON_BYTES;
     memcpy(board->reason, reason, length);
     __atomic_store_n(&board->news_bytes, length, __ATOMIC_RELEASE);
-    rr_step_wake(board);
-}
-
-uint32_t rr_shm_reason(const rr_shm *group, uint32_t peer, void *reason)
-{
-    if (peer >= group->size)
-        return 0;
-    const struct rr_board *board = group->peers[peer].board;
-    uint32_t length = __atomic_load_n(&board->news_bytes, __ATOMIC_ACQUIRE);
-    if (length > RR_REASON_BYTES) /* another process wrote it */
-        length = RR_REASON_BYTES;
-    memcpy(reason, board->reason, length);
-    return length;
+    rr_counter_wake(&board->step);
 }
 
 int rr_shm_has_arrived(const rr_shm *group, uint32_t peer)
 {
-    return peer < group->size && rr_step_is_done(group->peers[peer].board, group->step);
+    return peer < group->size &&
+           rr_counter_has_reached(&group->peers[peer].board->step, group->step);
 }
 
 void rr_shm_look(const rr_shm *group, rr_shm_facts *facts)
@@ -215,7 +205,7 @@ void rr_shm_look(const rr_shm *group, rr_shm_facts *facts)
     facts->steps = (uint32_t)group->last_segment;
     memcpy(facts->theirs, rr_announced(group, group->culprit)->header, sizeof facts->theirs);
     for (uint32_t rank = 0; rank < group->size; rank++)
-        facts->progress += __atomic_load_n(&group->peers[rank].board->step, __ATOMIC_RELAXED);
+        facts->progress += __atomic_load_n(&group->peers[rank].board->step.value, __ATOMIC_RELAXED);
     facts->bytes_sent = group->bytes_sent;
     facts->bytes_received = group->bytes_received;
 }

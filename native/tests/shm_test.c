@@ -242,7 +242,7 @@ static void *giving_up(void *argument)
         char reason[RR_REASON_BYTES];
         CHECK(facts.peer == 1);
         CHECK(!rr_shm_has_arrived(group, 1));
-        CHECK(rr_shm_reason(group, 1, reason) == 6 && memcmp(reason, "enough", 6) == 0);
+        CHECK(rr_segment_reason(host.segments[1], reason) == 6 && memcmp(reason, "enough", 6) == 0);
     }
     rr_shm_free(group);
     return NULL;

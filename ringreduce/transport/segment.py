@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.effects import native
+from ringreduce.pure.notification import ABORT_BYTES_MAX
 
 _ALIGNMENT = 4096
 # Address space for registered arrays; only what is used takes memory. No known host's memory has
@@ -29,7 +30,7 @@ _pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, 
 
 @cache
 def functions() -> dict[str, Any]:
-    """The library's functions on segments and groups, by name without the prefix ``rr_``.
+    """The library's functions on segments, groups and pairs, by name without the prefix ``rr_``.
 
     Raises:
         NativeError: there is no native library here.
@@ -43,14 +44,21 @@ def functions() -> dict[str, Any]:
         "segment_release": (_int, [_int, _pointer, _u64, _u64]),
         "segment_detach": (_int, [_int, _pointer, _u64, _u64]),
         "segment_drop": (_int, [_pointer, _u64, _u64]),
+        "segment_reason": (_u32, [_pointer, _pointer]),
         "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
         "shm_free": (None, [_pointer]),
         "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
         "shm_exchange": (_int, [_pointer, _pointer, _pointer, _pointer, _pointer]),
         "shm_abort": (None, [_pointer, ctypes.c_char_p, _u32]),
         "shm_look": (None, [_pointer, _pointer]),
-        "shm_reason": (_u32, [_pointer, _u32, _pointer]),
         "shm_has_arrived": (_int, [_pointer, _u32]),
+        "pair_new": (_int, [_pointer, _u32, _pointer, _u32, _u32]),
+        "pair_free": (None, [_pointer]),
+        "pair_channel_bytes": (_u64, []),
+        "pair_open": (None, [_pointer, _u64]),
+        "pair_send": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
+        "pair_receive": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
+        "pair_look": (None, [_pointer, _pointer]),
     }
     return native.functions("rr_", signatures)
 
@@ -64,6 +72,10 @@ def _checked(status: int) -> None:
     """Raise OSError for the errno in `status`."""
     if status < 0:
         raise OSError(-status, os.strerror(-status))
+
+
+def _whole_blocks(nbytes: int) -> int:
+    return max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
 
 
 class Segment:
@@ -106,6 +118,12 @@ class Segment:
         )
         return cls(descriptor.value)
 
+    def reason(self) -> bytes:
+        """Why the owner has aborted, as `encode_abort` made it; empty: it has not."""
+        buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
+        length = functions()["segment_reason"](self.address, ctypes.addressof(buffer))
+        return buffer.raw[:length]
+
 
 def _unmap(address: int, nbytes: int, descriptor: int) -> None:
     functions()["segment_unmap"](address, nbytes)
@@ -137,30 +155,18 @@ class Heap:
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes` zeros, dtype uint8, in the heap; None when there is no room."""
-        length = max(1, -(-nbytes // _ALIGNMENT)) * _ALIGNMENT
-        with self._lock:
-            if self._is_detached:
-                return None
-            self._join_returned()
-            place = next((i for i, (_, room) in enumerate(self._free) if room >= length), None)
-            if place is None:
-                return None
-            offset, room = self._free.pop(place)
-            if room > length:
-                self._free.insert(place, (offset + length, room - length))
-            self._used[offset] = length
-        segment = self._segment
-        status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
-        if status < 0:
-            del self._used[offset]
-            self._returned.append((offset, length))
-            if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                return None
-            _checked(status)
+        length = _whole_blocks(nbytes)
+        offset = self._take(length, is_array=True)
+        if offset is None:
+            return None
         block = (ctypes.c_uint8 * nbytes).from_address(self._start + offset)
         finalizer = weakref.finalize(block, self._release, offset, length)
         finalizer.atexit = False
         return np.frombuffer(memoryview(block), np.uint8)
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Offset in the heap of `nbytes` zeros that stay with the segment; None for no room."""
+        return self._take(_whole_blocks(nbytes), is_array=False)
 
     def detach(self) -> int:
         """Make all arrays private to this process, at the same addresses; return the bytes left.
@@ -179,6 +185,29 @@ class Heap:
             if functions()["segment_detach"](*arguments) < 0:
                 left += length
         return left
+
+    def _take(self, length: int, *, is_array: bool) -> int | None:
+        with self._lock:
+            if self._is_detached:
+                return None
+            self._join_returned()
+            place = next((i for i, (_, room) in enumerate(self._free) if room >= length), None)
+            if place is None:
+                return None
+            offset, room = self._free.pop(place)
+            if room > length:
+                self._free.insert(place, (offset + length, room - length))
+            if is_array:
+                self._used[offset] = length
+        segment = self._segment
+        status = functions()["segment_reserve"](segment.descriptor, segment.address, offset, length)
+        if status < 0:
+            self._used.pop(offset, None)
+            self._returned.append((offset, length))
+            if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                return None
+            _checked(status)
+        return offset
 
     def _release(self, offset: int, length: int) -> None:
         segment = self._segment

@@ -20,31 +20,24 @@ import numpy as np
 
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
-from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error, encode_abort, goodbye_error
+from ringreduce.pure.notification import abort_error, encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
-from ringreduce.transport.stalls import Interruption, Stall, mismatch_error, timeout_error
+from ringreduce.transport.shm_pairs import HostPairs
+from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.stalls import Interruption, mismatch_error
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import PeerLostError, ProtocolError, RingReduceError
-from ringreduce.vocabulary.times import milliseconds
+from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
 # Of each half of a segment's staging. Both fit the second-level cache, and each half costs one wait
 # for all ranks. Measured from 256 KiB to 8 MiB (docs/performance.md).
 STAGING_BYTES = 512 << 10
-# How long to wait in each way before the next (native/src/steps.c). With a core for each rank 200
-# to 4000 spins are equally fast; with fewer cores each spin delays the rank that is waited for
-# (docs/performance.md).
-_SPINS_ALONE, _YIELDS_ALONE = 200, 100
-_SPINS_CROWDED, _YIELDS_CROWDED = 20, 100
-
-# RR_DONE, ... of native/include/ringreduce.h.
-_DONE, _WAITING, _MISMATCH, _ABORTED, _BROKEN = range(5)
 
 
 class _Call(ctypes.Structure):
@@ -55,14 +48,6 @@ class _Call(ctypes.Structure):
         ("op", ctypes.c_uint32),
         ("divisor", ctypes.c_uint32),
         ("bounds", ctypes.c_void_p),
-    )
-
-
-class _WaitLimits(ctypes.Structure):
-    _fields_ = (
-        ("spins", ctypes.c_uint32),
-        ("yields", ctypes.c_uint32),
-        ("sleep_ms", ctypes.c_uint32),
     )
 
 
@@ -130,6 +115,9 @@ class HostLink:
         self._heap: Heap | None = Heap(self._own)
         self._segments: list[Segment] = []
         self._group: int | None = None
+        # Messages between two ranks, once this is connected.
+        self.pairs: HostPairs | None = None
+        self._ranks: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
         # Any thread may ask for the traffic, so `close` must not free the group meanwhile.
@@ -153,9 +141,7 @@ class HostLink:
         assert self._own is not None
         self._members, self._rank, self._size = tuple(members), rank, size
         self._index = self._members.index(rank)
-        self._wait_limits = _wait_limits(len(members))
         self._run = self._functions["shm_run"]
-        self._wait_limits_address = ctypes.addressof(self._wait_limits)
         descriptors = self._mesh.connect(
             [name.rpartition("/")[2] for name in names],
             members,
@@ -184,13 +170,18 @@ class HostLink:
         status = self._functions["shm_new"](
             ctypes.addressof(group), self._index, len(members), ctypes.addressof(addresses)
         )
-        if status != _DONE or group.value is None:
+        if status != DONE or group.value is None:
             raise ProtocolError(
                 f"cannot use the memory of this host's ranks: {os.strerror(-status)}",
                 rank=rank,
                 size=size,
             )
         self._group = group.value
+        ranks = HostRanks(self._members, self._index, self._segments, self._mesh, self._patience)
+        self._ranks = ranks
+        self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
+        assert self._heap is not None
+        self.pairs = HostPairs(ranks, self._heap, size)
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
@@ -210,7 +201,7 @@ class HostLink:
         """
         address = flat.__array_interface__["data"][0]
         status = self._run(self._group, call.address, address, self._wait_limits_address)
-        if status != _DONE:
+        if status != DONE:
             self._resume(status, call, self._run, address)
 
     def exchange(self, call: HostCall, source: np.ndarray, target: np.ndarray) -> None:
@@ -218,28 +209,16 @@ class HostLink:
         exchange = self._functions["shm_exchange"]
         addresses = [array.__array_interface__["data"][0] for array in (source, target)]
         status = exchange(self._group, call.address, *addresses, self._wait_limits_address)
-        if status != _DONE:
+        if status != DONE:
             self._resume(status, call, exchange, *addresses)
 
     def _resume(self, status: int, call: HostCall, run: Any, *addresses: int) -> None:
         """Continue a call that was not completed at the first attempt."""
-        stall = Stall(self._patience)
-        while status == _WAITING:
-            facts = self._look()
-            if self._interruption.is_set:
-                raise self._interruption.error(**self._where(call, self._index))
-            limit = stall.look(facts.progress)
-            if stall.lost is not None:
-                raise self._lost(stall.lost, call)
-            if limit is not None:
-                peer = int(facts.peer)
-                due = f"rank {self._members[peer]} on the same host"
-                raise timeout_error(due, stall.waited_s, limit, **self._where(call, peer))
-            arrived = self._functions["shm_has_arrived"]
-            late = (i for i in self._mesh.gone() if not arrived(self._group, i))
-            stall.lost = next(late, None)
-            status = run(self._group, call.address, *addresses, self._wait_limits_address)
-        if status != _DONE:
+        assert self._ranks is not None
+        status = self._ranks.finish(
+            status, _Stalled(self, call, run, addresses), self._interruption
+        )
+        if status != DONE:
             raise self._error(status, call)
 
     def _look(self) -> _Facts:
@@ -260,27 +239,13 @@ class HostLink:
             else "meeting in shared memory",
         }
 
-    def _lost(self, index: int, call: HostCall) -> RingReduceError:
-        """The error of a lost rank: an abort of any rank, else its own goodbye, comes first."""
-        for other in range(len(self._members)):
-            if payload := self._abort_of(other):
-                return abort_error(payload, **self._where(call, other))
-        peer = self._members[index]
-        if (goodbye := self._mesh.gone()[index]) is not None:
-            return goodbye_error(goodbye, **self._where(call, index))
-        return PeerLostError(
-            f"lost rank {peer} on the same host: it died",
-            **self._where(call, index),
-            remedy=f"Read rank {peer}'s log first.",
-        )
-
     def _error(self, status: int, call: HostCall) -> RingReduceError:
         facts = self._look()
         index = int(facts.peer)
         where = self._where(call, index)
-        if status == _ABORTED:
-            return abort_error(self._abort_of(index), **where)
-        if status == _MISMATCH:
+        if status == ABORTED:
+            return abort_error(self._segments[index].reason(), **where)
+        if status == MISMATCH:
             theirs = wire.decode(facts.theirs)
             ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
             if wire.will_be_explained(theirs, ours) and (payload := self._await_abort(index)):
@@ -294,18 +259,12 @@ class HostLink:
     def _await_abort(self, index: int) -> bytes:
         """The abort of that rank, if it soon arrives; else empty."""
         deadline = time.monotonic() + TIMES.explanation_s
-        while not (payload := self._abort_of(index)) and time.monotonic() < deadline:
+        while not (payload := self._segments[index].reason()) and time.monotonic() < deadline:
             if self._interruption.is_set:
                 break
             # Polled: that rank is in another call, so it does not wake this one.
             time.sleep(TIMES.shared_memory_poll_s / 10)
         return payload
-
-    def _abort_of(self, index: int) -> bytes:
-        """The abort that rank has left in its segment; empty for none."""
-        buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
-        length = self._functions["shm_reason"](self._group, index, ctypes.addressof(buffer))
-        return buffer.raw[:length]
 
     def abort(self, cause: RingReduceError) -> None:
         """Write into this rank's segment why it gives up; the others read that when they wait.
@@ -324,8 +283,10 @@ class HostLink:
                 )
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make a `run` in another thread raise when it next checks the clock."""
+        """Make a `run` or a message in another thread raise when it next checks the clock."""
         self._interruption.set(cause)
+        if self.pairs is not None:
+            self.pairs.interrupt(cause)
 
     def traffic(self) -> Traffic:
         """What this rank has written to and read from shared memory so far; from any thread."""
@@ -334,8 +295,12 @@ class HostLink:
                 # Not into `_facts`, which a `run` in another thread may be reading.
                 facts = _Facts()
                 self._functions["shm_look"](self._group, ctypes.addressof(facts))
+                assert self.pairs is not None
+                messages = self.pairs.traffic()
                 self._traffic = Traffic(
-                    int(facts.progress), int(facts.bytes_sent), int(facts.bytes_received)
+                    int(facts.progress),
+                    int(facts.bytes_sent) + messages.bytes_sent,
+                    int(facts.bytes_received) + messages.bytes_received,
                 )
             return self._traffic
 
@@ -351,13 +316,37 @@ class HostLink:
             group, self._group = self._group, None
             if group is not None:
                 self._functions["shm_free"](group)
+        if self.pairs is not None:
+            self.pairs.close()
         self._segments.clear()
         # The link itself may live much longer.
-        self._own = self._heap = None
+        self._own = self._heap = self._ranks = None
 
 
-def _wait_limits(ranks: int) -> _WaitLimits:
-    """How to wait when `ranks` share the cores that this process may use."""
-    crowded = ranks > len(os.sched_getaffinity(0))
-    spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
-    return _WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
+class _Stalled:
+    """A collective that waits for another rank; a `Waiting`."""
+
+    def __init__(self, link: HostLink, call: HostCall, run: Any, addresses: Sequence[int]) -> None:
+        self._link, self._call = link, call
+        self._run, self._addresses = run, addresses
+
+    def resume(self) -> int:
+        """Continue it."""
+        link = self._link
+        status: int = self._run(
+            link._group, self._call.address, *self._addresses, link._wait_limits_address
+        )
+        return status
+
+    def state(self) -> tuple[int, int]:
+        """The steps of all ranks, and the rank that was late."""
+        facts = self._link._look()
+        return int(facts.progress), int(facts.peer)
+
+    def is_late(self, index: int) -> bool:
+        """Whether that rank has not finished the step."""
+        return not self._link._functions["shm_has_arrived"](self._link._group, index)
+
+    def where(self, index: int) -> dict[str, Any]:
+        """The fields of an error about that rank."""
+        return self._link._where(self._call, index)

@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 
@@ -56,6 +57,8 @@ class Mesh:
         self._poll = select.poll()
         # Lost ranks and their goodbyes; None for a rank that sent none.
         self._gone: dict[int, bytes | None] = {}
+        # Several threads may wait for other ranks, and a signal handler may close this.
+        self._lock = threading.RLock()
         inherited.watch(self)
 
     def connect(
@@ -167,6 +170,11 @@ class Mesh:
 
     def gone(self) -> dict[int, bytes | None]:
         """Index of each rank whose connection has ended, and its goodbye; None if it sent none."""
+        with self._lock:
+            self._look()
+            return dict(self._gone)
+
+    def _look(self) -> None:
         ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._connections else ()
         for index, connection in list(self._connections.items()):
             if connection.fileno() not in ready:
@@ -182,7 +190,6 @@ class Mesh:
             self._poll.unregister(connection)
             connection.close()
             del self._connections[index]
-        return self._gone
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies, without a goodbye in the parent's name."""
@@ -193,11 +200,12 @@ class Mesh:
     def close(self, goodbye: bytes = b"") -> None:
         """Say goodbye and close all connections."""
         self._listener.close()
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.send(_GOODBYE + goodbye[:GOODBYE_BYTES_MAX])
-            connection.close()
-        self._connections.clear()
+        with self._lock:
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):
+                    connection.send(_GOODBYE + goodbye[:GOODBYE_BYTES_MAX])
+                connection.close()
+            self._connections.clear()
 
 
 def _is_ours(connection: socket.socket) -> bool:

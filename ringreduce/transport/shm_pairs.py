@@ -1,0 +1,206 @@
+"""Messages between two ranks of one host in shared memory; native/src/pairs.c does the work.
+
+Threads: each direction of each pair is used by one thread at a time; they, and the collectives, do
+not wait for each other. `interrupt`, `close` and `traffic` may be called from any thread.
+
+Memory: a channel, 130 KiB in the sender's segment, from the first message of a direction until the
+segment is freed. A message of up to 32 KiB is copied there; a larger one passes through in pieces,
+or is read where it is when it lies in registered memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ringreduce.pure import wire
+from ringreduce.pure.notification import abort_error
+from ringreduce.pure.wire import Header
+from ringreduce.transport.calls import Traffic
+from ringreduce.transport.segment import Heap, functions
+from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.stalls import Interruption, mismatch_error
+from ringreduce.vocabulary.errors import ArrayError, ProtocolError, RingReduceError
+
+
+class _Facts(ctypes.Structure):
+    _fields_ = (
+        ("sequence", ctypes.c_uint64),
+        ("theirs", ctypes.c_uint64 * 8),
+        ("progress", ctypes.c_uint64),
+        ("aborted", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    )
+
+
+class HostPairs:
+    """This rank's channels to and from the others of its host, `size` being that of the job."""
+
+    def __init__(self, ranks: HostRanks, heap: Heap, size: int) -> None:
+        self._ranks: HostRanks | None = ranks
+        self._heap: Heap | None = heap
+        self._size = size
+        self._interruption = Interruption()
+        # Guards the ends; the sender's memory is opened by one thread at a time.
+        self._lock = threading.Lock()
+        self._sending: dict[int, _End] = {}
+        self._receiving: dict[int, _End] = {}
+
+    def send(self, place: int, header: Header, flat: np.ndarray) -> None:
+        """Send `flat`, contiguous, to the rank at `place` among those of this host.
+
+        Returns when the caller may change it: a message of up to 32 KiB may still be on its way, a
+        larger one has been received. `header` has kind, dtype, count, signature and the sender's
+        rank; a header object that is used again costs less.
+
+        Raises: as `recv`; ArrayError: there is no memory for the channel, and nothing was sent.
+        """
+        end = self._sending.get(place)
+        if end is None:
+            end = self._open(place, is_sending=True)
+        end.run(header, flat, self._interruption)
+
+    def recv(self, place: int, header: Header, flat: np.ndarray) -> None:
+        """Receive into `flat`, contiguous, a message of `header` from the rank at `place`.
+
+        Raises:
+            PeerTimeoutError: the rank made no progress within the time limit.
+            PeerLostError: it died or closed its communicator, or this one was closed.
+            MismatchError: it has sent another message.
+            ProtocolError: its memory has invalid contents.
+
+        After any exception the pair is broken: `abort` the link, then `close`.
+        """
+        end = self._receiving.get(place)
+        if end is None:
+            end = self._open(place, is_sending=False)
+        end.run(header, flat, self._interruption)
+
+    def _open(self, place: int, *, is_sending: bool) -> _End:
+        with self._lock:
+            ranks, heap = self._ranks, self._heap
+            if ranks is None or heap is None:
+                raise self._interruption.error(size=self._size)
+            end = _End(ranks, place, self._size, is_sending=is_sending)
+            if is_sending:
+                offset = heap.reserve(functions()["pair_channel_bytes"]())
+                if offset is None:
+                    raise ArrayError(
+                        f"has no shared memory left to send to rank {ranks.members[place]}",
+                        rank=ranks.members[ranks.index],
+                        size=self._size,
+                        remedy="Free registered arrays (Communicator.empty), or give the job more "
+                        "memory.",
+                    )
+                end.open(offset)
+            (self._sending if is_sending else self._receiving)[place] = end
+            return end
+
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
+        """Make calls in other threads raise when they next check the clock."""
+        self._interruption.set(cause)
+
+    def traffic(self) -> Traffic:
+        """The bytes of all messages that were sent and received so far."""
+        with self._lock:
+            sent, received = [list(ends.values()) for ends in (self._sending, self._receiving)]
+        return Traffic(0, sum(end.nbytes for end in sent), sum(end.nbytes for end in received))
+
+    def close(self) -> None:
+        """End the calls of other threads; memory goes with the last of them."""
+        if not self._interruption.is_set:
+            self._interruption.set(None)
+        with self._lock:
+            self._ranks = self._heap = None
+            self._sending.clear()
+            self._receiving.clear()
+
+
+class _End:
+    """This rank's end of one direction; a `Waiting`. A running call keeps all memory mapped."""
+
+    def __init__(self, ranks: HostRanks, place: int, size: int, *, is_sending: bool) -> None:
+        self._ranks, self._place, self._size = ranks, place, size
+        self._operation = "send" if is_sending else "recv"
+        self._call = functions()["pair_send" if is_sending else "pair_receive"]
+        self.nbytes = 0
+        sender, receiver = (ranks.index, place) if is_sending else (place, ranks.index)
+        addresses = (ctypes.c_void_p * len(ranks.members))(*[s.address for s in ranks.segments])
+        made = ctypes.c_void_p()
+        status = functions()["pair_new"](
+            ctypes.addressof(made),
+            *(len(ranks.members), ctypes.addressof(addresses), sender, receiver),
+        )
+        if status != DONE or made.value is None:
+            raise MemoryError(os.strerror(-status))
+        self._pair: int = made.value
+        weakref.finalize(self, functions()["pair_free"], self._pair).atexit = False
+        self._limits = ctypes.addressof(ranks.wait_limits)
+        self._facts = _Facts()
+        self._header: Header | None = None
+
+    def open(self, offset: int) -> None:
+        """The sender's channel is at `offset` in its heap."""
+        functions()["pair_open"](self._pair, offset)
+
+    def run(self, header: Header, flat: np.ndarray, interruption: Interruption) -> None:
+        """Send or receive `flat`."""
+        if header is not self._header:
+            self._header, self._words = header, wire.encode(header)
+            self._words_address = self._words.ctypes.data
+        self._address, self._nbytes = flat.__array_interface__["data"][0], flat.nbytes
+        status = self.resume()
+        if status != DONE:
+            status = self._ranks.finish(status, self, interruption)
+            if status != DONE:
+                raise self._error(status, header)
+        self.nbytes += flat.nbytes
+
+    def resume(self) -> int:
+        """Continue the call."""
+        status: int = self._call(
+            self._pair, self._words_address, self._address, self._nbytes, self._limits
+        )
+        return status
+
+    def state(self) -> tuple[int, int]:
+        """What both ends have done, and the other one."""
+        return int(self._look().progress), self._place
+
+    def is_late(self, index: int) -> bool:
+        """Only the other end is waited for."""
+        return index == self._place
+
+    def where(self, index: int) -> dict[str, Any]:
+        """The fields of an error about the rank at `index`."""
+        ranks = self._ranks
+        return {
+            "rank": ranks.members[ranks.index],
+            "size": self._size,
+            "peer": ranks.members[index],
+            "operation": self._operation,
+            "sequence": int(self._look().sequence),
+            "step": "message in shared memory",
+        }
+
+    def _look(self) -> _Facts:
+        functions()["pair_look"](self._pair, ctypes.addressof(self._facts))
+        return self._facts
+
+    def _error(self, status: int, header: Header) -> RingReduceError:
+        facts = self._look()
+        if status == ABORTED:
+            index = int(facts.aborted)
+            return abort_error(self._ranks.segments[index].reason(), **self.where(index))
+        where, named = self.where(self._place), f"rank {self._ranks.members[self._place]}"
+        if status == MISMATCH:
+            theirs = wire.decode(facts.theirs)
+            ours = replace(header, sequence=int(facts.sequence), nbytes=self._nbytes)
+            return mismatch_error(theirs, ours, lambda _: named, **where)
+        return ProtocolError(f"found what cannot be in the memory of {named}", **where)
