@@ -64,6 +64,11 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         return self._config
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the job that are in it, in the order of their ranks here."""
+        return self._session.membership.members
+
+    @property
     def transport(self) -> str:
         """How ranks reach each other: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone."""
         return self._session.transport
@@ -296,8 +301,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
     def __repr__(self) -> str:
         """Rank, size and state."""
         state = "closed" if self.closed else "broken" if self.failure else "open"
-        members = self._session.membership
-        group = f", ranks {members.members} of the job" if members.group else ""
+        is_group = self._session.membership.group > 0
+        group = f", ranks {self.members} of the job" if is_group else ""
         return f"<Communicator rank {self.rank} of {self.size}{group}, {state}>"
 
     def _check_mean(self, op: ReduceOp, dtype: np.dtype) -> None:
@@ -305,7 +310,6 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         if op is ReduceOp.MEAN and dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
             raise ArrayError(
                 f"cannot divide {dtype.name} by {self.size} ranks",
-                rank=self.rank,
-                size=self.size,
+                **self._config.who,
                 remedy="Convert the array to a wider dtype.",
             )

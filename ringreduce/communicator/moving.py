@@ -54,7 +54,7 @@ class MovingCalls(Handle):
 
         Raises: as `all_reduce`; ArrayError also when `root` is not a rank.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
         arguments = self._session.collectives.broadcast, Kind.BROADCAST, flat, root
         return self._session.run("broadcast", array, signature, async_op, *arguments)
@@ -92,7 +92,7 @@ class MovingCalls(Handle):
         rows = array.shape[0] if array.shape else -1
         if rows < 0:
             raise self._refused("all_to_all got an array without dimensions", "Pass one with rows.")
-        parts = checked_counts(counts, rows, self.rank, self.size)
+        parts = checked_counts(counts, rows, self.size, self._config.who)
         if out is not None:
             flat_view(out, "all_to_all as `out`")
             fits = out.dtype == array.dtype and out.shape[1:] == array.shape[1:] and out.shape
@@ -124,7 +124,7 @@ class MovingCalls(Handle):
 
         Raises: as `all_gather`; ArrayError also when `root` is not a rank.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "gather", writable=False)
         arguments = self._session.collectives, array, flat, root, self.rank, self.size
         return self._session.run("gather", array, signature, async_op, varying.gather, *arguments)
@@ -154,7 +154,7 @@ class MovingCalls(Handle):
             As `all_reduce`; ArrayError on `root` alone when `array` or `counts` is refused. The
             other ranks still wait for it, so let that error end the process.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         whole, parts = np.empty(0, np.uint8), [0] * self.size
         if self.rank == root:
             if not isinstance(array, np.ndarray) or not array.shape:
@@ -165,10 +165,10 @@ class MovingCalls(Handle):
                     f"scatter got {what} on its root", "Pass a numpy array with rows there."
                 )
             whole = array
-            parts = checked_counts(counts, len(array), self.rank, self.size)
+            parts = checked_counts(counts, len(array), self.size, self._config.who)
         flat = flat_view(whole, "scatter", writable=False)
         arguments = self._session.collectives, whole, flat, parts, root, self.rank, self.size
         return self._session.run("scatter", whole, signature, async_op, varying.scatter, *arguments)
 
     def _refused(self, problem: str, remedy: str) -> ArrayError:
-        return ArrayError(problem, rank=self.rank, size=self.size, remedy=remedy)
+        return ArrayError(problem, **self._config.who, remedy=remedy)

@@ -31,7 +31,7 @@ class ObjectCalls(Handle):
             As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is over
             64 MiB. The other ranks still wait for it, so let that error end the process.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         arguments = self._session.collectives, payload, self.rank, root
         received = self._session.call(
@@ -59,7 +59,7 @@ class ObjectCalls(Handle):
 
         Raises: as `broadcast_object`, ArrayError on any rank.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         payload = encode(value)
         arguments = self._session.collectives, payload, root, self.rank, self.size
         gathered = self._session.call(
@@ -80,15 +80,14 @@ class ObjectCalls(Handle):
 
         Raises: as `broadcast_object`; ArrayError on `root` also when there are not `size` values.
         """
-        root = checked_root(root, self.rank, self.size)
+        root = checked_root(root, self.size, self._config.who)
         payloads: list[np.ndarray] = []
         if self.rank == root:
             if values is None or len(values) != self.size:
                 count = "None" if values is None else f"{len(values)} objects"
                 raise ArrayError(
                     f"scatter_object got {count} on its root",
-                    rank=self.rank,
-                    size=self.size,
+                    **self._config.who,
                     remedy=f"Pass a list of {self.size}, one for each rank, there.",
                 )
             payloads = [encode(value) for value in values]

@@ -123,4 +123,5 @@ class PairCalls(Handle):
         return decode(self._session.messages.recv(peer, number, run, False))
 
     def _checked(self, peer: int, tag: int) -> tuple[int, int]:
-        return checked_peer(peer, self.rank, self.size), checked_tag(tag, self.rank, self.size)
+        who = self._config.who
+        return checked_peer(peer, self.rank, self.size, who), checked_tag(tag, who)

@@ -56,11 +56,10 @@ def on_rank_zero(
         result, error = ring.broadcast_object(None)
         if error:
             raise WorkerError(
-                f"waited for {name} on rank 0, which raised {error}",
-                rank=ring.rank,
-                size=ring.size,
-                peer=0,
-                remedy="Read rank 0's log first.",
+                f"waited for {name} on rank {ring.members[0]}, which raised {error}",
+                **ring.config.who,
+                peer=ring.members[0],
+                remedy=f"Read rank {ring.members[0]}'s log first.",
             )
         return result  # type: ignore[no-any-return]
     try:

@@ -21,5 +21,5 @@ def warn_of_ranks_apart() -> None:
         _log.warning(
             "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "
             "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",
-            *(ring.rank, ring.size),
+            *ring.config.who.values(),
         )

@@ -217,12 +217,13 @@ def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:
     if ring.size == 1:
         return
 
-    def difference(gathered: list[Any]) -> Difference | None:
-        for rank, (shapes, digest) in enumerate(gathered):
+    def difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
+        first = members[0]
+        for rank, (shapes, digest) in zip(members, gathered, strict=True):
             if (shapes, digest) != tuple(gathered[0]):
-                differ = f"rank 0 has {gathered[0][0]}, rank {rank} {shapes}"
+                differ = f"rank {first} has {gathered[0][0]}, rank {rank} {shapes}"
                 if shapes == gathered[0][0]:
-                    differ = f"rank {rank} has other values than rank 0, or another order"
+                    differ = f"rank {rank} has other values than rank {first}, or another order"
                 return Difference(
                     rank,
                     f"found different arrays as {what}: {differ}",

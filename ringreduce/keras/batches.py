@@ -104,8 +104,7 @@ class Plan:
         if rows < ring.size and not self.deal:
             raise ConfigError(
                 f"got a global batch of {rows} samples, fewer than the {ring.size} ranks",
-                rank=ring.rank,
-                size=ring.size,
+                **ring.config.who,
                 remedy=f"Raise the {name}: batches are those of all ranks together.",
             )
 

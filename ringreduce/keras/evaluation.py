@@ -239,13 +239,13 @@ def _share_of(
         parts, is_empty = _map(lambda part: _rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
 
-    def compare(gathered: list[Any]) -> Difference | None:
-        whole = gathered[0][0]
-        for rank, (theirs, _) in enumerate(gathered):
+    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
+        whole, first = gathered[0][0], members[0]
+        for rank, (theirs, _) in zip(members, gathered, strict=True):
             if theirs != whole:
                 return Difference(
                     rank,
-                    f"found that rank 0 has passed {whole} {unit} and rank {rank} {theirs}",
+                    f"found that rank {first} has passed {whole} {unit} and rank {rank} {theirs}",
                     "Pass the same whole data on every rank; each takes its own share.",
                 )
         return None
@@ -312,8 +312,7 @@ def _checked_rows(output: Any, ring: Communicator) -> np.ndarray:
     if not isinstance(output, np.ndarray) or not output.ndim:
         raise ConfigError(
             f"cannot join outputs of type {type(output).__name__}",
-            rank=ring.rank,
-            size=ring.size,
+            **ring.config.who,
             remedy="Ragged and sparse outputs, and numbers that are not one per sample, are not "
             "supported: use model.predict.",
         )

@@ -19,7 +19,7 @@ from ringreduce.keras.join import build, empty_batch, weigh_steps
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.unsharded import note_sharding
-from ringreduce.keras.wrappable import require_distributed
+from ringreduce.keras.wrappable import refuse_other_ring, require_distributed
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -101,6 +101,7 @@ def fit(
             remedy="Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first.",
         )
     require_distributed(model, ring)
+    refuse_other_ring(model, "rr.fit", ring)
     if validation_split and validation_data is None:
         if not are_arrays(x):
             raise ConfigError(

@@ -108,8 +108,7 @@ class InitialValues:
                 ConfigError(
                     "has variables that had no values when the training step was traced "
                     f"({', '.join(missing[:3])}), so rank 0's could not be copied",
-                    rank=ring.rank,
-                    size=ring.size,
+                    **ring.config.who,
                     remedy="Build the model and call optimizer.build(model.trainable_variables) "
                     "before training.",
                 )
@@ -157,7 +156,7 @@ def _without_others(
         "[%d/%d] %d ranks began with other weights than rank 0; their gradients of the first "
         "step were left out. Build the optimizer before an eager loop, or call "
         "broadcast_variables.",
-        *(ring.rank, ring.size, ring.size - useful),
+        *(*ring.config.who.values(), ring.size - useful),
     )
     factor = ring.size / useful if usable else 0.0
     return [

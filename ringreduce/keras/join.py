@@ -11,7 +11,7 @@ undone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -26,7 +26,11 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
 from ringreduce.keras.unsharded import note_sharding
-from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
+from ringreduce.keras.wrappable import (
+    build_optimizer_here,
+    refuse_other_ring,
+    warn_of_plain_optimizer,
+)
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -83,6 +87,7 @@ def join(
             f"got {model!r} to train, which is no compiled model",
             remedy="Call model.compile(...) first; for a loop of your own use rr.joined(dataset).",
         )
+    refuse_other_ring(model, "rr.join", ring)
     empty = empty_batch(dataset)
     if ring.size == 1:
         return dataset
@@ -157,8 +162,8 @@ def _samples(batch: Any) -> int:
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
 
-    def compare(gathered: list[Any]) -> Difference | None:
-        for rank, (_, theirs) in enumerate(gathered):
+    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
+        for rank, (_, theirs) in zip(members, gathered, strict=True):
             if theirs != weighting:
                 text = f"weights by {weighting}, rank {rank} by {theirs}"
                 return Difference(rank, text, "Pass the same weighting on every rank.")
@@ -166,7 +171,8 @@ def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
 
     gathered = agree(ring, [count, weighting], compare, "join")
     counts = [count for count, _ in gathered]
-    endless = [rank for rank, n in enumerate(counts) if n == tf.data.INFINITE_CARDINALITY]
+    named = zip(ring.members, counts, strict=True)
+    endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]
     if endless:
         raise ring.fail(
             ConfigError(

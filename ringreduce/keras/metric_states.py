@@ -189,9 +189,10 @@ def _results_with(
             variable.assign(value)
 
 
-def _difference(gathered: list[Any]) -> Difference | None:
+def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
     """How the metric variables of ranks that had batches differ."""
-    counted = [(rank, layout) for rank, (batches, layout) in enumerate(gathered) if batches]
+    named = zip(members, gathered, strict=True)
+    counted = [(rank, layout) for rank, (batches, layout) in named if batches]
     for rank, layout in counted:
         first, expected = counted[0]
         # Without the path: numbers in automatic names depend on what else a process has made.

@@ -146,6 +146,11 @@ class DistributedOptimizer(Wrapper):
         for variable in local_variables:
             self.register_local_var(variable)
 
+    @property
+    def communicator(self) -> Communicator | None:
+        """As it was given; None for the process's."""
+        return self._communicator
+
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
 

@@ -68,8 +68,7 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
     if how not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ArrayError(
             f"cannot reduce tf.IndexedSlices with op={how.name.lower()!r}",
-            rank=ring.rank,
-            size=ring.size,
+            **ring.config.who,
             remedy="Use sum or mean, or tf.convert_to_tensor first.",
         )
     values = all_gather(slices.values, ring)

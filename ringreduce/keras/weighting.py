@@ -180,8 +180,7 @@ def exchanged(own: Any, communicator: Communicator) -> Weight:
                     ConfigError(
                         "has no data in this step, as all ranks: a step that XLA compiles cannot "
                         "be given up",
-                        rank=communicator.rank,
-                        size=communicator.size,
+                        **communicator.config.who,
                         operation="exchange of weights",
                         remedy="Give the dataset a fixed length (dataset.apply(tf.data."
                         "experimental.assert_cardinality(n))), or leave jit_compile=True out.",

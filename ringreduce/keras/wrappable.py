@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -73,6 +74,26 @@ def is_distributed(model: Any) -> bool:
     return any(isinstance(one, Wrapper) for one in (model.optimizer, *vars(model).values()))
 
 
+def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:
+    """Raise if `where` got a group, and an optimizer of `model` averages over the whole job.
+
+    An optimizer with a communicator of its own may have another one on purpose.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if not is_initialized() or communicator is default_communicator():
+        return
+    for one in (model.optimizer, *vars(model).values()):
+        if isinstance(one, Wrapper) and getattr(one, "communicator", None) is None:
+            raise ConfigError(
+                f"got a group of {communicator.size} ranks in {where}, while the optimizer "
+                f"({one.name}) averages over all {default_communicator().size}",
+                **communicator.config.who,
+                remedy="Make it with DistributedOptimizer(..., communicator=group).",
+            )
+
+
 def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer
@@ -81,7 +102,7 @@ def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) 
     _log.warning(
         "[%d/%d] %s got a model whose optimizer (%s) is no DistributedOptimizer: ranks train "
         "apart, unless its train_step averages gradients by itself. Wrap it, or use rr.load_model.",
-        *(communicator.rank, communicator.size, where, optimizer.name),
+        *(*communicator.config.who.values(), where, optimizer.name),
     )
 
 
@@ -98,8 +119,7 @@ def require_distributed(model: Any, communicator: Communicator) -> None:
         return
     raise ConfigError(
         f"got a model with a plain optimizer ({model.optimizer.name}), which averages nothing",
-        rank=communicator.rank,
-        size=communicator.size,
+        **communicator.config.who,
         remedy="Wrap it: model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers."
         f'{type(model.optimizer).__name__}(...)), ...); for a name such as "adam" give the wrapper '
         'keras.optimizers.get("adam"). rr.load_model wraps that of a saved model.',

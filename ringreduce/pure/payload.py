@@ -52,61 +52,65 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
     return numbers
 
 
-def checked_root(root: Any, rank: int, size: int) -> int:
-    """`root` as a plain int, since it is hashed and compared as text; `rank` is for errors."""
+def checked_root(root: Any, size: int, who: dict[str, Any]) -> int:
+    """`root` as a plain int, since it is hashed and compared as text.
+
+    Raises:
+        ArrayError: it is no rank of a communicator of `size`; `who` is this rank in its text.
+    """
     try:
         number = operator.index(root)
     except TypeError:
         number = -1
     if not 0 <= number < size:
+        group = f" in a group of {size}" if size != who["size"] else ""
         raise ArrayError(
-            f"got root {root!r}", rank=rank, size=size, remedy=f"Roots are 0 to {size - 1}."
+            f"got root {root!r}{group}", **who, remedy=f"Roots are 0 to {size - 1}{group}."
         )
     return number
 
 
-def checked_peer(peer: Any, rank: int, size: int) -> int:
-    """`peer`, another rank than `rank`, as a plain int."""
+def checked_peer(peer: Any, rank: int, size: int, who: dict[str, Any]) -> int:
+    """`peer`, another rank than `rank`, as a plain int; errors are as for `checked_root`."""
     try:
         number = operator.index(peer)
     except TypeError:
         number = -1
     if not 0 <= number < size or number == rank:
         others = f"0 to {size - 1}, apart from {rank}" if size > 1 else "none"
+        group = f" in a group of {size}" if size != who["size"] else ""
         raise ArrayError(
-            f"got rank {peer!r} to send to or receive from",
-            rank=rank,
-            size=size,
+            f"got rank {peer!r} to send to or receive from{group}",
+            **who,
             remedy=f"The other ranks are {others}.",
         )
     return number
 
 
-def checked_tag(tag: Any, rank: int, size: int) -> int:
-    """`tag`, a whole number that fits 63 bits, as a plain int."""
+def checked_tag(tag: Any, who: dict[str, Any]) -> int:
+    """`tag`, a whole number that fits 63 bits, as a plain int; errors are as for `checked_root`."""
     try:
         number = operator.index(tag)
     except TypeError:
         number = -1
     if not 0 <= number < 1 << 63:
-        raise ArrayError(
-            f"got tag {tag!r:.100}", rank=rank, size=size, remedy="Tags are 0 to 2**63 - 1."
-        )
+        raise ArrayError(f"got tag {tag!r:.100}", **who, remedy="Tags are 0 to 2**63 - 1.")
     return number
 
 
-def checked_counts(counts: Sequence[int] | None, rows: int, rank: int, size: int) -> list[int]:
+def checked_counts(
+    counts: Sequence[int] | None, rows: int, size: int, who: dict[str, Any]
+) -> list[int]:
     """How many of `rows` are for each of `size` ranks: `counts`, or the same number for each.
 
     Raises:
-        ArrayError: that is not possible; `rank` is for its text.
+        ArrayError: that is not possible; `who` is this rank in its text.
     """
     if counts is None:
         if rows % size:
             raise ArrayError(
                 f"cannot divide {rows} rows evenly among {size} ranks",
-                rank=rank,
-                size=size,
+                **who,
                 remedy="Pass `counts`, the number of rows for each rank.",
             )
         return [rows // size] * size
@@ -117,8 +121,7 @@ def checked_counts(counts: Sequence[int] | None, rows: int, rank: int, size: int
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) != rows:
         raise ArrayError(
             f"got the counts {counts!r:.200} for {rows} rows",
-            rank=rank,
-            size=size,
+            **who,
             remedy=f"Pass {size} whole numbers, one for each rank, that add up to {rows}.",
         )
     return numbers

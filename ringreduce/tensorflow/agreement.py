@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.communicator.communicator import Communicator
@@ -10,7 +10,7 @@ from ringreduce.vocabulary.errors import MismatchError
 
 
 class Difference(NamedTuple):
-    """The `peer` that a MismatchError names, its text, and what to do."""
+    """The rank of the job that a MismatchError names, its text, and what to do."""
 
     peer: int
     text: str
@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 def agree(
     communicator: Communicator,
     own: Any,
-    compare: Callable[[list[Any]], Difference | None],
+    compare: Callable[[list[Any], Sequence[int]], Difference | None],
     operation: str,
     signature: int = 0,
 ) -> list[Any]:
@@ -28,7 +28,8 @@ def agree(
 
     Args:
         own: this rank's description, as `Communicator.all_gather_object` takes it.
-        compare: finds a difference in the gathered descriptions, on every rank or on none.
+        compare: finds a difference in the gathered descriptions, on every rank or on none; gets
+            them and `Communicator.members`, by which it names ranks.
         operation: for the error.
         signature: 64 bits that say what is described.
 
@@ -36,12 +37,11 @@ def agree(
         MismatchError: `compare` found a difference; on all ranks.
     """
     gathered = communicator.all_gather_object(own, signature=signature)
-    if (found := compare(gathered)) is not None:
+    if (found := compare(gathered, communicator.members)) is not None:
         raise communicator.fail(
             MismatchError(
                 found.text,
-                rank=communicator.rank,
-                size=communicator.size,
+                **communicator.config.who,
                 peer=found.peer,
                 operation=operation,
                 remedy=found.remedy,

@@ -95,7 +95,7 @@ def all_gather(
 
 def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     """`ringreduce.keras.broadcast`."""
-    source, value = checked_root(root, communicator.rank, communicator.size), checked(tensor)
+    source, value = checked_root(root, communicator.size, communicator.config.who), checked(tensor)
     if communicator.size == 1:
         return tf.identity(value)
 
@@ -117,8 +117,7 @@ def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) 
     if value.shape.rank == 0:
         raise ArrayError(
             "reduce_scatter got a tensor without dimensions, which has no rows to deal out",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="Use all_reduce.",
         )
     if communicator.size == 1:
@@ -197,7 +196,6 @@ def _require_gradient(communicator: Communicator, operation: str, op: ReduceOp) 
         return
     raise ConfigError(
         f"was asked for the gradient of {operation} with op={op.name.lower()!r}, which has none",
-        rank=communicator.rank,
-        size=communicator.size,
+        **communicator.config.who,
         remedy="Use sum or mean, or tf.stop_gradient where no gradient is needed.",
     )

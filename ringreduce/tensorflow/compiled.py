@@ -45,8 +45,7 @@ def call(
             raise ConfigError(
                 f"cannot {what} of shape {tensor_shape} inside a function compiled with "
                 "jit_compile=True, which fixes all shapes",
-                rank=communicator.rank,
-                size=communicator.size,
+                **communicator.config.who,
                 remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
                 ", or a sum over the batch.",
             )
@@ -99,8 +98,7 @@ def _register(
                 raise MismatchError(
                     f"got a result of shape {found.shape} where {result.shape} was compiled, as if "
                     "tensors had the shape of this rank's on all ranks",
-                    rank=communicator.rank,
-                    size=communicator.size,
+                    **communicator.config.who,
                     operation=what,
                     remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
                 )

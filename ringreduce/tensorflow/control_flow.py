@@ -58,8 +58,7 @@ def refuse_unreachable(
     if xla.is_compiling() and (reason := xla.why_not()) is not None:
         raise ConfigError(
             f"cannot {what} inside a function compiled with jit_compile=True. {reason}",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="Leave that to what needs no ring: model.compile(..., jit_compile=False), and "
             "rr.compile_gradients(model) to have forward and backward pass compiled; in a loop of "
             "your own an inner function that computes only the loss and its gradients.",
@@ -68,8 +67,7 @@ def refuse_unreachable(
         raise ConfigError(
             f"cannot {what} in the backward pass of a tf.function or a loop, where TensorFlow may "
             "run it in another order on each rank",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="In a custom gradient use the gradient of a collective of the forward pass, or "
             "take the gradients in the same tf.function as the loss, outside of loops.",
         )
@@ -80,16 +78,14 @@ def refuse_unreachable(
             raise ConfigError(
                 f"cannot {what} in the condition of a loop inside a function compiled with "
                 "jit_compile=True: nothing would order what comes after the loop",
-                rank=communicator.rank,
-                size=communicator.size,
+                **communicator.config.who,
                 remedy="Do it in the loop's body, and carry what the condition needs.",
             )
         if isinstance(graph, CondBranchFuncGraph) and graph not in _vouched:
             raise ConfigError(
                 f"cannot {what} inside a branch of tf.cond: a rank that takes the "
                 "other branch would never answer",
-                rank=communicator.rank,
-                size=communicator.size,
+                **communicator.config.who,
                 remedy="Make DistributedOptimizer the outermost wrapper, and apply gradients on "
                 "every rank in every step."
                 if what == _GRADIENTS
@@ -99,7 +95,6 @@ def refuse_unreachable(
     if not isinstance(graph, FuncGraph):
         raise ConfigError(
             f"cannot {what} in a graph that is not that of a tf.function",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="Use TensorFlow 2: tf.function for tf.Graph, and eager execution left enabled.",
         )

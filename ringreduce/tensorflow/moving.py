@@ -27,7 +27,7 @@ def all_to_all(tensor: Any, communicator: Communicator, of: Any = numbering.NONE
     """`ringreduce.keras.all_to_all` of equal parts."""
     value = _with_rows(tensor, communicator, "all_to_all")
     if value.shape.rank and value.shape[0] is not None:
-        checked_counts(None, value.shape[0], communicator.rank, communicator.size)
+        checked_counts(None, value.shape[0], communicator.size, communicator.config.who)
     if communicator.size == 1:
         return tf.identity(value)
 
@@ -50,16 +50,14 @@ def all_to_all_uneven(
     if not each.dtype.is_integer or not each.shape.is_compatible_with([communicator.size]):
         raise ArrayError(
             f"all_to_all got counts of dtype {each.dtype.name} and shape {each.shape}",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy=f"Pass {communicator.size} whole numbers, the rows for each rank.",
         )
     if xla.is_compiling():
         raise ConfigError(
             "cannot exchange parts with counts inside a function compiled with jit_compile=True, "
             "which fixes all shapes: how many rows arrive is known only when it runs",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="Leave counts out and pad all parts to one length, or leave jit_compile=True "
             "out of the function that exchanges them.",
         )
@@ -88,7 +86,7 @@ def gather(
     of: Any = numbering.NONE,
 ) -> Any:
     """`ringreduce.keras.gather`; its gradient need not exchange known `counts` of rows."""
-    source, value = checked_root(root, communicator.rank, communicator.size), checked(tensor)
+    source, value = checked_root(root, communicator.size, communicator.config.who), checked(tensor)
     if value.shape.rank == 0:
         value = tf.reshape(value, (1,))
     if communicator.size == 1:
@@ -116,14 +114,14 @@ def scatter(
     tensor: Any, communicator: Communicator, root: int, counts: Sequence[int] | None = None
 ) -> Any:
     """`ringreduce.keras.scatter`."""
-    rank, size = communicator.rank, communicator.size
-    source, value = checked_root(root, rank, size), _with_rows(tensor, communicator, "scatter")
+    size, who = communicator.size, communicator.config.who
+    source, value = checked_root(root, size, who), _with_rows(tensor, communicator, "scatter")
     known = None if counts is None else list(counts)
     if value.shape.rank and value.shape[0] is not None:
-        known = checked_counts(counts, value.shape[0], rank, size)
+        known = checked_counts(counts, value.shape[0], size, who)
     if size == 1:
         return tf.identity(value)
-    shape = tf.TensorShape([known and known[rank]]).concatenate(value.shape[1:])
+    shape = tf.TensorShape([known and known[communicator.rank]]).concatenate(value.shape[1:])
 
     def sign_with(sign: Sign, array: np.ndarray) -> int:
         return sign("scatter of a tensor", array.shape, known)
@@ -168,8 +166,7 @@ def _with_rows(tensor: Any, communicator: Communicator, operation: str) -> Any:
     if value.shape.rank == 0:
         raise ArrayError(
             f"{operation} got a tensor without dimensions, which has no rows for other ranks",
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             remedy="Give it a dimension, along which it is cut.",
         )
     return value

@@ -58,7 +58,7 @@ class NumericsCheck:
             return
         self._report(
             communicator,
-            communicator.rank,
+            communicator.config.rank,
             f"has {found} as its own gradient in step {self._step}",
             f"{_ORIGIN}look at that rank's batch, at what the loss divides by or takes the "
             "logarithm of, and at the learning rate.",
@@ -92,8 +92,7 @@ class NumericsCheck:
         self._bad_steps += 1
         error = NumericsError(
             what,
-            rank=communicator.rank,
-            size=communicator.size,
+            **communicator.config.who,
             peer=peer,
             operation="gradient reduction",
             remedy=remedy,
@@ -103,7 +102,7 @@ class NumericsCheck:
         if str(self._bad_steps).rstrip("0") == "1":
             _log.warning(
                 "[%d/%d] %s This was bad step %d of this rank.",
-                *(communicator.rank, communicator.size, error, self._bad_steps),
+                *(*communicator.config.who.values(), error, self._bad_steps),
             )
 
 

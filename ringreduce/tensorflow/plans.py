@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
@@ -41,8 +42,8 @@ class AgreedPlans:
             "buckets": f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})",
         }
 
-        def compare(gathered: list[dict[str, Any]]) -> Difference | None:
-            for peer, theirs in enumerate(gathered):
+        def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
+            for peer, theirs in zip(members, gathered, strict=True):
                 specs = [
                     GradientSpec(path, tuple(shape), *rest)
                     for path, shape, *rest in theirs["gradients"]

@@ -54,20 +54,23 @@ def differing(variables: Sequence[Any], communicator: Communicator) -> list[Any]
     return [v for v, column in zip(variables, columns, strict=True) if len(set(column)) > 1]
 
 
-def _difference(variables: Sequence[Any], gathered: list[list[int]]) -> Difference:
+def _difference(
+    variables: Sequence[Any], gathered: list[list[int]], members: Sequence[int]
+) -> Difference:
     """Find, in the hashes of every rank, which ranks differ and in which of `variables`."""
     counts = list(map(len, gathered))
     if len(set(counts)) > 1:
         differing = _minority(counts)
+        names = [members[place] for place in differing]
         return Difference(
-            differing[0],
-            f"found {counts[differing[0]]} variables on {_names(differing)} and "
+            names[0],
+            f"found {counts[differing[0]]} variables on {_names(names)} and "
             f"{_usual(counts)} on the others",
             "Build the same model and optimizer on every rank.",
         )
     columns = list(zip(*gathered, strict=True))
     bad = [number for number, column in enumerate(columns) if len(set(column)) > 1]
-    differing = _minority(columns[bad[0]])
+    differing = [members[place] for place in _minority(columns[bad[0]])]
     variable = variables[bad[0]]
     value = value_of(variable)
     whose = "has its own value" if len(differing) == 1 else "have values of their own"

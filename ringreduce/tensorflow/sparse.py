@@ -211,8 +211,7 @@ def _merged(
         raise communicator.fail(
             ArrayError(
                 f"has row {outside} in its gradient of {spec.describe()}",
-                rank=communicator.rank,
-                size=communicator.size,
+                **communicator.config.who,
                 operation="gradient reduction",
                 remedy=f"Rows are 0 to {spec.shape[0] - 1}: look at the indices the model is fed.",
             )

@@ -35,7 +35,7 @@ def broadcast_variables(
     agree(
         communicator,
         own,
-        lambda gathered: _difference(gathered, communicator.rank),
+        lambda gathered, members: _difference(gathered, members, communicator.rank),
         "broadcast of the initial weights",
         signature_of("variables"),
     )
@@ -51,11 +51,11 @@ def broadcast_variables(
     return differed
 
 
-def _difference(gathered: list[Any], own: int) -> Difference | None:
+def _difference(gathered: list[Any], members: Sequence[int], own: int) -> Difference | None:
     """Where a rank's libraries or variables differ from those of rank `own`."""
     ours = gathered[own]
     specs = [[GradientSpec(p, tuple(s), d) for p, s, d in each["variables"]] for each in gathered]
-    for peer, theirs in enumerate(gathered):
+    for place, (peer, theirs) in enumerate(zip(members, gathered, strict=True)):
         # Ranks that never import Keras have no version of it.
         for library in ours["versions"].keys() & theirs["versions"].keys():
             here, there = ours["versions"][library], theirs["versions"][library]
@@ -65,7 +65,7 @@ def _difference(gathered: list[Any], own: int) -> Difference | None:
                     f"runs {library} {here}, rank {peer} runs {library} {there}",
                     "Install the same versions on every rank: results would differ silently.",
                 )
-        if difference := first_difference(specs[own], specs[peer], "variables"):
+        if difference := first_difference(specs[own], specs[place], "variables"):
             return Difference(
                 peer,
                 f"has another model than rank {peer}: here {difference[0]}; there {difference[1]}",

@@ -193,6 +193,11 @@ class Config:
         "off (for networks that are trusted, and known to change nothing); equal on all ranks",
     )
 
+    @property
+    def who(self) -> dict[str, Any]:
+        """This process as errors name it: its `rank` in the job, and the job's `size`."""
+        return {"rank": self.rank, "size": self.size}
+
     def __post_init__(self) -> None:
         self._require("size", self.size >= 1, "at least 1")
         self._require("rank", 0 <= self.rank < self.size, f"0 to {self.size - 1}, below size")

@@ -66,6 +66,7 @@ COMMUNICATOR = [
     "gather_object",
     "local_rank",
     "local_size",
+    "members",
     "rank",
     "recv",
     "recv_object",

@@ -43,8 +43,7 @@ class Broadcast(keras.callbacks.Callback):
         if not 0 <= self._root < ring.size:
             raise ConfigError(
                 f"cannot copy from rank {self._root}",
-                rank=ring.rank,
-                size=ring.size,
+                **ring.config.who,
                 remedy=f"root_rank may be 0 to {ring.size - 1}.",
             )
         if ring.size == 1:
@@ -55,8 +54,7 @@ class Broadcast(keras.callbacks.Callback):
         if self._is_due and self._root:
             raise ConfigError(
                 f"cannot copy from rank {self._root}: the model is built on {built} ranks",
-                rank=ring.rank,
-                size=ring.size,
+                **ring.config.who,
                 remedy="Build the model before fit, with model.build() or a keras.Input.",
             )
         if not self._is_due:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -114,7 +114,7 @@ def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
     return {_VALIDATION + name: value for name, value in results.items()}
 
 
-def _difference(gathered: list[Any]) -> Difference | None:
+def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
     """Which ranks log under different names; ranks with no validation data are left out."""
 
     def names(rank: int, *, validation: bool) -> list[str]:
@@ -130,12 +130,13 @@ def _difference(gathered: list[Any]) -> Difference | None:
         ] or [0]
         for rank in rest:
             if names(rank, validation=validation) != names(first, validation=validation):
+                logged = {r: ", ".join(sorted(gathered[r]["entries"])) for r in (first, rank)}
                 here, there = (
-                    ", ".join(sorted(gathered[r]["entries"])) or "nothing" for r in (first, rank)
+                    f"rank {members[r]} logs {each or 'nothing'}" for r, each in logged.items()
                 )
                 return Difference(
-                    rank,
-                    f"found that rank {first} logs {here} and rank {rank} logs {there}",
+                    members[rank],
+                    f"found that {here} and {there}",
                     "Compile the same metrics on every rank, give all of them validation data or "
                     "none, and let a train_step log under the same names everywhere.",
                 )

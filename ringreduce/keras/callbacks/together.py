@@ -15,7 +15,11 @@ from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.seeds import fold_seeds
-from ringreduce.keras.wrappable import build_optimizer_here, warn_of_plain_optimizer
+from ringreduce.keras.wrappable import (
+    build_optimizer_here,
+    refuse_other_ring,
+    warn_of_plain_optimizer,
+)
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -166,6 +170,7 @@ class Together(_Forwarding):
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
         ring = self._communicator or default_communicator()
+        refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
         restores = self._all_are_ready_to_restore(ring)
         if restores:
@@ -203,8 +208,7 @@ class Together(_Forwarding):
         if backs_up and built < ring.size:
             raise ConfigError(
                 f"cannot restore: the model is built on {built} ranks only",
-                rank=ring.rank,
-                size=ring.size,
+                **ring.config.who,
                 remedy="With BackupAndRestore, build the model before fit, with model.build() or "
                 "a keras.Input.",
             )

@@ -1,0 +1,86 @@
+"""Groups train as jobs of their own do, whatever the other groups of the job do."""
+
+import functools
+
+import pytest
+
+from tests.facts import facts_in
+from tests.jobs import run_job
+from tests.scope import in_full
+from tests.tensor_facts import WAYS
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(300)]
+
+
+@functools.cache
+def said(size, *arguments):
+    """What each rank said, by case and rank."""
+    result = run_job(size, ["tests/programs/groups.py", *arguments])
+    assert result.exit_code == 0, result.errors
+    return {(fact.pop("case"), fact.pop("rank")): fact for fact in facts_in(result.output)}
+
+
+def of_four(case, *arguments):
+    """What each rank of a job with two groups of two said."""
+    return [said(4, *arguments)[case, rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("arguments", [(), in_full(("fit",))], ids=" ".join)
+def test_a_group_trains_as_a_job_of_its_own(arguments, number):
+    alone = said(2, str(number), *arguments)
+    assert len(alone) == (8 if arguments else 4)
+    for (case, rank), fact in alone.items():
+        assert of_four(case, *arguments)[2 * number + rank] == fact, case
+
+
+@pytest.mark.parametrize("case", ["loop", in_full("fit"), in_full("join")])
+def test_groups_train_apart(case):
+    weights = [fact["weights"] for fact in of_four(case, *(["fit"] * (case != "loop")))]
+    assert weights[0] == weights[1] != weights[2] == weights[3]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_collectives_of_the_job_and_of_a_group_take_turns(how):
+    # Each value is v = (1, 2); the job's sum is 10 v, and rank r adds r v and exchanges halves
+    # with its partner: s is what the four elements' squares and the sum give, by each v.
+    for rank, fact in enumerate(of_four("mixed")):
+        whole, parts, gradient = fact[how]
+        assert whole == [10.0, 20.0]
+        own, first = rank % 2, 2 * (rank // 2)
+        assert parts == [(10.0 + each) * (own + 1) for each in (first, first + 1)]
+        assert gradient == expected_gradient(rank)
+
+
+def expected_gradient(rank):
+    """By this rank's v: of the sum over all ranks of both terms of the loss."""
+
+    def by_sum(element):
+        # Of rank r, which exchanges 10 v + r v: twice what it gives to its pair's sum, of which
+        # both members have one; and the job's sum itself, once on each rank.
+        return [4.0 * (10 + r) * (element + 1) + 1 for r in range(4)]
+
+    return [
+        (rank + 1) * sum(by_sum(element)) + rank * 4.0 * (10 + rank) * (element + 1)
+        for element in range(2)
+    ]
+
+
+@pytest.mark.parametrize("case", ["other optimizer", "other optimizer in join"])
+def test_an_optimizer_over_all_is_refused_where_a_group_trains(case):
+    for rank, fact in enumerate(of_four(case)):
+        assert fact["error"] == "ConfigError"
+        assert f"rank {rank} of 4" in fact["text"]
+        assert "DistributedOptimizer(..., communicator=" in fact["text"]
+
+
+def test_errors_of_a_group_name_the_ranks_of_the_job():
+    for rank, fact in enumerate(of_four("root")):
+        assert fact["text"].startswith(f"rank {rank} of 4 got root 3")
+    for rank, fact in enumerate(of_four("rows")):
+        first = 2 * (rank // 2)
+        assert fact["error"] == "MismatchError"
+        expected = f"found that rank {first} has passed 4 rows and rank {first + 1} 5"
+        # One of a group may receive the other's error first.
+        assert fact["text"].startswith(f"rank {rank} of 4")
+        assert expected in fact["text"]

@@ -1,0 +1,160 @@
+"""Two groups, of a job of four ranks; or, in a job of two, what one of them does.
+
+Each group trains other models on other data, with everything of `ringreduce.keras` that takes a
+communicator. A job of two passes none. What both say must be equal. Arguments: the group's number,
+of a job of two; and ``fit``, for what takes longer.
+"""
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from shared import built, digest, error_of, say
+
+import ringreduce.keras as rr
+from ringreduce.tensorflow import xla
+
+comm = rr.init()
+group = comm.split(comm.rank // 2) if comm.size == 4 else None
+number = comm.rank // 2 if group else int(sys.argv[1])
+ring = group or comm
+over = {"communicator": group}
+# Rows that do not divide evenly, and other amounts of everything on each pair.
+ROWS, WIDTH = 21 + 4 * number, 3 + number
+
+
+def arrays():
+    generator = np.random.default_rng(number)
+    inputs = generator.integers(-4, 5, (ROWS, WIDTH)).astype("float32")
+    return inputs, inputs[:, :2] ** 2
+
+
+def model_of(**options):
+    keras.utils.set_random_seed(number)
+    layers = [
+        keras.layers.Dense(4, activation="tanh"),
+        *[keras.layers.Dense(3)] * number,
+        rr.SyncBatchNormalization(momentum=0.5, **over),
+        keras.layers.Dropout(0.25),
+        keras.layers.Dense(2),
+    ]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    optimizer = rr.DistributedOptimizer(keras.optimizers.Adam(0.01), **over)
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"], **options)
+    return built(model, np.zeros((1, WIDTH)), np.zeros((1, 2)))
+
+
+def callbacks():
+    return [
+        rr.callbacks.LearningRateWarmup(0.02, 1, **over),
+        rr.callbacks.VerifyReplicas(2, **over),
+        rr.callbacks.Broadcast(1, **over),
+        keras.callbacks.EarlyStopping("val_loss", patience=1),
+    ]
+
+
+def numbers_of(logs):
+    return {name: np.asarray(values, np.float64).tolist() for name, values in logs.items()}
+
+
+def fitted():
+    model, data = model_of(), arrays()
+    options = {"validation_split": 0.3, "verbose": 0, "callbacks": callbacks(), **over}
+    history = rr.fit(model, *data, batch_size=8, epochs=2 + number, **options)
+    say(
+        "fit",
+        weights=digest(model.get_weights()),
+        history=numbers_of(history.history),
+        evaluated=numbers_of(rr.evaluate(model, *data, return_dict=True, **over)),
+        predicted=digest([rr.predict(model, data[0], batch_size=4, **over)]),
+    )
+
+
+def joined():
+    model = model_of(jit_compile=False)
+    data = rr.shard(tf.data.Dataset.from_tensor_slices(arrays()), even=False, **over).batch(4)
+    together = rr.callbacks.Together(callbacks()[:2], **over)
+    logs = model.fit(rr.join(data, model, **over), epochs=2, verbose=0, callbacks=[together])
+    say("join", weights=digest(model.get_weights()), history=numbers_of(logs.history))
+
+
+def in_a_loop():
+    keras.utils.set_random_seed(ring.rank)
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.01)
+    optimizer.build(model.trainable_variables)
+    rr.broadcast_variables(model.trainable_variables, 1, **over)
+    rr.verify_replicas(model.trainable_variables, **over)
+    inputs, targets = arrays()
+    order = rr.permutation(ROWS, **over)
+    rows = order[ring.rank :: ring.size]
+
+    def step(inputs, targets):
+        with rr.DistributedGradientTape(**over) as tape:
+            loss = tf.reduce_mean((model(inputs) - targets) ** 2)
+        weights = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, weights), weights)
+
+    with rr.step_weight(len(rows), **over):
+        step(inputs[rows], targets[rows])
+    dataset = tf.data.Dataset.from_tensor_slices((inputs[rows], targets[rows])).batch(3)
+    for (some, others), _ in rr.joined(dataset, **over):
+        step(some, others)
+    say("loop", weights=digest(model.get_weights()), order=order.tolist())
+
+
+def calls():
+    generator = keras.random.SeedGenerator(number)
+    rr.fold_seeds(generator, **over)
+    rr.barrier(**over)
+    say(
+        "calls",
+        seed=np.asarray(generator.state).tolist(),
+        scaled=rr.callbacks.linear_scaling(0.5, **over),
+        objects=rr.all_gather_object(ring.rank, **over),
+        gathered=rr.gather_object(ring.rank, 1, **over),
+        scattered=rr.scatter_object([5, 6], 1, **over),
+        sent=rr.broadcast_object(ring.rank + number, 1, **over),
+        zero=rr.on_rank_zero(lambda: ring.rank, **over),
+    )
+
+
+def of_both(value):
+    """Collectives over the job and over the group, one after the other, with gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        whole = rr.all_reduce(value * (comm.rank + 1.0))
+        parts = rr.all_to_all(whole + value * comm.rank, **over)
+        loss = tf.reduce_sum(rr.all_reduce(parts**2, **over)) + tf.reduce_sum(whole)
+    return whole, parts, tape.gradient(loss, value)
+
+
+def mixed():
+    value = tf.constant([1.0, 2.0])
+    found = {"eager": of_both(value), "graph": tf.function(of_both)(value)}
+    if xla.why_not() is None:
+        found["jit"] = tf.function(of_both, jit_compile=True)(value)
+    say("mixed", **{way: [each.numpy().tolist() for each in got] for way, got in found.items()})
+
+
+def mistakes():
+    """What is meant for a group and given the job's; last, since it breaks rings."""
+    model = model_of()
+    model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    say("other optimizer", **error_of(lambda: rr.fit(model, *arrays(), **over)))
+    joins = error_of(lambda: rr.join(tf.data.Dataset.from_tensors(arrays()), model, **over))
+    say("other optimizer in join", **joins)
+    say("root", **error_of(lambda: rr.broadcast(tf.ones(2), 3, **over)))
+    rows = arrays()[0][: 4 + ring.rank]
+    say("rows", **error_of(lambda: rr.predict(model, rows, **over)))
+
+
+if "fit" in sys.argv:
+    fitted()
+    joined()
+in_a_loop()
+calls()
+if group is not None:
+    mixed()
+    mistakes()
