@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _PAGE = "docs/from-horovod.md has the whole table"
 
-_GROUPS = "there is none: make a ringreduce.Communicator of those ranks, and pass communicator="
+_GROUPS = "use communicator.split(color), and pass communicator="
 _TIMELINE = "use ringreduce run --log-dir DIR, and ringreduce report DIR"
 
 # What Horovod may be built with, and ringreduce never is.
@@ -23,13 +23,17 @@ _PROVIDED = {
     "Average": 'write op="mean"; for gradients that is the default',
     "Max": 'write op="max"',
     "Min": 'write op="min"',
+    "ProcessSet": _GROUPS,
     "Product": 'write op="product"',
     "Sum": 'write op="sum"',
+    "add_process_set": _GROUPS,
     "allgather": "use all_gather(tensor)",
     "allgather_object": "use all_gather_object(value)",
     "allreduce": 'use all_reduce(tensor, op="mean"); without op it is the sum',
+    "alltoall": "use all_to_all(tensor, counts)",
     "broadcast_": "use broadcast_variables(variables, root_rank)",
     "broadcast_object_fn": "use broadcast_object(value, root_rank)",
+    "global_process_set": "leave communicator out",
     "grouped_allgather": "use all_gather(tensor) of each",
     "grouped_allreduce": 'use all_reduce([...], op="mean")',
     "grouped_reducescatter": 'use reduce_scatter(tensor, op="mean") of each',
@@ -37,6 +41,7 @@ _PROVIDED = {
     "local_size_op": "use local_size()",
     "rank_op": "use rank()",
     "reducescatter": 'use reduce_scatter(tensor, op="mean")',
+    "remove_process_set": "use close() of the communicator that split returned",
     "size_op": "use size()",
     **dict.fromkeys(ABSENT, "there is no such transport here"),
 }
@@ -44,17 +49,12 @@ _NAMES = {
     **_PROVIDED,
     "Adasum": "there is none",
     "PartialDistributedOptimizer": "use DistributedOptimizer(local_variables=)",
-    "alltoall": "there is none",
     "cross_rank": "there is none: rank() // local_size(), where hosts have equally many ranks",
     "cross_size": "there is none: size() // local_size(), where hosts have equally many ranks",
     "elastic": "there is none: a job that fails is started again, from BackupAndRestore",
     "broadcast_global_variables": "use broadcast_variables(model.variables, root_rank)",
     "is_homogeneous": "compare all_gather_object(local_size())",
     "PartialDistributedGradientTape": "use DistributedGradientTape(local_variables=)",
-    "ProcessSet": _GROUPS,
-    "add_process_set": _GROUPS,
-    "global_process_set": _GROUPS,
-    "remove_process_set": _GROUPS,
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
 }
@@ -67,7 +67,7 @@ _OPTIONS = {
     "groups": "leave it out, or use bucket_bytes",
     "name": "leave it out: it has the name of the optimizer it wraps",
     "num_groups": "leave it out, or use bucket_bytes",
-    "process_set": "use communicator",
+    "process_set": "use communicator, or DistributedOptimizer of ringreduce.keras.horovod",
     "scale_local_gradients": "leave it out: gradients of local variables stay as they are",
 }
 

@@ -84,3 +84,58 @@ def test_errors_of_a_group_name_the_ranks_of_the_job():
         # One of a group may receive the other's error first.
         assert fact["text"].startswith(f"rank {rank} of 4")
         assert expected in fact["text"]
+
+
+def test_other_process_sets_on_some_ranks_are_a_mismatch():
+    for fact in of_four("other sets"):
+        assert fact["error"] == "MismatchError"
+        assert "rank 0 adds the ranks [0], and rank 1 [1]" in fact["text"]
+
+
+def test_process_sets_do_what_horovods_do():
+    for rank, fact in enumerate(of_four("process sets")):
+        first, last = rank % 2, rank % 2 + 2
+        total, own = float(first + last), rank // 2
+        assert fact == {
+            "mean": [[total / 2] * 2],
+            "several": [[[total] * 2]] * 2,
+            "gathered": [[float(first)] * 2] * 3 + [[float(last)] * 2] * 3,
+            "by_gathered": [[1.0] * 2] * 3,
+            "exchanged": [
+                [[float(first)] * 2] * (own + 1) + [[float(last)] * 2] * (own + 1),
+                [own + 1] * 2,
+            ],
+            "equal": [[float(first)] * 2, [float(last)] * 2],
+            "sent": [[float(last)] * 2],
+            "part": [[total] * 2],
+            "objects": [first, last],
+            "object": last,
+            "variable": float(last),
+            # The set's first rank has its value.
+            "optimized": [first - 1.0],
+            # Its variable too; the other's gradient is left out of the first step.
+            "by_source": [(first + 1) * 4.0 * first],
+            "normalized": [total / 2] * 2,
+            "own": [own, 2, [first, last], True, False],
+            "ids": [first + 1, 2 - first, 0],
+        }
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("not added", "ProcessSet([1, 3]) has not been added, or was removed"),
+        ("outside", "in which it is not"),
+        ("outside optimizer", "in which it is not"),
+        ("other root", "which is not in ProcessSet("),
+        ("again", "cannot add ProcessSet([0, 2]): it is there"),
+        ("no rank", "cannot add ProcessSet([3, 4]): ranks are 0 to 3"),
+        ("removed", "has not been added, or was removed"),
+    ],
+)
+def test_mistakes_with_process_sets_are_named(case, text):
+    for rank, fact in enumerate(of_four(case)):
+        assert fact["error"] == "ConfigError"
+        assert fact["text"].startswith(f"rank {rank} of 4")
+        assert text in fact["text"]
+    assert all(fact["removed"] == [False, True, False] for fact in of_four("removed"))

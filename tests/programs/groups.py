@@ -13,6 +13,7 @@ import tensorflow as tf
 from shared import built, digest, error_of, say
 
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 from ringreduce.tensorflow import xla
 
 comm = rr.init()
@@ -138,6 +139,62 @@ def mixed():
     say("mixed", **{way: [each.numpy().tolist() for each in got] for way, got in found.items()})
 
 
+def process_sets():
+    """Horovod's groups: of the even ranks and of the odd ones."""
+    own, other = hvd.add_process_set([2, 0]), hvd.ProcessSet((1, 3))
+    say("not added", **error_of(lambda: hvd.barrier(other)))
+    hvd.add_process_set(other)
+    if comm.rank % 2:
+        own, other = other, own
+    of_set, last = {"process_set": own}, own.ranks[1]
+    rows = tf.fill((3, 2), float(comm.rank))
+    weight = keras.Variable([1.0 * comm.rank])
+    hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **of_set).apply([[1.0]], [weight])
+    source = keras.Variable([2.0 * comm.rank])
+    with hvd.DistributedGradientTape(**of_set) as tape:
+        loss = (comm.rank + 1.0) * source**2
+    by_source = tape.gradient(loss, source)
+    with tf.GradientTape() as tape:
+        tape.watch(rows)
+        gathered = hvd.allgather(rows, **of_set)
+    layer = hvd.SyncBatchNormalization(momentum=0.0, **of_set)
+    layer(rows, training=True)
+    hvd.barrier(own)
+    variable = tf.Variable(float(comm.rank))
+    say(
+        "process sets",
+        mean=plain(hvd.allreduce(rows[:1], **of_set)),
+        several=plain(hvd.grouped_allreduce([rows[:1], rows[:1]], op=hvd.Sum, **of_set)),
+        gathered=plain(gathered),
+        by_gathered=plain(tape.gradient(gathered, rows)),
+        exchanged=plain(hvd.alltoall(rows, [1, 2], **of_set)),
+        equal=plain(hvd.alltoall(rows[:2], **of_set)),
+        sent=plain(hvd.broadcast(rows[:1], last, **of_set)),
+        part=plain(hvd.reducescatter(rows[:2], op=hvd.Sum, **of_set)),
+        objects=hvd.allgather_object(comm.rank, **of_set),
+        object=hvd.broadcast_object(comm.rank, last, **of_set),
+        variable=plain(hvd.broadcast_([variable], last, **of_set)[0]),
+        optimized=plain(weight),
+        by_source=plain(by_source),
+        normalized=plain(layer.moving_mean),
+        own=[own.rank(), own.size(), own.ranks, own.included(), other.included()],
+        ids=[own.process_set_id, other.process_set_id, hvd.global_process_set.process_set_id],
+    )
+    say("outside", **error_of(lambda: hvd.allreduce(rows, process_set=other)))
+    say("outside optimizer", **error_of(lambda: hvd.DistributedOptimizer(None, process_set=other)))
+    say("other root", **error_of(lambda: hvd.broadcast(rows, other.ranks[0], **of_set)))
+    say("again", **error_of(lambda: hvd.add_process_set([0, 2])))
+    say("no rank", **error_of(lambda: hvd.add_process_set([3, 4])))
+    removed = [hvd.remove_process_set(one) for one in (hvd.global_process_set, own, own)]
+    say("removed", removed=removed, **error_of(lambda: hvd.barrier(own)))
+
+
+def plain(value):
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return np.asarray(value).tolist()
+
+
 def mistakes():
     """What is meant for a group and given the job's; last, since it breaks rings."""
     model = model_of()
@@ -148,6 +205,7 @@ def mistakes():
     say("root", **error_of(lambda: rr.broadcast(tf.ones(2), 3, **over)))
     rows = arrays()[0][: 4 + ring.rank]
     say("rows", **error_of(lambda: rr.predict(model, rows, **over)))
+    say("other sets", **error_of(lambda: hvd.add_process_set([comm.rank])))
 
 
 if "fit" in sys.argv:
@@ -157,4 +215,5 @@ in_a_loop()
 calls()
 if group is not None:
     mixed()
+    process_sets()
     mistakes()
