@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
-from ringreduce.pure.wire import Kind
+from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.pairs import Part, ZmqPairs
 from ringreduce.transport.shm import HostLink
@@ -93,6 +94,13 @@ class Collectives(Protocol):
         """What this rank has sent and received so far."""
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
+
+    def route(
+        self, sends: bool, place: int
+    ) -> tuple[Callable[[int, Header, np.ndarray], None], int]:
+        """What sends to the rank at `place`, or receives from it, and its place there."""
+        assert self.pairs is not None
+        return (self.pairs.send if sends else self.pairs.recv), place
 
     def _ways(self) -> tuple[HostLink | ZmqLink | ZmqPairs, ...]:
         return self.links if self.pairs is None else (*self.links, self.pairs)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,15 +19,15 @@ from ringreduce.communicator.formation import Job
 from ringreduce.engine.executor import Executor
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
+from ringreduce.pure.payload import checked_lengths
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
 
 _Result = TypeVar("_Result")
-# What a call does with the pairs: place, header, memory.
-Transfer = Callable[[Kind, np.ndarray], None]
+# Distinct messages remembered for each direction; a pipeline has a few.
+_KEPT = 64
 
 
 class Owner(Protocol):
@@ -59,143 +60,163 @@ class _Direction:
         caller: its thread; None while none runs.
         pending: the call, if it runs in the thread that made it.
         leaves_with: why this rank leaves after it, as for `Session`; None: it stays.
+        executor: the thread for calls in the background, once there was one.
+        described: what a message of a kind, dtype, count and tag is called.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, owner: Owner, sends: bool, place: int) -> None:
+        self._owner, self._sends, self._place = owner, sends, place
         self.lock = threading.Lock()
         self.caller: int | None = None
         self.pending: Pending | None = None
         self.leaves_with: str | None = None
-        self._executor: Executor | None = None
+        self.executor: Executor | None = None
+        self._pass, self._index = owner.collectives.route(sends, place)
+        self.described = lru_cache(_KEPT)(self._describe)
 
-    def executor(self) -> Executor:
-        """The thread, started by its first use."""
-        if self._executor is None:
-            self._executor = Executor(self._name)
-        return self._executor
+    def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
+        """Send `flat`, or receive into it."""
+        header, _ = self.described(kind, flat.dtype, flat.size, tag)
+        self._pass(self._index, header, flat)
 
-    def drain(self) -> None:
-        """Return once the calls in the background are done."""
-        if self._executor is not None:
-            self._executor.drain()
+    def _describe(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> _Described:
+        owner = self._owner
+        members, group = owner.membership.members, owner.membership.group
+        assert owner.job is not None
+        header = Header(
+            kind=kind,
+            job=owner.job.number,
+            rank=owner.place if self._sends else self._place,
+            group=group,
+            epoch=owner.membership.epoch,
+            dtype=dtype_code(dtype),
+            count=count,
+            signature=tag,
+        )
+        return _Described(header, Pending(self._sends, members[self._place], tag))
+
+    def background(self) -> Executor:
+        """The thread for calls in the background."""
+        if self.executor is None:
+            config, peer = self._owner.config, self._owner.membership.members[self._place]
+            what = f"{'to' if self._sends else 'from'} {peer}"
+            self.executor = Executor(f"ringreduce {what} {config.rank}/{config.size}")
+        return self.executor
 
     def close(self) -> None:
         """Wait for the call that runs, which has been interrupted, and end the thread."""
-        if self._executor is not None:
-            self._executor.close()
+        if self.executor is not None:
+            self.executor.close()
         if self.caller != threading.get_ident():
             with self.lock:
                 pass
 
 
-class Messages:
-    """The sends and recvs of `session`; from any thread."""
+class _Described(NamedTuple):
+    header: Header
+    pending: Pending
 
-    def __init__(self, session: Owner) -> None:
-        self._session = session
+
+class Messages:
+    """The sends and recvs of the session `owner`; from any thread."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
         self._lock = threading.Lock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
-    def send(self, place: int, tag: int, run: Callable[[Transfer], Any], async_op: bool) -> Any:
-        """Have `run` send arrays to the rank at `place` by calling what it is given."""
-        return self._submit(True, place, tag, run, async_op)
-
-    def recv(self, place: int, tag: int, run: Callable[[Transfer], Any], async_op: bool) -> Any:
-        """Have `run` receive arrays from the rank at `place` by calling what it is given."""
-        return self._submit(False, place, tag, run, async_op)
-
-    def _submit(
-        self, sends: bool, place: int, tag: int, run: Callable[[Transfer], Any], async_op: bool
+    def array(
+        self, sends: bool, place: int, tag: int, flat: np.ndarray, async_op: bool, result: Any
     ) -> Any:
-        session = self._session
-        session.check()
+        """Send `flat` to the rank at `place`, or receive it; return `result`, or its `Work`."""
+        self._owner.check()
         direction = self._direction(sends, place)
-        pending = Pending(sends, session.membership.members[place], tag)
-
-        def transfer(kind: Kind, flat: np.ndarray) -> None:
-            assert session.job is not None
-            header = Header(
-                kind=kind,
-                job=session.job.number,
-                rank=session.place,
-                group=session.membership.group,
-                epoch=session.membership.epoch,
-                dtype=dtype_code(flat.dtype),
-                count=flat.size,
-                signature=tag,
-            )
-            pairs = self._pairs(place)
-            (pairs.send if sends else pairs.recv)(place, header, flat)
-
         if async_op:
-            with self._lock:
-                executor = direction.executor()
-            return executor.submit(lambda: self._call(direction, pending, transfer, run, None))
-        direction.drain()
-        return self._call(direction, pending, transfer, run, pending)
 
-    def _pairs(self, place: int) -> ZmqPairs:
-        """What leads to the rank at `place`."""
-        pairs = self._session.collectives.pairs
-        assert pairs is not None
-        return pairs
+            def run() -> Any:
+                self._call(direction, None, direction.transfer, Kind.SEND, tag, flat)
+                return result
+
+            with self._lock:
+                executor = direction.background()
+            return executor.submit(run)
+        pending = direction.described(Kind.SEND, flat.dtype, flat.size, tag).pending
+        self._call(direction, pending, direction.transfer, Kind.SEND, tag, flat)
+        return result
+
+    def object(self, sends: bool, place: int, tag: int, payload: np.ndarray) -> np.ndarray:
+        """Send the bytes of an object, `payload`, or receive those of one; return them."""
+        self._owner.check()
+        direction, kind = self._direction(sends, place), Kind.SEND_OBJECT
+
+        def run() -> np.ndarray:
+            length = np.array([payload.size], np.int64)
+            direction.transfer(kind, tag, length)
+            found = payload if sends else np.empty(checked_lengths(length)[0], np.uint8)
+            direction.transfer(kind, tag, found)
+            return found
+
+        pending = direction.described(kind, payload.dtype, payload.size, tag).pending
+        return self._call(direction, pending, run)
 
     def _call(
         self,
         direction: _Direction,
-        name: Pending,
-        transfer: Transfer,
-        run: Callable[[Transfer], _Result],
         pending: Pending | None,
+        run: Callable[..., _Result],
+        *arguments: Any,
     ) -> _Result:
-        session = self._session
+        """Run a call, after all of its direction; `pending` is None in the background."""
+        owner = self._owner
+        if pending is not None and direction.executor is not None:
+            direction.executor.drain()
         try:
             with direction.lock:
-                session.check()
+                owner.check()
                 direction.caller, direction.pending = threading.get_ident(), pending
                 try:
-                    return run(transfer)
+                    return run(*arguments)
                 except RingReduceError as error:
-                    failure = session.message_failed(error)
+                    failure = owner.message_failed(error)
                     if failure is error:
                         raise
                     raise failure from error
                 except BaseException as error:
-                    session.message_failed(self._cut(name, error))
+                    owner.message_failed(self._cut(error))
                     raise
                 finally:
                     direction.pending = direction.caller = None
         finally:
-            # Without the lock, for which it waits.
-            why, direction.leaves_with = direction.leaves_with, None
-            if why is not None:
-                session.leave(why)
+            if direction.leaves_with is not None:
+                # Without the lock, for which it waits.
+                why, direction.leaves_with = direction.leaves_with, None
+                owner.leave(why)
 
-    def _cut(self, name: Pending, error: BaseException) -> PeerLostError:
+    def _cut(self, error: BaseException) -> PeerLostError:
         """The error when something such as Ctrl-C ends a call: the two ranks are out of step."""
         return PeerLostError(
-            f"was interrupted in {name.describe()} by {type(error).__name__}",
-            rank=self._session.config.rank,
-            size=self._session.config.size,
-            peer=self._session.config.rank,
+            f"was interrupted in a send or recv by {type(error).__name__}",
+            rank=self._owner.config.rank,
+            size=self._owner.config.size,
+            peer=self._owner.config.rank,
             remedy="Form a new communicator.",
         )
 
     def _direction(self, sends: bool, place: int) -> _Direction:
-        with self._lock:
-            found = self._directions.get((sends, place))
-            if found is None:
-                config, peer = self._session.config, self._session.membership.members[place]
-                what = f"{'to' if sends else 'from'} {peer}"
-                name = f"ringreduce {what} {config.rank}/{config.size}"
-                found = self._directions[sends, place] = _Direction(name)
-            return found
+        found = self._directions.get((sends, place))
+        if found is None:
+            with self._lock:
+                made = _Direction(self._owner, sends, place)
+                found = self._directions.setdefault((sends, place), made)
+        return found
 
     def pending(self) -> Pending | None:
         """The call that a thread of the program waits in; from any thread."""
-        directions = list(self._directions.values())
-        return next((d.pending for d in directions if d.pending is not None), None)
+        # One C call under the GIL.
+        for direction in list(self._directions.values()):
+            if (pending := direction.pending) is not None:
+                return pending
+        return None
 
     def leaves_later(self, why: str) -> bool:
         """Have the call that this thread is in leave when it ends; False: it is in none."""

@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.handle import Handle
-from ringreduce.communicator.messages import Transfer
 from ringreduce.pure.payload import (
-    checked_lengths,
     checked_peer,
     checked_tag,
     decode,
     encode,
     flat_view,
 )
-from ringreduce.pure.wire import Kind
 
 
 class PairCalls(Handle):
@@ -52,11 +49,7 @@ class PairCalls(Handle):
         """
         peer, number = self._checked(to, tag)
         flat = flat_view(array, "send", writable=False)
-
-        def run(transfer: Transfer) -> None:
-            transfer(Kind.SEND, flat)
-
-        return self._session.messages.send(peer, number, run, async_op)
+        return self._session.messages.array(True, peer, number, flat, async_op, None)
 
     def recv(self, array: np.ndarray, source: int, *, tag: int = 0, async_op: bool = False) -> Any:
         """Fill `array` with the next array that rank `source` sends to this one.
@@ -81,12 +74,7 @@ class PairCalls(Handle):
         """
         peer, number = self._checked(source, tag)
         flat = flat_view(array, "recv")
-
-        def run(transfer: Transfer) -> np.ndarray:
-            transfer(Kind.SEND, flat)
-            return array
-
-        return self._session.messages.recv(peer, number, run, async_op)
+        return self._session.messages.array(False, peer, number, flat, async_op, array)
 
     def send_object(self, value: Any, to: int, *, tag: int = 0) -> None:
         """Send an object to rank `to`, which calls `recv_object`.
@@ -98,13 +86,7 @@ class PairCalls(Handle):
         Raises: as `send`; ArrayError also when `value` cannot be encoded or is over 64 MiB.
         """
         peer, number = self._checked(to, tag)
-        payload = encode(value)
-
-        def run(transfer: Transfer) -> None:
-            transfer(Kind.SEND_OBJECT, np.array([payload.size], np.int64))
-            transfer(Kind.SEND_OBJECT, payload)
-
-        self._session.messages.send(peer, number, run, False)
+        self._session.messages.object(True, peer, number, encode(value))
 
     def recv_object(self, source: int, *, tag: int = 0) -> Any:
         """The next object that rank `source` sends to this one, a decoded copy.
@@ -112,15 +94,8 @@ class PairCalls(Handle):
         Args, Raises: as `recv`.
         """
         peer, number = self._checked(source, tag)
-
-        def run(transfer: Transfer) -> np.ndarray:
-            length = np.zeros(1, np.int64)
-            transfer(Kind.SEND_OBJECT, length)
-            payload = np.empty(checked_lengths(length)[0], np.uint8)
-            transfer(Kind.SEND_OBJECT, payload)
-            return payload
-
-        return decode(self._session.messages.recv(peer, number, run, False))
+        nothing = np.empty(0, np.uint8)
+        return decode(self._session.messages.object(False, peer, number, nothing))
 
     def _checked(self, peer: int, tag: int) -> tuple[int, int]:
         who = self._config.who

@@ -108,10 +108,10 @@ class ZmqPairs:
     def send(self, place: int, header: Header, memory: np.ndarray) -> None:
         """Send `memory`, contiguous, to the rank at `place`; the caller owns it again afterwards.
 
-        `header` has kind, dtype, count and signature of the message. Raises as `recv`.
+        `header` is that of the message, apart from its sequence number. Raises as `recv`.
         """
         sending = self._sending_to(self._membership.members[place], _MESSAGES)
-        header = replace(header, rank=self._membership.place(self._rank), sequence=sending.sequence)
+        header = replace(header, sequence=sending.sequence)
         wait = self._message("send", header)
         sending.begin(header, memory)
         sending.sequence += 1
@@ -135,7 +135,7 @@ class ZmqPairs:
         After any exception all pairs are broken: `abort`, then `close`.
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
-        header = replace(header, rank=place, sequence=receiving.sequence)
+        header = replace(header, sequence=receiving.sequence)
         wait = self._message("recv", header)
         receiving.begin(header, memory)
         receiving.sequence += 1
