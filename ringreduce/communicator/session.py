@@ -139,6 +139,7 @@ class Session:
                 formed.control.close()
                 raise
             self._recorder.peers = self._watcher.peers
+            self._recorder.pending = self.messages.pending
             self.call("barrier", 0, self.collectives.barrier)
         except BaseException:
             self.leave("")

@@ -94,6 +94,7 @@ class FlightFile:
             operation=standing.operation,
             nbytes=standing.nbytes,
             since=when - (now - standing.since_s),
+            pending=self._pending(),
             failure=self._failure(when - now),
             peers=self._peers(),
             entries=recorder.entries(),
@@ -117,6 +118,10 @@ class FlightFile:
             failure.operation, failure.sequence = error.operation, error.sequence
             failure.step = error.step
         return failure
+
+    def _pending(self) -> str | None:
+        pending = None if self._recorder.pending is None else self._recorder.pending()
+        return None if pending is None else pending.describe()
 
     def _peers(self) -> list[dict[str, Any]]:
         peers = self._recorder.peers

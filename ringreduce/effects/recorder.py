@@ -15,6 +15,7 @@ from typing import Any
 
 from ringreduce.pure.flight import NAME_MAX, Call, cut
 from ringreduce.pure.liveness import Standing
+from ringreduce.pure.messages import Pending
 
 # A training step makes a few calls, so these are twenty steps or more; a power of two, for masking.
 CALLS_KEPT = 256
@@ -53,7 +54,9 @@ class Recorder:
         first_error: None while the communicator works.
         peers: set once there is a watcher: returns what was last known of each rank, a dictionary
             with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
-            ``since_s`` (seconds it had been there) and ``age_s`` (age of that in seconds).
+            ``since_s`` (seconds it had been there), ``pending`` (the send or recv that it waited
+            in) and ``age_s`` (age of that in seconds).
+        pending: set with `peers`: returns the send or recv that this rank waits in; None for none.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -61,6 +64,7 @@ class Recorder:
         self.seconds, self.elapsed_s = 0.0, 0.0
         self.first_error: FirstError | None = None
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
+        self.pending: Callable[[], Pending | None] | None = None
         self._slots: list[_Ended | None] = [None] * CALLS_KEPT
         # A plain tuple: a `Standing` would cost more than all the rest.
         self._state: _State = (0, 0, None, 0, 0, _monotonic())

@@ -18,13 +18,14 @@ from typing import Any
 from ringreduce.collectives.base import Collectives
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
+from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Abort, Left, Listening, Pending
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
-from ringreduce.pure.watching import Action, Ended, Found, Log, Send, Watch
+from ringreduce.pure.watching import Watch
 from ringreduce.transport.control import Control
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerTimeoutError, RingReduceError

@@ -83,6 +83,7 @@ class Dump(msgspec.Struct):
         why: what it was written for.
         job: the job's id, which tells records of several jobs apart.
         calls, operation, nbytes, since: as in `Standing`.
+        pending: the send or recv that it waits in, beside its collectives.
         failure: None while the communicator works.
         peers: what was last known of other ranks; see `Recorder.peers`.
         entries: the last calls, oldest first.
@@ -103,6 +104,7 @@ class Dump(msgspec.Struct):
     operation: _Name | None
     nbytes: _Count
     since: _Time
+    pending: _Name | None = None
     failure: Failure | None = None
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []

@@ -156,6 +156,8 @@ class Board:
                     "operation": heartbeat.operation or None,
                     "since_s": round(heartbeat.since_s + age_s, 3),
                 }
+                if heartbeat.pending is not None:
+                    facts["pending"] = heartbeat.pending.describe()
             known.append(facts)
         return known
 

@@ -11,6 +11,8 @@ _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
+# Of each pair of ranks: one for messages, one for parts of collectives.
+PAIR_CHANNELS = 2
 # Far more than the streams and long distances of any ring.
 _CONNECTIONS_MAX = 96
 
@@ -105,11 +107,14 @@ class Value(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Rank `receiver` listens on `address` for rank `sender`, which all ranks pass this on to."""
+    """Rank `receiver` listens on `address` for rank `sender`; all ranks pass this on to it.
+
+    `channel` is one of `PAIR_CHANNELS`.
+    """
 
     receiver: _Rank
     sender: _Rank
-    channel: _Rank
+    channel: Annotated[int, msgspec.Meta(ge=0, lt=PAIR_CHANNELS)]
     address: Annotated[str, msgspec.Meta(max_length=128, pattern="^tcp://")]
 
 

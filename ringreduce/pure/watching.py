@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ringreduce.pure import messages
+from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.liveness import Board, Flow, Standing
 from ringreduce.pure.membership import Membership
@@ -43,39 +43,6 @@ _SPARING_BEATS = 20
 _LOOKS, _LOOKS_SLOW = 20, 16
 _COMPLAINTS_MAX = 8
 _ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send `message` to the neighbours, except to those of `but`."""
-
-    message: bytes
-    but: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Log:
-    """Log `text` about this rank."""
-
-    text: str
-    is_warning: bool = True
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Notify the communicator that `error` has ended the ring."""
-
-    error: RingReduceError
-
-
-@dataclass(frozen=True)
-class Found:
-    """Notify the links that another rank listens for this one."""
-
-    listening: Listening
-
-
-Action = Send | Log | Ended | Found
 
 
 class Watch:
@@ -120,7 +87,8 @@ class Watch:
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
         self._claims = Claims(len(self._neighbours))
-        self._listening: set[Listening] = set()
+        # Receiver, sender and channel of what was passed on.
+        self._listening: set[tuple[int, int, int]] = set()
 
     def claim(self, claim: Claim) -> list[Action]:
         """Send a value of this rank to the neighbours, and compare it with theirs."""
@@ -141,8 +109,15 @@ class Watch:
 
     def listen(self, listening: Listening) -> list[Action]:
         """Notify a rank that this one listens for it; the ranks between pass it on."""
-        self._listening.add(listening)
+        self._note(listening)
         return [Send(messages.encode(listening))]
+
+    def _note(self, listening: Listening) -> bool:
+        """Whether this has not come before, on the other way round."""
+        key = listening.receiver, listening.sender, listening.channel
+        is_new = key not in self._listening
+        self._listening.add(key)
+        return is_new
 
     def is_owed(self, lost: Collection[int]) -> bool:
         """Whether a neighbour that is still there has not acknowledged the last announcement."""
@@ -177,9 +152,8 @@ class Watch:
             claim = self._claims.receive(neighbour, message.key, message.value)
             return [] if claim is None else self._disagree(claim, neighbour)
         if isinstance(message, Listening):
-            if message in self._listening:
-                return []  # It has come the other way round.
-            self._listening.add(message)
+            if not self._note(message):
+                return []
             is_for_us = message.sender == self._rank
             return [Found(message) if is_for_us else Send(payload, frozenset({neighbour}))]
         others = frozenset(self._neighbours) - {neighbour}
@@ -250,14 +224,9 @@ class Watch:
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(
-        self,
-        standing: Standing,
-        flow: Flow,
-        progress: object,
-        now_s: float,
-        elsewhere: str = "",
-        pending: Pending | None = None,
-    ) -> list[Action]:
+        self, standing: Standing, flow: Flow, progress: object, now_s: float,
+        elsewhere: str = "", pending: Pending | None = None,
+    ) -> list[Action]:  # fmt: skip
         """Send a heartbeat, and check those of others.
 
         `progress` changes while collectives advance; `elsewhere` is the call of another group that
@@ -284,12 +253,7 @@ class Watch:
         return actions
 
     def _own(
-        self,
-        standing: Standing,
-        flow: Flow,
-        now_s: float,
-        elsewhere: str,
-        pending: Pending | None,
+        self, standing: Standing, flow: Flow, now_s: float, elsewhere: str, pending: Pending | None
     ) -> Heartbeat:
         self._number += 1
         sent = []

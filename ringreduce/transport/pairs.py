@@ -29,7 +29,7 @@ import zmq
 
 from ringreduce.pure import wire
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Listening
+from ringreduce.pure.messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.wire import Header, Kind
@@ -44,8 +44,9 @@ from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
-# Far above the channels of any ring, whose keys and passwords must be others.
-_MESSAGES, _PARTS = 1 << 16, (1 << 16) + 1
+_MESSAGES, _PARTS = range(PAIR_CHANNELS)
+# What keys and passwords call channel 0, far above the channels of any ring.
+_FIRST_CHANNEL = 1 << 16
 
 
 class Part(NamedTuple):
@@ -205,14 +206,15 @@ class ZmqPairs:
             return found
         with self._changed, descriptors.shortage_explained(**self._where):
             context = self._opened()
-            admission = self._security.data.of_channel(channel)
+            admission = self._security.data.of_channel(_FIRST_CHANNEL + channel)
             domain = f"pair.{peer}.{channel}"
             self._authenticator.allow(domain, admission.credentials(peer))
             limits = self._frame_bytes_max, milliseconds(TIMES.poll_s)
             socket = Incoming(context, self._bind, *limits, admission, domain)
             made = Receiving(self._of, peer, socket, domain)
             if self._of.is_sealed:
-                made.channel.open_key[:] = self._security.frame_key(peer, self._rank, channel)
+                key = self._security.frame_key(peer, self._rank, _FIRST_CHANNEL + channel)
+                made.channel.open_key[:] = key
             self._receiving[peer, channel] = made
         self._others.listen(Listening(self._rank, peer, channel, made.address))
         return made
@@ -224,7 +226,8 @@ class ZmqPairs:
             if found is None:
                 found = self._sending[peer, channel] = Sending(self._of, peer, channel)
                 if self._of.is_sealed:
-                    found.channel.seal_key[:] = self._security.frame_key(self._rank, peer, channel)
+                    key = self._security.frame_key(self._rank, peer, _FIRST_CHANNEL + channel)
+                    found.channel.seal_key[:] = key
             return found
 
     def _connect(self, sending: Sending, wait: Wait) -> None:
@@ -238,7 +241,7 @@ class ZmqPairs:
                 self._look(sending, None, wait)
                 self._changed.wait(TIMES.poll_s)
             sending.address = address
-            admission = self._security.data.of_channel(sending.number)
+            admission = self._security.data.of_channel(_FIRST_CHANNEL + sending.number)
             sending.socket = Outgoing(self._opened(), address, sending.peer, admission)
             sending.channel.sender = sending.socket.socket.underlying
 

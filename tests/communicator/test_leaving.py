@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.watching import Action, Watch
+from ringreduce.pure.actions import Action
+from ringreduce.pure.watching import Watch
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 from tests.processes import wait_until

@@ -16,7 +16,9 @@ from ringreduce.pure.messages import (
     Heartbeat,
     Heartbeats,
     Left,
+    Listening,
     Message,
+    Pending,
     Sent,
     Wait,
     decode,
@@ -68,6 +70,8 @@ def board(size: int = 3, now_s: float = 10.0) -> Board:
         Abort(b"cause"),
         Left(1, 7, "ValueError: x"),
         Acknowledgement(),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, pending=Pending(True, 2, 1 << 62)), 0.0),)),
+        Listening(2, 0, 1, "tcp://127.0.0.1:4187"),
     ],
 )
 def test_a_message_arrives_as_it_was(message: Message) -> None:
@@ -95,6 +99,13 @@ def test_the_longest_message_fits_the_limit() -> None:
         Heartbeats(((Heartbeat(0, 1, 1, "", float("nan")), 0.0),)),
         Abort(bytes(1 << 16)),
         Left(0, 0, "x" * 5000),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, pending=Pending(True, 3, 0)), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, pending=Pending(True, 1, -1)), 0.0),)),
+        Listening(3, 0, 0, "tcp://127.0.0.1:4187"),
+        Listening(0, 3, 0, "tcp://127.0.0.1:4187"),
+        Listening(0, 1, 2, "tcp://127.0.0.1:4187"),
+        Listening(0, 1, 0, "ipc:///tmp/x"),
+        Listening(0, 1, 0, "tcp://" + "1" * 200),
     ],
 )
 def test_what_cannot_be_is_refused(message: Message) -> None:
@@ -311,3 +322,53 @@ def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
     known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
     own = Heartbeat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
     assert known.dead(own, 0.5, 10.0) == dead
+
+
+@pytest.mark.parametrize(
+    ("operation", "pending", "text", "is_busy", "sends"),
+    [
+        ("", None, "rank 1 is alive, in user code after 5 calls", True, False),
+        ("barrier", None, "rank 1 is alive, in barrier after 5 calls", True, False),
+        (
+            "",
+            Pending(False, 2, 7),
+            "rank 1 is alive, in recv from rank 2, tag 7, after 5 calls",
+            True,
+            False,
+        ),
+        # With this rank: neither waits for anything else.
+        (
+            "",
+            Pending(True, 0, 3),
+            "rank 1 is alive, in send to rank 0, tag 3, after 5 calls",
+            False,
+            True,
+        ),
+        (
+            "",
+            Pending(False, 0, 3),
+            "rank 1 is alive, in recv from rank 0, tag 3, after 5 calls",
+            False,
+            False,
+        ),
+    ],
+)
+def test_what_the_rank_does_that_a_message_waits_for(
+    operation: str, pending: Pending | None, text: str, is_busy: bool, sends: bool
+) -> None:
+    known = board()
+    known.note(Heartbeat(1, 1, 5, operation, 0.5, pending=pending), 0.0, 10.1)
+    assert known.doing(1, 10.2) == (text, is_busy, sends)
+    # Of the third rank nothing was heard yet; later, that it is silent.
+    assert known.doing(2, 10.2) == ("rank 2 is alive", True, False)
+    known.note(Heartbeat(1, 2, 5, operation, 0.5, pending=pending), 0.0, 15.0)
+    assert known.doing(2, 15.0) == ("rank 2 has shown no sign of life for 5.0 s", False, False)
+
+
+def test_a_rank_in_a_recv_is_not_said_to_be_in_user_code() -> None:
+    known = board(2)
+    known.note(Heartbeat(1, 1, 5, "", 3.0, pending=Pending(False, 1, 7)), 0.0, 10.1)
+    suspicion = known.suspect(Here(), 10.2)
+    assert suspicion is not None
+    assert suspicion.is_busy
+    assert suspicion.text == "rank 1 is alive, in recv from rank 1, tag 7, for 3.1 s"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from ringreduce.pure import liveness, messages, watching
+from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
@@ -16,12 +17,13 @@ from ringreduce.pure.messages import (
     Heartbeat,
     Heartbeats,
     Left,
+    Listening,
     Message,
     Value,
     Wait,
 )
 from ringreduce.pure.notification import encode_abort
-from ringreduce.pure.watching import Action, Ended, Log, Send, Watch
+from ringreduce.pure.watching import Watch
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
 from ringreduce.vocabulary.times import Times
 
@@ -269,3 +271,18 @@ def test_a_timeout_names_the_rank_that_all_wait_for() -> None:
     assert named.peer == 1
     assert "Rank 1 is alive, in user code for 0.1 s" in str(named)
     assert str(named).endswith("raise it.")
+
+
+def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
+    listening = Listening(2, 0, 1, "tcp://127.0.0.1:4187")
+    payload = messages.encode(listening)
+    between, receiver = Watch(1, 3, whole(3), 2.0, 0.0), a_watch(3)
+    # It goes on to the other neighbour, once, whichever way it came.
+    assert between.receive(2, payload, 0.1) == [Send(payload, frozenset({2}))]
+    assert not between.receive(0, payload, 0.2)
+    assert receiver.receive(1, payload, 0.3) == [Found(listening)]
+    assert not receiver.receive(2, payload, 0.4)
+    # The rank that listens does not pass on its own.
+    sender = Watch(2, 3, whole(3), 2.0, 0.0)
+    assert sender.listen(listening) == [Send(payload)]
+    assert not sender.receive(1, payload, 0.5)

@@ -191,9 +191,14 @@ def _standings(records: Records, ranks: Sequence[int]) -> str:
         elif dump.operation is not None:
             text = f"stood in {_numbered(dump.operation, dump)}"
         else:
-            text = f"stood in user code after {dump.calls} calls"
+            text = f"stood in {_outside(dump)} after {dump.calls} calls"
         grouped.setdefault(text, []).append(rank)
     return " ".join(_capital(f"{those(ranks, text, text)}.") for text, ranks in grouped.items())
+
+
+def _outside(dump: Dump) -> str:
+    """Where a rank stands that is in no collective."""
+    return "user code" if dump.pending is None else f"{clean(dump.pending)},"
 
 
 def _call_of(dump: Dump) -> str | None:
@@ -208,7 +213,7 @@ def state_of(dump: Dump) -> str:
     if failure is None:
         if dump.operation is not None:
             return f"in {_numbered(dump.operation, dump)} for {for_s}"
-        return f"in user code for {for_s}{_location_of(dump)}"
+        return f"in {_outside(dump)} for {for_s}{_location_of(dump)}"
     if failure.standing is not None:
         return f"failed in {_numbered(failure.standing, dump)} after {for_s}"
     if failure.kind in errors.__all__:
