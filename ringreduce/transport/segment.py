@@ -25,6 +25,7 @@ _ALIGNMENT = 4096
 # room for more, and it leaves 47 bits of address space for hundreds of ranks.
 _HEAP_BYTES_MAX = 64 << 30
 
+_Nothing = ctypes.c_char * 0
 _pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
 
 
@@ -66,6 +67,17 @@ def functions() -> dict[str, Any]:
 def heap_bytes() -> int:
     """Size of the heap of each segment on this host: its physical memory, up to a limit."""
     return min(_HEAP_BYTES_MAX, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def address_of(flat: np.ndarray) -> int:
+    """Address of the first byte of a contiguous array: 0.3 us where numpy's own ways take 1.1."""
+    buffer: Any = flat  # Before Python 3.12 an array's type does not say that it is one.
+    try:
+        return ctypes.addressof(_Nothing.from_buffer(buffer))
+    # It is read-only, or of a dtype that buffers cannot describe.
+    except (TypeError, ValueError):
+        address: int = flat.__array_interface__["data"][0]
+        return address
 
 
 def _checked(status: int) -> None:

@@ -25,7 +25,7 @@ from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.calls import Traffic
-from ringreduce.transport.segment import Heap, Segment, functions, heap_bytes
+from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
 from ringreduce.transport.shm_pairs import HostPairs
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
 from ringreduce.transport.stalls import Interruption, mismatch_error
@@ -199,7 +199,7 @@ class HostLink:
 
         After any exception the link is broken: `abort`, then `close`.
         """
-        address = flat.__array_interface__["data"][0]
+        address = address_of(flat)
         status = self._run(self._group, call.address, address, self._wait_limits_address)
         if status != DONE:
             self._resume(status, call, self._run, address)
@@ -207,7 +207,7 @@ class HostLink:
     def exchange(self, call: HostCall, source: np.ndarray, target: np.ndarray) -> None:
         """Run `call`, an all-to-all, from `source` into `target`, both contiguous; as `run`."""
         exchange = self._functions["shm_exchange"]
-        addresses = [array.__array_interface__["data"][0] for array in (source, target)]
+        addresses = address_of(source), address_of(target)
         status = exchange(self._group, call.address, *addresses, self._wait_limits_address)
         if status != DONE:
             self._resume(status, call, exchange, *addresses)

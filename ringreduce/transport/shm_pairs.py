@@ -23,7 +23,7 @@ from ringreduce.pure import wire
 from ringreduce.pure.notification import abort_error
 from ringreduce.pure.wire import Header
 from ringreduce.transport.calls import Traffic
-from ringreduce.transport.segment import Heap, functions
+from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
 from ringreduce.transport.stalls import Interruption, mismatch_error
 from ringreduce.vocabulary.errors import ArrayError, ProtocolError, RingReduceError
@@ -154,19 +154,21 @@ class _End:
         if header is not self._header:
             self._header, self._words = header, wire.encode(header)
             self._words_address = self._words.ctypes.data
-        self._address, self._nbytes = flat.__array_interface__["data"][0], flat.nbytes
-        status = self.resume()
+        nbytes = flat.nbytes
+        self._arguments = (
+            *(self._pair, self._words_address, address_of(flat), nbytes),
+            self._limits,
+        )
+        status = self._call(*self._arguments)
         if status != DONE:
             status = self._ranks.finish(status, self, interruption)
             if status != DONE:
                 raise self._error(status, header)
-        self.nbytes += flat.nbytes
+        self.nbytes += nbytes
 
     def resume(self) -> int:
         """Continue the call."""
-        status: int = self._call(
-            self._pair, self._words_address, self._address, self._nbytes, self._limits
-        )
+        status: int = self._call(*self._arguments)
         return status
 
     def state(self) -> tuple[int, int]:
@@ -201,6 +203,6 @@ class _End:
         where, named = self.where(self._place), f"rank {self._ranks.members[self._place]}"
         if status == MISMATCH:
             theirs = wire.decode(facts.theirs)
-            ours = replace(header, sequence=int(facts.sequence), nbytes=self._nbytes)
+            ours = replace(header, sequence=int(facts.sequence), nbytes=self._arguments[3])
             return mismatch_error(theirs, ours, lambda _: named, **where)
         return ProtocolError(f"found what cannot be in the memory of {named}", **where)

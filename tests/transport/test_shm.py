@@ -25,7 +25,7 @@ from ringreduce.effects import native
 from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import shm, unix
-from ringreduce.transport.segment import Heap, Segment, functions
+from ringreduce.transport.segment import Heap, Segment, address_of, functions
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.errors import (
     ConfigError,
@@ -150,6 +150,14 @@ def test_registered_array_outlives_its_communicator():
         assert array.sum() == MIB
 
 
+@pytest.mark.parametrize("kind", ["ordinary", "empty", "read-only", "bfloat16"])
+def test_address_of_any_array_is_its_first_byte(kind):
+    array = np.zeros(10, naive.DTYPES["bfloat16" if kind == "bfloat16" else "float32"])[1:]
+    array.flags.writeable = kind != "read-only"
+    array = array[:0] if kind == "empty" else array
+    assert address_of(array) == array.ctypes.data
+
+
 def test_memory_of_a_registered_array_goes_back_with_its_last_view(heap):
     def blocks() -> int:
         return os.fstat(heap._segment.descriptor).st_blocks * 512
@@ -193,7 +201,7 @@ def test_garbage_that_is_found_while_memory_is_given_out_is_no_deadlock():
     """A collection can run at any line, also where the heap holds its own lock."""
     program = """
 import gc
-from ringreduce.transport.segment import Heap, Segment, functions
+from ringreduce.transport.segment import Heap, Segment, address_of, functions
 
 class Cycle:
     def __init__(self, array):
