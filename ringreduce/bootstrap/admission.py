@@ -1,4 +1,4 @@
-"""Rank 0's list of the ranks that have joined, and which may. No sockets.
+"""The first rank's list of those that have joined, and which may. No sockets.
 
 A hello of another job, or for a rank that has joined, is refused, and the job goes on waiting. A
 rank of this job with another version or other settings ends the rendezvous on every rank.
@@ -21,14 +21,16 @@ _log = logging.getLogger(__name__)
 _REFUSALS_KEPT = 8
 # Refusals answered with the reason, for ranks of other jobs; further hellos get no answer.
 _REFUSALS_ANSWERED = 256
+_ALIKE = "Start all ranks with the same ringreduce and the same RINGREDUCE_* settings."
+_ANEW = "Form the ring anew without the same ranks on all that are left."
 
 
 class Members:
-    """The ranks that have joined; their hellos must agree with rank 0's `own`."""
+    """The ranks that have joined; their hellos must agree with `own`, of the rank that counts."""
 
     def __init__(self, config: Config, own: Hello) -> None:
         self._config, self._own = config, own
-        self._hellos = {0: own}
+        self._hellos = {own.rank: own}
         self._refused: list[str] = []
         # The socket's names of those ranks, to answer them.
         self.identities: list[bytes] = []
@@ -36,7 +38,7 @@ class Members:
     @property
     def complete(self) -> bool:
         """Whether all ranks have joined."""
-        return len(self._hellos) == self._config.size
+        return len(self._hellos) == len(self._own.members)
 
     def admit(self, identity: bytes, hello: Hello) -> Refusal | None:
         """Add a rank and return None, or refuse it and return the answer, if it gets one.
@@ -44,13 +46,13 @@ class Members:
         Raises:
             MismatchError: a rank of this job has another version, size or other settings.
         """
-        config, own = self._config, self._own
+        own = self._own
         who = f"rank {hello.rank} ({shown(hello.host)})"
         theirs, ours = (text.encode(errors="replace") for text in (hello.job_id, own.job_id))
         if not hmac.compare_digest(theirs, ours):
             why = f"{who} belongs to another job"
-        elif not 0 <= hello.rank < max(hello.size, config.size):
-            why = f"{who} has no place in a ring of {config.size}"
+        elif hello.rank not in own.members and hello.rank not in hello.members:
+            why = f"{who} has no place in a ring of {len(own.members)}"
         elif hello.rank in self._hellos and hello.size == own.size:
             why = f"rank {hello.rank} came twice, the second time from {shown(hello.host)}"
         else:
@@ -61,7 +63,9 @@ class Members:
         self.note(why)
         if len(self._refused) > _REFUSALS_ANSWERED:
             return None
-        return Refusal(text=f"was turned away by rank 0: {why}", mismatch=False, peer=0)
+        return Refusal(
+            text=f"was turned away by rank {own.rank}: {why}", mismatch=False, peer=own.rank
+        )
 
     def note(self, why: str) -> None:
         """Record a refusal, and log the first few."""
@@ -71,26 +75,30 @@ class Members:
             _log.warning("rendezvous turned away: %s", why)
 
     def _compare(self, hello: Hello) -> None:
-        for what, other, this in (
-            ("ringreduce", hello.version, self._own.version),
-            ("wire version", hello.wire_version, self._own.wire_version),
-            ("size", hello.size, self._own.size),
-            ("settings", hello.settings, self._own.settings),
-            ("encryption", hello.encryption, self._own.encryption),
+        own = self._own
+        for what, other, this, remedy in (
+            ("ringreduce", hello.version, own.version, _ALIKE),
+            ("wire version", hello.wire_version, own.wire_version, _ALIKE),
+            ("size", hello.size, own.size, _ALIKE),
+            ("settings", hello.settings, own.settings, _ALIKE),
+            ("encryption", hello.encryption, own.encryption, _ALIKE),
+            ("epoch", hello.epoch, own.epoch, _ANEW),
+            ("members", hello.members, own.members, _ANEW),
         ):
             if other != this:
                 raise MismatchError(
-                    f"found that rank {hello.rank} has {what} {shown(other)}, rank 0 has {this}",
-                    rank=0,
+                    f"found that rank {hello.rank} has {what} {shown(other)}, rank {own.rank} has "
+                    f"{shown(this)}",
+                    rank=own.rank,
                     size=self._config.size,
                     peer=hello.rank,
-                    remedy="Start all ranks with the same ringreduce and the same RINGREDUCE_* "
-                    "settings.",
+                    remedy=remedy,
                 )
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""
-        config, missing = self._config, set(range(self._config.size)) - set(self._hellos)
+        config, own = self._config, self._own
+        missing = set(own.members) - set(self._hellos)
         named = ", ".join(map(str, sorted(missing)[:16])) + (", ..." if len(missing) > 16 else "")
         text = (
             f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
@@ -103,7 +111,7 @@ class Members:
             text += f" (turned away: {'; '.join(refusals)})"
         return RendezvousError(
             text,
-            rank=0,
+            rank=own.rank,
             size=config.size,
             peer=min(missing),
             remedy="Read the log of the missing ranks; raise RINGREDUCE_JOIN_TIMEOUT_S if they "
@@ -112,8 +120,8 @@ class Members:
 
     def table(self) -> Table:
         """The table for all ranks, once all have joined."""
-        hellos = [self._hellos[rank] for rank in range(self._config.size)]
         own = self._own
+        hellos = [self._hellos[rank] for rank in own.members]
         others = [
             f"rank {hello.rank} Python {hello.python[:32]}, numpy {hello.numpy[:32]}"
             for hello in hellos
@@ -121,14 +129,15 @@ class Members:
         ]
         if others:  # Other versions can change results.
             _log.warning(
-                "[0/%d] ranks run different versions, so results may differ: rank 0 Python %s, "
+                "[%d/%d] ranks run different versions, so results may differ: this one Python %s, "
                 "numpy %s; %s",
-                *(len(hellos), own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
+                *(own.rank, own.size, own.python, own.numpy, "; ".join(others[:_REFUSALS_KEPT])),
             )
         return Table(
             job=secrets.randbits(64),
             addresses=tuple(hello.address for hello in hellos),
             controls=tuple(hello.control for hello in hellos),
+            standbys=tuple(hello.standby for hello in hellos),
             hosts=tuple(hello.host for hello in hellos),
             memory=tuple(hello.memory for hello in hellos),
             keys=tuple(hello.key for hello in hellos),

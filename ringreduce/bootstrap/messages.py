@@ -11,15 +11,18 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A rank's own message: who it is, where it listens, its settings."""
+    """A rank's own message: who it is, whom it expects, where it listens, its settings."""
 
     version: str
     wire_version: int
     job_id: str
     rank: int
     size: int
+    members: tuple[int, ...]
+    epoch: int
     address: str
     control: str
+    standby: str
     host: str
     memory: str
     settings: dict[str, int]
@@ -31,12 +34,13 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows after the rendezvous, in rank order.
+    """What every rank knows after the rendezvous, in the order of the members.
 
     Attributes:
         job: 64 random bits in the header of every frame of this ring.
         addresses: where each rank's data sockets listen.
         controls: where each rank's control channel listens.
+        standbys: where each rank can be met if the ring has to be formed anew; empty: nowhere.
         hosts: name of each rank's host; equal for ranks that share one.
         memory: name of the memory that each rank can share; empty for none.
         keys: each rank's public key; empty without a secret.
@@ -46,6 +50,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
     job: int
     addresses: tuple[str, ...]
     controls: tuple[str, ...]
+    standbys: tuple[str, ...]
     hosts: tuple[str, ...]
     memory: tuple[str, ...]
     keys: tuple[str, ...]
@@ -53,7 +58,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refusal(msgspec.Struct, tag=True):
-    """Rank 0 refuses a rank, or gives up: an error's text, class and peer."""
+    """The first rank refuses a rank, or gives up: an error's text, class and peer."""
 
     text: str
     mismatch: bool
@@ -69,13 +74,16 @@ def read_hello(data: bytes) -> Hello | None:
 
 
 def read_answer(data: bytes, size: int) -> Table | Refusal | None:
-    """Rank 0's answer in `data`; None if it is something else or a table not of `size` ranks."""
+    """The first rank's answer in `data`; None if it is no such, or a table not of `size` ranks."""
     try:
         answer = msgspec.msgpack.decode(data, type=Table | Refusal)
     except _UNREADABLE:
         return None
     if isinstance(answer, Table):
-        columns = (answer.addresses, answer.controls, answer.hosts, answer.memory, answer.keys)
+        columns = [
+            *(answer.addresses, answer.controls, answer.standbys),
+            *(answer.hosts, answer.memory, answer.keys),
+        ]
         if any(len(column) != size for column in columns):
             return None
     return answer

@@ -1,7 +1,8 @@
 """How ranks that know one address exchange all of theirs.
 
-Every other rank sends a hello to rank 0's rendezvous address. Rank 0 compares it with its own
-(`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
+Every other rank sends a hello to the first one's rendezvous address. That one compares it with its
+own (`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
+The first is rank 0; when a ring is formed anew, the lowest of the ranks that are left.
 With a secret, messages are encrypted and can be sent only by those that have it
 (`ringreduce.transport.security`); each rank announces the public key that it uses afterwards.
 """
@@ -21,6 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
 from ringreduce.bootstrap.messages import Hello, Refusal, Table, read_answer, read_hello
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
 from ringreduce.transport.authenticator import Authenticator
@@ -52,28 +54,43 @@ class Meeting:
     """One rank's side of the rendezvous: call `advance` until it returns the table.
 
     Args:
-        config: this rank's settings; `config.size` is at least 2.
+        config: this rank's settings. The first rank listens at `config.rendezvous`.
+        membership: the two or more ranks that meet.
         address: where this rank's data sockets listen, as the others get it.
         control: where its control channel listens.
+        standby: where it can be met later; empty: nowhere.
         memory: name of its memory for ranks of the same host; empty: not shared.
         security: this rank's keys.
 
     Raises:
-        RendezvousError: rank 0 cannot listen on the rendezvous address.
+        RendezvousError: the first rank cannot listen on the rendezvous address.
     """
 
     def __init__(
-        self, config: Config, address: str, control: str, memory: str, security: Security
+        self,
+        config: Config,
+        membership: Membership,
+        *,
+        address: str,
+        control: str,
+        standby: str,
+        memory: str,
+        security: Security,
     ) -> None:
         self._config, self._security = config, security
+        self._count, self._first = membership.size, membership.members[0]
+        self._epoch = membership.epoch
         own = Hello(
             version=__version__,
             wire_version=WIRE_VERSION,
             job_id=config.job_id,
             rank=config.rank,
             size=config.size,
+            members=membership.members,
+            epoch=membership.epoch,
             address=address,
             control=control,
+            standby=standby,
             host=config.host_id or platform.node() or "localhost",
             memory=memory,
             settings=config.agreed(),
@@ -86,7 +103,7 @@ class Meeting:
         )
         self._members = Members(config, own)
         self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER if config.rank else zmq.ROUTER)
+        self._socket = self._context.socket(zmq.ROUTER if self._is_first else zmq.DEALER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MAX)
         self._socket.setsockopt(zmq.IPV6, 1)
@@ -95,7 +112,7 @@ class Meeting:
         self._authenticator: Authenticator | None = None
         self._deadline = time.monotonic() + config.join_timeout_s
         try:
-            if config.rank == 0:
+            if self._is_first:
                 self._authenticator = security.serve_meeting(self._socket, self._context)
                 _listen(self._socket, config)
             else:
@@ -107,37 +124,41 @@ class Meeting:
     def _connect(self, own: Hello) -> None:
         _, (host, port) = resolve(self._config)
         self._security.join_meeting(self._socket)
-        # No limit: rank 0's port is open while it is still importing.
+        # No limit: the first rank's port is open while it is still importing.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
-        # Rank 0 may start later.
+        # That rank may start later, or open its port again a moment later than this one.
         self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(TIMES.poll_s))
+        if own.epoch:
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(TIMES.reconnect_s))
         self._socket.connect(endpoint(host, port))
         self._socket.send(msgspec.msgpack.encode(own))
-        # A little longer than rank 0 waits, since its answer names the missing ranks.
+        # A little longer than the first rank waits, since its answer names the missing ranks.
         self._deadline += TIMES.answer_s
 
     def advance(self) -> Table | None:
         """Wait up to ``TIMES.poll_s``; return the table once all ranks have joined, else None.
 
         Raises:
-            RendezvousError: not all ranks joined within ``join_timeout_s``, rank 0 did not answer
-                or refused this rank, or a rank listens on the network without a secret.
+            RendezvousError: not all ranks joined within ``join_timeout_s``, the first one did not
+                answer or refused this rank, or a rank listens on the network without a secret.
             MismatchError: a rank runs another version or has other settings.
             ConfigError: the answer is not from ringreduce.
         """
-        table = self._admit() if self._config.rank == 0 else self._await_answer()
+        table = self._admit() if self._is_first else self._await_answer()
         if table is not None and self._security.data.mechanism == "NULL":
-            announced = (*table.addresses, *table.controls)
+            # A rank that shares memory with all has no data sockets.
+            announced = filter(None, (*table.addresses, *table.controls, *table.standbys))
             if not all(map(listens_on_loopback, announced)):
-                raise self._error(
+                raise RendezvousError(
                     "was told of a rank that listens on the network, and the job has no secret",
-                    "Give all ranks the same RINGREDUCE_SECRET.",
-                    peer=None,
+                    rank=self._config.rank,
+                    size=self._config.size,
+                    remedy="Give all ranks the same RINGREDUCE_SECRET.",
                 )
         return table
 
     def close(self) -> None:
-        """Close this rank's side; on rank 0 after sending answers, at most ``TIMES.linger_s``."""
+        """Close this rank's side; on the first after sending answers, at most `TIMES.linger_s`."""
         if self._authenticator is not None:
             self._authenticator.close()
         self._failures.close()
@@ -145,7 +166,7 @@ class Meeting:
         self._context.term()
 
     def _admit(self) -> Table | None:
-        """Rank 0's side: once every rank has sent a valid hello, answer all."""
+        """The first rank's side: once every rank has sent a valid hello, answer all."""
         members = self._members
         identity = b""
         try:
@@ -181,18 +202,22 @@ class Meeting:
         if not self._socket.poll(milliseconds(TIMES.poll_s)):
             self._look_for_trouble()
             return None
-        answer = read_answer(self._socket.recv(), config.size)
+        answer = read_answer(self._socket.recv(), self._count)
         if isinstance(answer, Table):
             return answer
         if isinstance(answer, Refusal):
             kind = MismatchError if answer.mismatch else RendezvousError
-            text = answer.text if answer.peer == 0 else f"was told by rank 0: it {answer.text}"
+            first = self._first
+            is_own = answer.peer == first
+            text = answer.text if is_own else f"was told by rank {first}: it {answer.text}"
             raise kind(
                 text,
                 rank=config.rank,
                 size=config.size,
                 peer=answer.peer,
-                remedy="Start each rank once, all with the same job id, version and settings.",
+                remedy="Form the ring anew without the same ranks on all that are left."
+                if self._epoch
+                else "Start each rank once, all with the same job id, version and settings.",
             )
         raise ConfigError(
             f"got an answer from {config.rendezvous} that is not ringreduce's",
@@ -217,13 +242,20 @@ class Meeting:
                 "~/.ringreduce/secret.",
             )
         raise self._error(
-            f"got no answer from rank 0 at {config.rendezvous} in {config.join_timeout_s:g} s",
-            "Check that rank 0 runs and that RINGREDUCE_RENDEZVOUS is its address.",
+            f"got no answer from rank {self._first} at {config.rendezvous} in "
+            f"{config.join_timeout_s:g} s",
+            f"Check that rank {self._first} runs and that RINGREDUCE_RENDEZVOUS is its address."
+            if not self._epoch
+            else f"Read rank {self._first}'s log first.",
         )
 
-    def _error(self, text: str, remedy: str, peer: int | None = 0) -> RendezvousError:
+    @property
+    def _is_first(self) -> bool:
+        return self._config.rank == self._first
+
+    def _error(self, text: str, remedy: str) -> RendezvousError:
         rank, size = self._config.rank, self._config.size
-        return RendezvousError(text, rank=rank, size=size, peer=peer, remedy=remedy)
+        return RendezvousError(text, rank=rank, size=size, peer=self._first, remedy=remedy)
 
 
 def bind_address(config: Config) -> str:
@@ -277,7 +309,7 @@ def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
     except zmq.ZMQError as error:
         raise RendezvousError(
             f"cannot listen on {config.rendezvous} for the other ranks: {error.strerror}",
-            rank=0,
+            rank=config.rank,
             size=config.size,
             remedy="Another program, or another job, has that port, or the address is not this "
             "host's: choose another in RINGREDUCE_RENDEZVOUS.",

@@ -94,6 +94,11 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         return self._session.failure
 
     @property
+    def former_failures(self) -> tuple[RingReduceError, ...]:
+        """What has broken it before its ring was formed anew; for integrations."""
+        return self._session.former_failures
+
+    @property
     def engine(self) -> Engine:
         """The background thread, started by its first use. Raises ClosedError after `close`."""
         return self._session.engine

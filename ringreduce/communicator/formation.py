@@ -11,19 +11,19 @@ import contextlib
 import hashlib
 import logging
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from ringreduce.bootstrap.messages import Table
 from ringreduce.bootstrap.rendezvous import Meeting, bind_address
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
+from ringreduce.communicator.ends import Announced, Ends, open_ends
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
@@ -31,10 +31,10 @@ from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.security import MATERIAL_BYTES, Security
-from ringreduce.transport.shm import HostLink
+from ringreduce.transport.standby import Standby
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
+from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Job:
         number: 64 random bits in the header of every frame.
         security: this rank's keys and the others'.
         hosts, domains: by rank, the name of its host, and of the memory that it can share.
+        standby: where this rank can be met again; `standbys`: each rank, empty for nowhere.
         highest_group: of the groups that this rank has taken part in forming.
         recorders: of the sessions that are open, by their groups.
     """
@@ -59,6 +60,8 @@ class Job:
     security: Security
     hosts: tuple[str, ...]
     domains: tuple[str, ...]
+    standby: Standby
+    standbys: tuple[str, ...]
     highest_group: int = 0
     recorders: dict[int, Recorder] = field(default_factory=dict)
 
@@ -94,50 +97,22 @@ class Formed:
         """Refuse further connections; call it after the first barrier, when all are connected."""
         if self.meeting is not None:
             self.meeting.close()
+            self.job.standby.shut()
         if self.link is not None:
             self.link.lock()
-
-
-class Announced(NamedTuple):
-    """Where a rank can be reached: its data sockets, its control channel, its memory."""
-
-    address: str
-    control: str
-    memory: str
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """What a rank opens before it meets the other members."""
-
-    patience: Patience
-    shared: HostLink | None
-    link: ZmqLink | None
-    control: Control
-    security: Security
-    bind: str
-
-    @property
-    def announced(self) -> Announced:
-        address = "" if self.link is None else self.link.address
-        return Announced(address, self.control.address, self.shared.name if self.shared else "")
 
 
 def form(config: Config) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
     membership, security = whole(config.size), Security.of(config)
-    with _undone_if_it_fails(config, membership) as undo:
-        ends = _open(config, membership, security, undo)
-        link, announced = ends.link, ends.announced
-        assert link is not None
-        meeting = Meeting(config, *announced, security)
-        undo.callback(meeting.close)
-        while (table := meeting.advance()) is None:
-            link.read_events()
-            ends.control.read_events()
+    with undone_if_it_fails(config, membership) as undo:
+        ends = open_ends(config, membership, security, undo)
+        standby = Standby(bind_address(config))
+        undo.callback(standby.close)
+        meeting, table = meet(config, membership, ends, security, standby.address, undo)
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
-        job = Job(table.job, security, table.hosts, domains)
+        job = Job(table.job, security, table.hosts, domains, standby, table.standbys)
         placement = job.place(membership)
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
@@ -147,8 +122,7 @@ def form(config: Config) -> Formed:
                 size=config.size,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        where = map(Announced, table.addresses, table.controls, table.memory)
-        formed = _connect(config, job, membership, ends, dict(enumerate(where)), meeting)
+        formed = connect(config, job, membership, ends, announced_in(table, membership), meeting)
         undo.pop_all()
     has_sockets = formed.transport != "shm"
     _log.info(
@@ -158,6 +132,42 @@ def form(config: Config) -> Formed:
         " | ".join(map(str, placement.hosts)),
     )
     return formed
+
+
+def meet(
+    config: Config,
+    membership: Membership,
+    ends: Ends,
+    security: Security,
+    standby: str,
+    undo: contextlib.ExitStack,
+) -> tuple[Meeting, Table]:
+    """Meet the other members at `config.rendezvous`; the meeting is closed once all are connected.
+
+    Raises: as `Communicator`.
+    """
+    address, control, memory = ends.announced
+    meeting = Meeting(
+        config,
+        membership,
+        address=address,
+        control=control,
+        standby=standby,
+        memory=memory,
+        security=security,
+    )
+    undo.callback(meeting.close)
+    while (table := meeting.advance()) is None:
+        if ends.link is not None:
+            ends.link.read_events()
+        ends.control.read_events()
+    return meeting, table
+
+
+def announced_in(table: Table, membership: Membership) -> dict[int, Announced]:
+    """Where each member can be reached, by its rank in the job."""
+    where = map(Announced, table.addresses, table.controls, table.memory)
+    return dict(zip(membership.members, where, strict=True))
 
 
 def form_group(
@@ -177,9 +187,9 @@ def form_group(
     """
     security = job.security.for_group(membership)
     placement = job.place(membership)
-    with _undone_if_it_fails(config, membership) as undo:
+    with undone_if_it_fails(config, membership) as undo:
         try:
-            ends = _open(config, membership, security, undo, placement.transport)
+            ends = open_ends(config, membership, security, undo, placement.transport)
         except BaseException as error:
             # The others would wait for what this rank announces.
             exchange((*_NOTHING, f"{type(error).__name__}: {error}"))
@@ -191,7 +201,7 @@ def form_group(
         drawn = b"".join(by_rank[rank][3] for rank in membership.members)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
         where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
-        formed = _connect(config, job, membership, ends, where, None)
+        formed = connect(config, job, membership, ends, where, None)
         undo.pop_all()
     return formed
 
@@ -202,7 +212,7 @@ def take_no_part(config: Config, exchange: _Exchange) -> None:
 
 
 @contextlib.contextmanager
-def _undone_if_it_fails(config: Config, membership: Membership) -> Iterator[contextlib.ExitStack]:
+def undone_if_it_fails(config: Config, membership: Membership) -> Iterator[contextlib.ExitStack]:
     """Room for the sockets of a ring, and what closes them after an error."""
     channels = len(distances(membership.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(membership.size, channels, config.streams)
@@ -214,76 +224,11 @@ def _undone_if_it_fails(config: Config, membership: Membership) -> Iterator[cont
         yield undo
 
 
-def _open(
-    config: Config,
-    membership: Membership,
-    security: Security,
-    undo: contextlib.ExitStack,
-    transport: str = "shm+zmq",
-) -> _Ends:
-    """Open memory and sockets, as far as `transport` needs them."""
-    patience = Patience(config.timeout_s, config.busy_timeout_s)
-    shared = _shared_memory(config, patience) if "shm" in transport else None
-    if shared is not None:
-        undo.callback(shared.close)
-    bind = bind_address(config)
-    link: ZmqLink | None = None
-    if "zmq" in transport:
-        link = ZmqLink(
-            bind=bind,
-            segment_bytes=config.segment_bytes,
-            patience=patience,
-            streams=config.streams,
-            security=security,
-            members_max=membership.size,
-        )
-        undo.callback(link.close)
-    control = Control(
-        bind=bind,
-        message_bytes_max=message_bytes_max(config.size),
-        link_timeout_s=config.link_timeout_s,
-        security=security,
-        membership=membership,
-    )
-    undo.callback(control.close)
-    return _Ends(patience, shared, link, control, security, bind)
-
-
-def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
-    """Memory to share; None where it is not wanted or not possible.
-
-    Raises:
-        NativeError, RendezvousError: `transport` is ``shm``, and it is not possible.
-    """
-    if config.transport == "zmq":
-        return None
-    try:
-        if sys.platform != "linux":
-            raise NativeError("shared memory needs Linux (memfd, futex)")
-        return HostLink(patience=patience)
-    except NativeError:
-        if config.transport == "shm":
-            raise
-    except OSError as error:
-        if config.transport == "shm":
-            raise RendezvousError(
-                f"cannot get memory to share with the other ranks: {error.strerror}",
-                rank=config.rank,
-                size=config.size,
-                remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
-            ) from error
-        _log.warning(
-            "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
-            *(config.rank, config.size, error.strerror),
-        )
-    return None
-
-
-def _connect(
+def connect(
     config: Config,
     job: Job,
     membership: Membership,
-    ends: _Ends,
+    ends: Ends,
     announced: Mapping[int, Announced],
     meeting: Meeting | None,
 ) -> Formed:
@@ -300,8 +245,8 @@ def _connect(
         job=job.number,
     )
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
-    is_job = membership.group == 0
-    own, count = (config.local_rank, config.local_size) if is_job else (None, None)
+    is_whole = membership == whole(config.size)
+    own, count = (config.local_rank, config.local_size) if is_whole else (None, None)
     together = placement.hosts[placement.host_of(membership.place(config.rank))]
     return Formed(
         job=job,
@@ -322,7 +267,7 @@ def _collectives(
     job: Job,
     membership: Membership,
     placement: Placement,
-    ends: _Ends,
+    ends: Ends,
     announced: Mapping[int, Announced],
 ) -> Collectives:
     """The collectives of the members as they are placed."""

@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
+# Why work of a session is refused whose ring was formed anew.
+FORMED_ANEW = "the ring was formed anew"
+
 
 class Explainer(Protocol):
     """Explains a mismatch better than two signatures do; see `Session.explain_with`."""
@@ -67,6 +70,7 @@ class Session:
         collectives: what a call runs.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
+        former_failures: of the sessions whose place this one has taken.
         local_rank, local_size: this rank's number on its host, and how many there are.
 
     Raises: as `Communicator`.
@@ -83,6 +87,7 @@ class Session:
         self.place, self.size = membership.place(config.rank), membership.size
         self._process = os.getpid()
         self._life = LifeCycle()
+        self.former_failures: tuple[RingReduceError, ...] = ()
         # Held during a collective.
         self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
@@ -407,8 +412,14 @@ class Session:
         """Leave, because of the exception that is being handled, if there is one."""
         self.close_with(_ending_error())
 
+    def give_way(self) -> None:
+        """Leave, so that the ring of this job can be formed anew."""
+        self.leave("", FORMED_ANEW)
+
     def close_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
+        if self._job is not None and self.membership.group == 0:
+            self._job.standby.close()
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave("")  # The usual end of a program.
             return
@@ -416,8 +427,11 @@ class Session:
             self._record(error)
         self.leave(_described(error))
 
-    def leave(self, why: str) -> None:
-        """Close; `why` describes the exception that makes this rank leave, empty for none."""
+    def leave(self, why: str, said: str = "the communicator was closed") -> None:
+        """Close; `why` describes the exception that makes this rank leave, empty for none.
+
+        What is still to run in the engine gets an error that says `said`.
+        """
         if self._process != os.getpid():
             return  # The sockets are the parent's.
         for group in list(self._groups):
@@ -434,7 +448,7 @@ class Session:
             return
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
-            engine.close(f"{who}: the communicator was closed")
+            engine.close(f"{who}: {said}")
         self.messages.close()
         with self._calling:
             if not self._life.advance(State.CLOSED):

@@ -7,12 +7,12 @@ which users see as its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Group numbers have 16 bits in a header.
-GROUPS_MAX = 1 << 16
+# Numbers of groups, and of epochs, have 16 bits in a header.
+GROUPS_MAX = EPOCHS_MAX = 1 << 16
 
 
 class Choice(NamedTuple):
@@ -50,6 +50,11 @@ class Membership:
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """The members before and after `rank` on the ring, which may be the same one."""
         return tuple(sorted({self.ahead(rank, -1), self.ahead(rank, 1)}))
+
+    def without(self, ranks: Collection[int]) -> Membership:
+        """The members but `ranks`, in the next epoch."""
+        left = tuple(member for member in self.members if member not in ranks)
+        return Membership(left, self.group, self.epoch + 1)
 
     def split(self, choices: Sequence[Choice]) -> list[Membership]:
         """The groups of those that chose the same color, in the order of their first places.

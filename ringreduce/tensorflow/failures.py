@@ -18,12 +18,15 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.session import FORMED_ANEW
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
 _CLOSED = "the communicator was closed"
+_ANEW = "a step was traced for a ring that was formed anew"
+_REBUILD = "Wrap the optimizer and compile the model again, or make a new tf.function."
 
 
 def watch(communicator: Communicator) -> None:
@@ -51,6 +54,11 @@ def _ours(text: str) -> RingReduceError | None:
         failure = communicator.failure
         if failure is not None and str(failure)[:_TELLING] in text:
             return failure
+        for former in communicator.former_failures:
+            if str(former)[:_TELLING] in text:
+                return ClosedError(f"{_ANEW} after it had failed: {former}", remedy=_REBUILD)
+    if FORMED_ANEW in text:
+        return ClosedError(_ANEW, remedy=_REBUILD)
     if _CLOSED in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")
     return None

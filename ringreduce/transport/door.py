@@ -1,4 +1,4 @@
-"""Shut a listening socket: no new connections, while accepted ones stay.
+"""Shut a listening socket, and open it again: no new connections, while accepted ones stay.
 
 libzmq cannot stop listening without ending the connections it has accepted (``zmq_unbind``). So a
 filter on the listening socket makes the kernel drop every packet for it; accepted connections have
@@ -13,9 +13,9 @@ import socket
 import struct
 import sys
 
-# Missing in Python's socket module. The number holds on all Linux platforms but a few (alpha, mips,
-# parisc, sparc), where it is refused or has no effect.
-_SO_ATTACH_FILTER = 26
+# Missing in Python's socket module. The numbers hold on all Linux platforms but a few (alpha, mips,
+# parisc, sparc), where they are refused or have no effect.
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 # One instruction of classic BPF, "return 0": keep no byte of the packet, which drops it.
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
@@ -38,3 +38,9 @@ def shut(listener: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def open_again(listener: int) -> None:
+    """Undo `shut`. Raises OSError if the descriptor is no shut socket."""
+    with socket.socket(fileno=os.dup(listener)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)

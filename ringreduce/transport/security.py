@@ -24,7 +24,7 @@ import hashlib
 import hmac
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -205,6 +205,23 @@ class Security:
         anew.control = Admission(anew, self.control.mechanism)
         anew._membership, anew._session = membership, b""
         return anew
+
+    def renew(self, keys: Mapping[int, str], material: bytes) -> None:
+        """Make a new ring's session key, where the members still have the same `public`, by rank.
+
+        Raises:
+            RendezvousError: one of them has another, or the material has another length.
+        """
+        if not self._public:
+            return
+        same = [hmac.compare_digest(k.encode(), self._keys[rank]) for rank, k in keys.items()]
+        if not all(same) or len(material) != MATERIAL_BYTES:
+            raise RendezvousError(
+                "was told other keys than before by a rank that should have been here all the time",
+                rank=self.rank,
+                size=self.size,
+            )
+        self.start_session(material)
 
     def start_session(self, material: bytes) -> None:
         """Make the keys of this ring's frames from 32 random bytes that all members know."""

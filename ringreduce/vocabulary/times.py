@@ -75,6 +75,9 @@ class Times:
     refusal_pause_s: float = 10.0
     # For the hello of a rank that has connected to a Unix socket; it sends it at once.
     hello_s: float = 2.0
+    # To connect to a rank whose port opens at about the same time: the system itself tries again
+    # only after a second.
+    reconnect_s: float = 0.25
     # Other ranks wait this much longer than rank 0, whose answer names the missing ranks.
     answer_s: float = 0.5
 

@@ -62,6 +62,7 @@ COMMUNICATOR = [
     "explain_with",
     "fail",
     "failure",
+    "former_failures",
     "gather",
     "gather_object",
     "local_rank",

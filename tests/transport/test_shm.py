@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringreduce.communicator import formation
+from ringreduce.communicator import ends
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.pure.wire import Kind
@@ -735,5 +735,5 @@ def test_one_rank_without_the_native_library_makes_all_use_sockets(monkeypatch):
                 raise NativeError("There is no library.")
         return shm.HostLink(**settings)
 
-    monkeypatch.setattr(formation, "HostLink", missing_for_one)
+    monkeypatch.setattr(ends, "HostLink", missing_for_one)
     assert set(ring_of_threads(2, lambda comm: comm.transport)) == {"zmq"}

@@ -1,0 +1,113 @@
+"""What a rank opens before it meets others: sockets, and memory to share where that is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ringreduce.bootstrap.rendezvous import bind_address
+from ringreduce.pure.membership import Membership
+from ringreduce.pure.messages import message_bytes_max
+from ringreduce.pure.patience import Patience
+from ringreduce.transport.control import Control
+from ringreduce.transport.security import Security
+from ringreduce.transport.shm import HostLink
+from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import NativeError, RendezvousError
+
+_log = logging.getLogger(__name__)
+
+
+class Announced(NamedTuple):
+    """Where a member can be reached: its data sockets, its control channel, its memory."""
+
+    address: str
+    control: str
+    memory: str
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a rank has opened; `link` and `shared` only where they are needed and possible."""
+
+    patience: Patience
+    shared: HostLink | None
+    link: ZmqLink | None
+    control: Control
+    security: Security
+    bind: str
+
+    @property
+    def announced(self) -> Announced:
+        """What other members need to reach this one."""
+        address = "" if self.link is None else self.link.address
+        return Announced(address, self.control.address, self.shared.name if self.shared else "")
+
+
+def open_ends(
+    config: Config,
+    membership: Membership,
+    security: Security,
+    undo: contextlib.ExitStack,
+    transport: str = "shm+zmq",
+) -> Ends:
+    """Open memory and sockets, as far as `transport` needs them."""
+    patience = Patience(config.timeout_s, config.busy_timeout_s)
+    shared = _shared_memory(config, patience) if "shm" in transport else None
+    if shared is not None:
+        undo.callback(shared.close)
+    bind = bind_address(config)
+    link: ZmqLink | None = None
+    if "zmq" in transport:
+        link = ZmqLink(
+            bind=bind,
+            segment_bytes=config.segment_bytes,
+            patience=patience,
+            streams=config.streams,
+            security=security,
+            members_max=membership.size,
+        )
+        undo.callback(link.close)
+    control = Control(
+        bind=bind,
+        message_bytes_max=message_bytes_max(config.size),
+        link_timeout_s=config.link_timeout_s,
+        security=security,
+        membership=membership,
+    )
+    undo.callback(control.close)
+    return Ends(patience, shared, link, control, security, bind)
+
+
+def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
+    """Memory to share; None where it is not wanted or not possible.
+
+    Raises:
+        NativeError, RendezvousError: `transport` is ``shm``, and it is not possible.
+    """
+    if config.transport == "zmq":
+        return None
+    try:
+        if sys.platform != "linux":
+            raise NativeError("shared memory needs Linux (memfd, futex)")
+        return HostLink(patience=patience)
+    except NativeError:
+        if config.transport == "shm":
+            raise
+    except OSError as error:
+        if config.transport == "shm":
+            raise RendezvousError(
+                f"cannot get memory to share with the other ranks: {error.strerror}",
+                rank=config.rank,
+                size=config.size,
+                remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
+            ) from error
+        _log.warning(
+            "[%d/%d] has no memory to share (%s); it is reached over sockets instead",
+            *(config.rank, config.size, error.strerror),
+        )
+    return None

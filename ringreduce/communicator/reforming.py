@@ -1,0 +1,114 @@
+"""Forms a job's ring anew, of the ranks that are left; internal, for elastic training.
+
+The new ring is a session of its own: new links, keys, watcher and engine, in the next epoch. What
+stays is the job: its number, the ranks' own numbers and key pairs, and each rank's standby port, at
+which the lowest rank that is left meets the others. Arrays that were registered in the old ring are
+ordinary memory from its failure on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.ends import open_ends
+from ringreduce.communicator.formation import (
+    Formed,
+    Job,
+    announced_in,
+    connect,
+    meet,
+    undone_if_it_fails,
+)
+from ringreduce.communicator.session import Session
+from ringreduce.pure.membership import EPOCHS_MAX, Membership
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ArrayError, ClosedError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def reform(communicator: Communicator, without: Collection[int]) -> None:
+    """Make `communicator` work again, or anew, without some of the job's ranks.
+
+    All ranks that stay must call it, with the same `without`, whether or not the ring has failed on
+    them; it returns when all have done so and passed a first barrier. Then `communicator` has ranks
+    from 0 on again, in the order of before. Its groups are closed; form them anew with `split`.
+    Errors and logs go on naming the ranks of the job.
+
+    Args:
+        communicator: that of the whole job, not one that `split` made.
+        without: ranks of the job that are lost; those that have left before need not be named.
+
+    Raises:
+        ArrayError: `without` has this rank, or none of the ring; or `communicator` is a group.
+        ClosedError: `communicator` was closed.
+        ConfigError: this system cannot shut a port, so that no rank waits for others.
+        RendezvousError: not all came within ``join_timeout_s``, or the lowest of them is lost too;
+            it can be called again.
+        MismatchError: ranks passed different `without`.
+    """
+    old = communicator._session
+    membership = old.membership.without(without)
+    _check(old, membership, without)
+    old.give_way()
+    job, form = old.job, None
+    if job is not None and membership.size > 1:
+        form = functools.partial(_form, old.config, job, membership)
+    session = Session(old.config, membership, job, form)
+    failure = () if old.failure is None else (old.failure,)
+    session.former_failures = old.former_failures + failure
+    communicator._use(session)
+
+
+def _check(old: Session, membership: Membership, without: Collection[int]) -> None:
+    rank, size = old.config.rank, old.config.size
+    is_over = old.is_closed if old.job is None else old.job.standby.is_closed
+    if is_over:
+        raise ClosedError("cannot form the ring anew after close()", rank=rank, size=size)
+    problem, remedy = "", ""
+    if old.membership.group:
+        problem, remedy = "a group anew", "Form the job's ring anew, then split it."
+    elif rank in without or not set(without) <= set(range(size)):
+        problem = f"the ring anew without {sorted(without)}"
+        remedy = "Pass ranks of the job that are lost."
+    elif membership.epoch >= EPOCHS_MAX:
+        problem = f"the ring anew more than {EPOCHS_MAX - 1} times"
+    if problem:
+        raise ArrayError(f"cannot form {problem}", rank=rank, size=size, remedy=remedy)
+
+
+def _form(config: Config, job: Job, membership: Membership) -> Formed:
+    """Meet the members at the standby port of the first, and connect to this rank's peers."""
+    first = membership.members[0]
+    address = job.standbys[first]
+    if not address:
+        raise ConfigError(
+            f"cannot form the ring anew: rank {first} has no port for that",
+            rank=config.rank,
+            size=config.size,
+            remedy="Rings are formed anew on Linux alone.",
+        )
+    security = job.security.for_group(membership)
+    with undone_if_it_fails(config, membership) as undo:
+        ends = open_ends(config, membership, security, undo, job.place(membership).transport)
+        descriptor = None
+        if first == config.rank:
+            descriptor = job.standby.open()
+            undo.callback(job.standby.shut)
+        here = replace(config, rendezvous=address.removeprefix("tcp://"), rendezvous_fd=descriptor)
+        meeting, table = meet(here, membership, ends, security, job.standby.address, undo)
+        security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
+        renewed = replace(job, security=security)
+        formed = connect(
+            config, renewed, membership, ends, announced_in(table, membership), meeting
+        )
+        undo.pop_all()
+    _log.info(
+        "[%d/%d] ring formed anew, epoch %d, of ranks %s",
+        *(config.rank, config.size, membership.epoch, list(membership.members)),
+    )
+    return formed

@@ -1,0 +1,188 @@
+"""A ring that is formed anew, in the same processes, once some of its ranks are lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.reforming import reform
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import (
+    ArrayError,
+    ClosedError,
+    MismatchError,
+    RendezvousError,
+)
+from tests.rings import Ring
+
+OnRanks = Callable[..., list[Any]]
+SURVIVING = """
+from ringreduce.communicator.reforming import reform
+
+ring = join()
+registered = ring.empty(1009, np.float64)
+
+
+def check():
+    members = ring._session.membership.members
+    assert members[ring.rank] == RANK and ring.size == len(members)
+    for count in (1, 1009, 300_007):
+        array = np.arange(count) + 1.0 * RANK
+        assert (ring.all_reduce(array) == np.arange(count) * ring.size + sum(members)).all()
+    registered[:] = RANK
+    assert (ring.all_reduce(registered) == sum(members)).all()
+    assert ring.all_gather(np.array([RANK])).tolist() == list(members)
+    group = ring.split(ring.rank // 2)
+    place = ring.rank // 2 * 2
+    assert group.all_gather_object(RANK) == list(members[place : place + 2])
+
+
+def reduce_for_ever():
+    large = np.ones(1_000_000, np.float32)
+    ring.all_reduce(large)
+    say("reducing", victims=VICTIMS)
+    while True:
+        ring.all_reduce(large)
+
+
+check()
+for victim in VICTIMS:
+    attempt("failed", reduce_for_ever)
+    failed = time.monotonic()
+    reform(ring, [victim])
+    check()
+    say("anew", rank=ring.rank, transport=ring.transport, at=time.monotonic())
+ring.close()
+"""
+# Ranks that are killed, and how the ranks reach each other.
+CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "two levels, two ranks": ([1, 0], {"transport": "auto", "hosts": ["a", "b", "a", "b"]}),
+    "shared memory": ([2], {"transport": "shm"}),
+    "shared memory, rank 0": ([0, 3], {"transport": "shm"}),
+    "sockets": ([3], {}),
+    "sockets, rank 0": ([0, 1], {}),
+    "sealed": ([2, 0], {"secret": "s" * 64, "encryption": "on"}),
+}
+# From the kill on, in seconds.
+ANEW_S = 2.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if number else ())
+        for number, name in enumerate(CASES)
+    ],
+)
+def test_ranks_that_are_left_go_on_in_a_ring_of_their_own(tmp_path: Path, name: str) -> None:
+    victims, ways = CASES[name]
+    with Ring(tmp_path, 4, f"VICTIMS = {victims}\n" + SURVIVING, **ways) as ring:
+        left = list(range(4))
+        for number, victim in enumerate(victims, 1):
+            ring.wait("reducing", left, number)
+            killed = time.monotonic()
+            ring.workers[victim].signal(signal.SIGKILL)
+            left.remove(victim)
+            found = ring.wait("failed", left, number)
+            assert [(each["kind"], each["peer"]) for each in found] == [
+                ("PeerLostError", victim)
+            ] * len(left)
+            anew = ring.wait("anew", left, number)
+            assert [each["rank"] for each in anew] == list(range(len(left)))
+            assert max(each["at"] for each in anew) - killed < ANEW_S
+        for rank in left:
+            assert ring.workers[rank].wait(10) == 0, ring.workers[rank].stderr
+
+
+def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(on_ranks: OnRanks) -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(0)
+        assert group is not None
+        reform(comm, [])
+        with pytest.raises(ClosedError):
+            group.barrier()
+        assert comm.all_gather_object(comm.rank) == [0, 1, 2]
+        assert comm.size == 3
+        if comm.rank == 1:
+            return
+        reform(comm, [1])
+        assert comm.all_gather_object(comm.config.rank) == [0, 2]
+        assert (comm.rank, comm.size) == (comm.config.rank // 2, 2)
+        if comm.rank == 1:
+            return
+        reform(comm, [2])
+        assert (comm.rank, comm.size, comm.transport) == (0, 1, "none")
+        assert comm.all_gather_object("alone") == ["alone"]
+
+    on_ranks(3, work)
+
+
+def test_what_was_begun_in_the_old_ring_is_refused_in_the_new() -> None:
+    def work(comm: Communicator) -> None:
+        engine = comm.engine
+        reform(comm, [])
+        with pytest.raises(ClosedError):
+            engine.submit(lambda: None)
+        assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
+        assert comm.failure is None
+        comm.close()
+        with pytest.raises(ClosedError, match=r"cannot form the ring anew after close\(\)"):
+            reform(comm, [])
+
+    ring_of_threads(2, work)
+
+
+def test_what_cannot_be_formed_anew_is_refused_and_changes_nothing() -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(0)
+        assert group is not None
+        for without in ([comm.rank], [2], [-1], ["1"]):
+            with pytest.raises(ArrayError, match="cannot form the ring anew without"):
+                reform(comm, without)
+        with pytest.raises(ArrayError, match="cannot form a group anew"):
+            reform(group, [])
+        assert comm.all_reduce(np.ones(1)) == 2
+
+    ring_of_threads(2, work)
+
+
+def test_ranks_that_leave_out_different_ones_are_told_so() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 3:
+            return
+        # Rank 1 may come when the others have ended already.
+        expected = (MismatchError, RendezvousError) if comm.rank == 1 else MismatchError
+        with pytest.raises(expected) as caught:
+            reform(comm, [] if comm.rank == 2 else [3])
+        if isinstance(caught.value, MismatchError):
+            assert "rank 2 has members (0, 1, 2, 3), rank 0 has (0, 1, 2)" in str(caught.value)
+            assert "without the same ranks" in str(caught.value)
+
+    ring_of_threads(4, work, join_timeout_s=1.0)
+
+
+def test_a_rank_that_does_not_come_back_is_named() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            return
+        with pytest.raises(RendezvousError, match="rank 1 did not come"):
+            reform(comm, [])
+
+    ring_of_threads(3, work, join_timeout_s=0.5)
+
+
+def test_a_ring_alone_is_formed_anew() -> None:
+    comm = Communicator(Config())
+    reform(comm, [])
+    assert comm.all_reduce(np.ones(1)) == 1
+    comm.close()
+    with pytest.raises(ClosedError):
+        reform(comm, [])
