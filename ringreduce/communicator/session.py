@@ -148,6 +148,8 @@ class Session:
             self.call("barrier", 0, self.collectives.barrier)
         except BaseException:
             self.leave("")
+            if self.membership.epoch == 0:  # Else it may be tried again.
+                self._close_standby()
             raise
         finally:
             formed.finish()
@@ -418,14 +420,17 @@ class Session:
 
     def close_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
-        if self._job is not None and self.membership.group == 0:
-            self._job.standby.close()
+        self._close_standby()
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave("")  # The usual end of a program.
             return
         if self.failure is None and not self.is_closed and self._process == os.getpid():
             self._record(error)
         self.leave(_described(error))
+
+    def _close_standby(self) -> None:
+        if self._job is not None and self.membership.group == 0:
+            self._job.standby.close()
 
     def leave(self, why: str, said: str = "the communicator was closed") -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none.

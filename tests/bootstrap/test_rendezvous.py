@@ -102,7 +102,7 @@ def hello(**fields: Any) -> bytes:
         "job_id": "ours",
         "rank": 1,
         "size": 2,
-        "members": [0, 1],
+        "members": list(range(fields.get("size", 2))),
         "epoch": 0,
         "address": "tcp://127.0.0.1:9",
         "control": "tcp://127.0.0.1:1,2",
