@@ -11,11 +11,15 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.calls import Traffic
+from ringreduce.transport.others import Others
 from ringreduce.transport.pairs import Part, ZmqPairs
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
+
+# Sends memory to a rank, or receives into it: place, header, memory.
+Route = Callable[[int, Header, np.ndarray], None]
 
 
 class Collectives(Protocol):
@@ -95,9 +99,12 @@ class Collectives(Protocol):
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
 
-    def route(
-        self, sends: bool, place: int
-    ) -> tuple[Callable[[int, Header, np.ndarray], None], int]:
+    def begin(self, others: Others) -> None:
+        """Messages between two ranks know from now on what the other ranks do."""
+        if self.pairs is not None:
+            self.pairs.begin(others)
+
+    def route(self, sends: bool, place: int) -> tuple[Route, int]:
         """What sends to the rank at `place`, or receives from it, and its place there."""
         assert self.pairs is not None
         return (self.pairs.send if sends else self.pairs.recv), place

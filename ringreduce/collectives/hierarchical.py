@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives, parts_of
+from ringreduce.collectives.base import Collectives, Route, parts_of
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
@@ -28,6 +28,7 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.transport.others import Others
 from ringreduce.transport.pairs import Part
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
@@ -191,6 +192,17 @@ class HierarchicalCollectives(Collectives):
         self._exchanges += 1
         assert self.pairs is not None
         self.pairs.exchange(header, ahead, behind)
+
+    def begin(self, others: Others) -> None:
+        """Messages between two ranks know from now on what the other ranks do."""
+        super().begin(others)
+        self._host.begin(others)
+
+    def route(self, sends: bool, place: int) -> tuple[Route, int]:
+        """What sends to the rank at `place`, or receives from it, and its place there."""
+        if place in self._members:
+            return self._host.route(sends, self._members.index(place))
+        return super().route(sends, place)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives
+from ringreduce.collectives.base import Collectives, Route
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.transport.others import Others
 from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
@@ -123,6 +124,18 @@ class SharedMemoryCollectives(Collectives):
         call, sent, received = self._all_to_all(kind, source.dtype, counts.tobytes(), signature)
         assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
         self._link.exchange(call, source, target)
+
+    def begin(self, others: Others) -> None:
+        """Messages between two ranks know from now on what the other ranks do."""
+        super().begin(others)
+        if self._link is not None and self._link.pairs is not None:
+            self._link.pairs.begin(others)
+
+    def route(self, sends: bool, place: int) -> tuple[Route, int]:
+        """What sends to the rank at `place`, or receives from it, and its place there."""
+        if self._link is None or self._link.pairs is None:
+            return super().route(sends, place)
+        return (self._link.pairs.send if sends else self._link.pairs.recv), place
 
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""

@@ -22,7 +22,7 @@ from ringreduce.pure.messages import Pending
 from ringreduce.pure.payload import checked_lengths
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import ArrayError, PeerLostError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
 
 _Result = TypeVar("_Result")
@@ -176,6 +176,8 @@ class Messages:
                 direction.caller, direction.pending = threading.get_ident(), pending
                 try:
                     return run(*arguments)
+                except ArrayError:
+                    raise  # Before anything was sent.
                 except RingReduceError as error:
                     failure = owner.message_failed(error)
                     if failure is error:

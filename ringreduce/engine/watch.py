@@ -64,8 +64,7 @@ class Watcher:
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
-        if collectives.pairs is not None:
-            collectives.pairs.begin(self)
+        collectives.begin(self)
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
         )

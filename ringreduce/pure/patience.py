@@ -26,11 +26,14 @@ class Patience:
     """
 
     def __init__(self, timeout_s: float, busy_timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s, self.busy_timeout_s = timeout_s, busy_timeout_s
         self._longest = Limit("RINGREDUCE_TIMEOUT_S", timeout_s)
         if busy_timeout_s > timeout_s:
             self._longest = Limit("RINGREDUCE_BUSY_TIMEOUT_S", busy_timeout_s)
         self.is_busy = False
+
+    def look(self) -> None:
+        """Note whether the rank that is waited for is busy now, where no watcher does that."""
 
     def reached(self, waited_s: float, idle_s: float) -> Limit | None:
         """The limit that a wait has reached; None: it goes on.

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.pure import wire
-from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Left, Listening
 from ringreduce.pure.notification import goodbye_error, left_error
 from ringreduce.pure.patience import Limit, Patience
 from ringreduce.transport import records
 from ringreduce.transport.diagnosis import format_bytes, frame_error
 from ringreduce.transport.ends import Receiving, Sending
+from ringreduce.transport.others import Others, explain_timeout
 from ringreduce.transport.stalls import Stall, mismatch_error, timeout_error
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
-
-
-class Others(Protocol):
-    """What is known of the other ranks; from any thread."""
-
-    def listen(self, listening: Listening) -> None:
-        """Notify a rank that this one listens for it."""
-
-    def left(self, rank: int) -> Left | None:
-        """The message of a rank that has closed its communicator; None if it has not."""
-
-    def doing(self, rank: int) -> Doing:
-        """What a rank does."""
 
 
 class Wait:
@@ -39,8 +25,7 @@ class Wait:
 
     def __init__(self, operation: str, header: wire.Header, step: str, patience: Patience) -> None:
         self.operation, self.sequence, self.step = operation, header.sequence, step
-        self.patience, self.stall = patience, Stall(patience)
-        self.is_message = header.kind in wire.SENDS
+        self.stall, self.is_message = Stall(patience), header.kind in wire.SENDS
 
 
 class PairDiagnosis:
@@ -72,16 +57,8 @@ class PairDiagnosis:
             else f"{nbytes} from rank {peer}{at}"
         )
         error = timeout_error(due, wait.stall.waited_s, limit, **self.where(end, wait))
-        if not wait.is_message:
-            return error
-        doing = self.others.doing(peer)
-        if is_sending and doing.sends:
-            error.remedy = (
-                f"Rank {peer} waits in a send to rank {self._rank} too, so that neither receives: "
-                "use async_op=True for one of them, or receive first on one of the ranks."
-            )
-        else:
-            error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
+        if wait.is_message:
+            explain_timeout(error, self.others, peer, sends=is_sending)
         return error
 
     def lost(self, end: Sending | Receiving, wait: Wait) -> RingReduceError:

@@ -17,7 +17,6 @@ Memory: as in `ringreduce.transport.zeromq`.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +36,8 @@ from ringreduce.transport import descriptors, frames, inherited, libzmq, records
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.ends import Of, Receiving, Sending
-from ringreduce.transport.pair_diagnosis import Others, PairDiagnosis, Wait
+from ringreduce.transport.others import Others, PeerPatience
+from ringreduce.transport.pair_diagnosis import PairDiagnosis, Wait
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Interruption
 from ringreduce.vocabulary.config import TIMES
@@ -113,7 +113,7 @@ class ZmqPairs:
         """
         sending = self._sending_to(self._membership.members[place], _MESSAGES)
         header = replace(header, sequence=sending.sequence)
-        wait = self._message("send", header)
+        wait = self._message("send", header, sending.peer)
         sending.begin(header, memory)
         sending.sequence += 1
         try:
@@ -137,7 +137,7 @@ class ZmqPairs:
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
         header = replace(header, sequence=receiving.sequence)
-        wait = self._message("recv", header)
+        wait = self._message("recv", header, receiving.peer)
         receiving.begin(header, memory)
         receiving.sequence += 1
         self._drive(None, receiving, 0, wait)
@@ -185,9 +185,9 @@ class ZmqPairs:
         receiving.begin(due, part.memory)
         return receiving
 
-    def _message(self, operation: str, header: Header) -> Wait:
-        # Of its own, since ranks may be busy that have nothing to do with this message.
-        return Wait(operation, header, f"tag {header.signature}", copy.copy(self._patience))
+    def _message(self, operation: str, header: Header, peer: int) -> Wait:
+        patience = PeerPatience(self._patience, self._others, peer)
+        return Wait(operation, header, f"tag {header.signature}", patience)
 
     def _give_up(self, ends: Sequence[Sending], *memory: np.ndarray) -> None:
         """Send nothing more from `memory`, which the caller may overwrite now."""
@@ -287,8 +287,6 @@ class ZmqPairs:
                 end = receiving
         if self._interruption.is_set:
             raise self._interruption.error(**self._diagnosis.where(end, wait))
-        if wait.is_message:
-            wait.patience.is_busy = others.doing(end.peer).is_busy
         received = 0 if receiving is None else receiving.record.frames
         released = 0 if sending is None else sending.channel.released
         limit = stall.look((end.peer, received, released, end.address))

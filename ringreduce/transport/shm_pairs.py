@@ -23,10 +23,16 @@ from ringreduce.pure import wire
 from ringreduce.pure.notification import abort_error
 from ringreduce.pure.wire import Header
 from ringreduce.transport.calls import Traffic
+from ringreduce.transport.others import Others, explain_timeout
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
 from ringreduce.transport.stalls import Interruption, mismatch_error
-from ringreduce.vocabulary.errors import ArrayError, ProtocolError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    ArrayError,
+    PeerTimeoutError,
+    ProtocolError,
+    RingReduceError,
+)
 
 
 class _Facts(ctypes.Structure):
@@ -47,10 +53,15 @@ class HostPairs:
         self._heap: Heap | None = heap
         self._size = size
         self._interruption = Interruption()
+        self._others: Others | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.Lock()
         self._sending: dict[int, _End] = {}
         self._receiving: dict[int, _End] = {}
+
+    def begin(self, others: Others) -> None:
+        """Errors and time limits depend from now on on what the other rank does."""
+        self._others = others
 
     def send(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Send `flat`, contiguous, to the rank at `place` among those of this host.
@@ -87,7 +98,7 @@ class HostPairs:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
                 raise self._interruption.error(size=self._size)
-            end = _End(ranks, place, self._size, is_sending=is_sending)
+            end = _End(ranks, place, self._size, self._others, is_sending=is_sending)
             if is_sending:
                 offset = heap.reserve(functions()["pair_channel_bytes"]())
                 if offset is None:
@@ -125,8 +136,11 @@ class HostPairs:
 class _End:
     """This rank's end of one direction; a `Waiting`. A running call keeps all memory mapped."""
 
-    def __init__(self, ranks: HostRanks, place: int, size: int, *, is_sending: bool) -> None:
+    def __init__(
+        self, ranks: HostRanks, place: int, size: int, others: Others | None, *, is_sending: bool
+    ) -> None:
         self._ranks, self._place, self._size = ranks, place, size
+        self._others, self._is_sending = others, is_sending
         self._operation = "send" if is_sending else "recv"
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
         self.nbytes = 0
@@ -161,10 +175,24 @@ class _End:
         )
         status = self._call(*self._arguments)
         if status != DONE:
-            status = self._ranks.finish(status, self, interruption)
+            status = self._finish(status, interruption)
             if status != DONE:
                 raise self._error(status, header)
         self.nbytes += nbytes
+
+    def _finish(self, status: int, interruption: Interruption) -> int:
+        """Wait for the other rank until the call is done; return its status."""
+        others, place = self._others, self._place
+        if others is None:
+            return self._ranks.finish(status, self, interruption)
+        try:
+            patience = self._ranks.patience_with(place, others)
+            return self._ranks.finish(status, self, interruption, patience)
+        except PeerTimeoutError as error:
+            if error.origin is None:
+                peer = self._ranks.members[place]
+                explain_timeout(error, others, peer, sends=self._is_sending)
+            raise
 
     def resume(self) -> int:
         """Continue the call."""
@@ -188,7 +216,7 @@ class _End:
             "peer": ranks.members[index],
             "operation": self._operation,
             "sequence": int(self._look().sequence),
-            "step": "message in shared memory",
+            "step": "" if self._header is None else f"tag {self._header.signature}",
         }
 
     def _look(self) -> _Facts:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ringreduce.pure.notification import abort_error, goodbye_error
 from ringreduce.pure.patience import Patience
+from ringreduce.transport.others import Others, PeerPatience
 from ringreduce.transport.segment import Segment
 from ringreduce.transport.stalls import Interruption, Stall, timeout_error
 from ringreduce.transport.unix import Mesh
@@ -79,14 +80,26 @@ class HostRanks:
         self.wait_limits = wait_limits(len(members))
         self._mesh, self._patience = mesh, patience
 
-    def finish(self, status: int, call: Waiting, interruption: Interruption) -> int:
+    def patience_with(self, index: int, others: Others) -> Patience:
+        """For how long a message of that rank may wait."""
+        return PeerPatience(self._patience, others, self.members[index])
+
+    def finish(
+        self,
+        status: int,
+        call: Waiting,
+        interruption: Interruption,
+        patience: Patience | None = None,
+    ) -> int:
         """Continue `call` until its status is another than WAITING; return that.
+
+        It waits as long as `patience` allows; None: as the calls of collectives.
 
         Raises:
             PeerTimeoutError: a rank made no progress within the time limit.
             PeerLostError, MismatchError, ...: a rank died, aborted, or closed its communicator.
         """
-        stall = Stall(self._patience)
+        stall = Stall(self._patience if patience is None else patience)
         while status == WAITING:
             progress, peer = call.state()
             if interruption.is_set:

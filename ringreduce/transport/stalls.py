@@ -57,6 +57,7 @@ class Stall:
     def look(self, progress: object) -> Limit | None:
         """Note `progress`, which changes while the call advances; return the limit reached."""
         now = time.monotonic()
+        self._patience.look()
         passed_s = min(now - self._looked_s, TIMES.looked_s)
         self._looked_s = now
         if progress != self._progress:

@@ -236,7 +236,8 @@ def test_what_nobody_sends_is_an_error_that_names_the_rank(transport: str) -> No
         if comm.rank == 0:
             with pytest.raises(PeerTimeoutError, match="Rank 1 is alive, in user code") as failed:
                 comm.recv(np.ones(5), 1, tag=9)
-            assert "for 40 bytes from rank 1" in str(failed.value)
+            due = "40 bytes from rank 1" if transport == "zmq" else "rank 1 on the same host"
+            assert f"s for {due}" in str(failed.value)
             assert "in recv #0, tag 9" in str(failed.value)
             assert failed.value.peer == 1
             ended.set()
@@ -305,13 +306,13 @@ def test_what_was_sent_arrives_though_its_sender_has_left(on_ranks: OnRanks) -> 
             else:
                 comm.recv(np.zeros(first, int), 0)
         if comm.rank == 0:
-            for n in range(20):
+            for n in range(3):
                 comm.send(np.full(1000, n), 1)
             comm.close()
             closed.set()
         else:
             assert closed.wait(20)
-            for n in range(20):
+            for n in range(3):
                 assert (comm.recv(np.zeros(1000, int), 0) == n).all()
             with pytest.raises(MismatchError, match="was left by rank 0"):
                 comm.recv(np.zeros(1), 0)
@@ -324,7 +325,7 @@ def test_a_rank_that_has_left_gets_and_sends_nothing(on_ranks: OnRanks) -> None:
         if comm.rank < 2:
             call = comm.send if comm.rank else comm.recv
             with pytest.raises(MismatchError, match="was left by rank 2"):
-                call(np.ones(5), 2)
+                call(np.ones(1 << 20), 2)
 
     on_ranks(3, work)
 
