@@ -50,9 +50,11 @@ from ringreduce.keras.tensors import (
     broadcast_object,
     gather,
     gather_object,
+    recv,
     reduce_scatter,
     scatter,
     scatter_object,
+    send,
 )
 from ringreduce.keras.unsharded import DataWarning
 from ringreduce.keras.untrained import WeightsWarning
@@ -96,9 +98,11 @@ __all__ = [
     "permutation",
     "predict",
     "rank",
+    "recv",
     "reduce_scatter",
     "scatter",
     "scatter_object",
+    "send",
     "shard",
     "shutdown",
     "size",

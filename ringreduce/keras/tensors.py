@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.weighting import across_ranks
-from ringreduce.tensorflow import collectives, moving
+from ringreduce.tensorflow import collectives, moving, pairs
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -229,6 +229,53 @@ def scatter(
     """
     ring = communicator or default_communicator()
     return _carried(tensor, lambda value: moving.scatter(value, ring, root, counts))
+
+
+@tf.autograph.experimental.do_not_convert
+def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
+    """Send `tensor` to rank `to`, which calls `recv`; only these two ranks take part.
+
+    Where it stands in a graph, it runs in order with the collectives of this rank. Two ranks that
+    both send before they receive may wait for each other: exchange with `all_to_all`.
+
+    Args:
+        tensor: anything `tf.convert_to_tensor` takes, of a dtype as for `all_reduce`.
+        tag: a number that the receiver passes too, 0 to 2**63 - 1.
+
+    Returns:
+        A scalar 0 of the dtype of `tensor`, for the tape: add it to the loss, or take it as the
+            target. Its gradient is what the receiver's backward pass sends back, whatever it is
+            multiplied with.
+
+    Raises:
+        As `all_reduce`; ArrayError also when `to` is not another rank, MismatchError when that one
+            receives another count, dtype or tag next. ConfigError for second derivatives.
+    """
+    ring = communicator or default_communicator()
+    return _carried(tensor, lambda value: pairs.send(value, ring, to, tag))
+
+
+@tf.autograph.experimental.do_not_convert
+def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | None = None) -> Any:
+    """The next tensor that rank `source` sends to this one.
+
+    Its gradient goes back to that rank, which must ask for it, as this one must for that of a loss
+    that depends on the tensor.
+
+    Args:
+        like: a tensor of the shape and dtype of the one sent, whose values do not matter; or a
+            `tf.TensorSpec` of known shape.
+        tag: the number that the sender passes.
+
+    Raises:
+        As `send`; ArrayError also when the shape is not known.
+    """
+    ring = communicator or default_communicator()
+    if isinstance(like, tf.TensorSpec):
+        if not like.shape.is_fully_defined():
+            raise ArrayError(f"cannot receive a tensor of shape {like.shape}", **ring.config.who)
+        like = tf.zeros(like.shape, like.dtype)
+    return _carried(like, lambda value: pairs.receive(value, ring, source, tag))
 
 
 def barrier(communicator: Communicator | None = None) -> None:

@@ -29,6 +29,7 @@ def collective(
     *others: Any,
     more: Sequence[tuple[Any, Any]] = (),
     of: Any = numbering.NONE,
+    numbers: numbering.Numbers | None = None,
 ) -> Any:
     """The result of `run`, of `shape`, as a tensor with a gradient.
 
@@ -39,8 +40,9 @@ def collective(
         more: static shape and dtype of further results, without gradients. With any, `run` returns
             a tuple, and this a list.
         of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
+        numbers: those of its kind; by default those of the communicator's collectives.
     """
-    numbers = numbering.of(communicator)
+    numbers = numbers or numbering.of(communicator)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *given, origin = arrays

@@ -86,6 +86,30 @@ def test_errors_of_a_group_name_the_ranks_of_the_job():
         assert expected in fact["text"]
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_gradients_of_tensors_between_two_ranks_go_back_to_the_sender(how):
+    # With v = (1, 2): 6 v and 7 v are sent; the receiver's loss is the sum of (6 v)^2 v + 3 (7 v).
+    sender = [3.0, [1.0 + 2 * 6 * v * v * 6 + 3 * 7 for v in (1, 2)]]
+    receiver = [36.0 * (1 + 8) + 21.0 * 3, [36.0 * v * v for v in (1, 2)]]
+    for rank, fact in enumerate(of_four("stages")):
+        assert fact[how] == [receiver if rank % 2 else sender] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "text"),
+    [
+        ("no rank to send to", "ArrayError", "got rank 2 to send to or receive from in a group"),
+        ("unknown shape", "ArrayError", "of shape (None, 2)"),
+        ("second", "ConfigError", "a gradient of a gradient of send or recv"),
+    ],
+)
+def test_what_cannot_be_sent_or_received_is_refused(case, error, text):
+    # The sender asks for second derivatives of what it sent.
+    for fact in of_four(case)[:: 2 if case == "second" else 1]:
+        assert fact["error"] == error
+        assert text in fact["text"]
+
+
 def test_other_process_sets_on_some_ranks_are_a_mismatch():
     for fact in of_four("other sets"):
         assert fact["error"] == "MismatchError"

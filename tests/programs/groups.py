@@ -139,6 +139,36 @@ def mixed():
     say("mixed", **{way: [each.numpy().tolist() for each in got] for way, got in found.items()})
 
 
+def in_stages(weight):
+    """Two tensors go from the first rank to the second, whose loss is of both."""
+    with tf.GradientTape() as tape:
+        tape.watch(weight)
+        if ring.rank == 0:
+            both = [rr.send(weight * (tag + 1.0), 1, tag=tag, **over) for tag in (5, 6)]
+            loss = tf.reduce_sum(weight) + both[0] + 7.0 * both[1]
+        else:
+            spec = tf.TensorSpec(weight.shape, weight.dtype)
+            first, second = (rr.recv(spec, 0, tag=tag, **over) for tag in (5, 6))
+            loss = tf.reduce_sum(first**2 * weight) + 3.0 * tf.reduce_sum(second)
+    return loss, tape.gradient(loss, weight)
+
+
+def between_two():
+    value = tf.constant([1.0, 2.0])
+    ways = {"eager": in_stages, "graph": tf.function(in_stages, autograph=False)}
+    if xla.why_not() is None:
+        ways["jit"] = tf.function(in_stages, autograph=False, jit_compile=True)
+    # What was traced runs again from its trace.
+    say("stages", **{way: plain([run(value), run(value)]) for way, run in ways.items()})
+    say("no rank to send to", **error_of(lambda: rr.send(value, 2, **over)))
+    with tf.GradientTape() as outer:
+        outer.watch(value)
+        _, gradient = in_stages(value)
+    say("second", **error_of(lambda: outer.gradient(gradient, value)))
+    unknown = tf.TensorSpec((None, 2))
+    say("unknown shape", **error_of(lambda: rr.recv(unknown, 1 - ring.rank, **over)))
+
+
 def process_sets():
     """Horovod's groups: of the even ranks and of the odd ones."""
     own, other = hvd.add_process_set([2, 0]), hvd.ProcessSet((1, 3))
@@ -215,5 +245,6 @@ in_a_loop()
 calls()
 if group is not None:
     mixed()
+    between_two()
     process_sets()
     mistakes()

@@ -1,0 +1,149 @@
+"""Sends and receives tensors between two ranks, with gradients.
+
+The gradient of a send is a receive from that rank, that of a receive a send to it. The two ranks
+run other programs, so their backward passes may come to the tensors between them in other orders.
+So both count these tensors; a gradient travels with the number of its tensor, and one that comes
+before it is asked for is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.payload import checked_peer, checked_tag
+from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.differentiable import Sign, checked, collective
+from ringreduce.tensorflow.numbering import Numbers
+from ringreduce.vocabulary.errors import ConfigError, MismatchError
+from ringreduce.vocabulary.types import dtype_named
+
+# Tag of all gradients.
+_GRADIENT = signature_of("gradient of a message") >> 1
+
+
+class _Peer:
+    """What goes between this rank and another one of a communicator.
+
+    Attributes:
+        sent, received: number the tensors that go there, and those that come from there.
+        gradients: those that have come before they were asked for, by the number of the tensor.
+    """
+
+    def __init__(self) -> None:
+        self.sent, self.received = Numbers(), Numbers()
+        self.gradients: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
+
+
+_peers: weakref.WeakKeyDictionary[Communicator, defaultdict[int, _Peer]] = (
+    weakref.WeakKeyDictionary()
+)
+_anchors: list[Any] = []
+_lock = threading.Lock()
+
+
+def send(tensor: Any, communicator: Communicator, to: int, tag: int) -> Any:
+    """`ringreduce.keras.send`."""
+    place, given_tag = _checked(communicator, to, tag)
+    value = checked(tensor)
+
+    def run(array: np.ndarray, _: Sign) -> Any:
+        communicator.send(array, place, tag=given_tag)
+        return np.zeros((), array.dtype)
+
+    def gradient(_: Any, number: Any) -> Any:
+        return _gradient_from(place, value, communicator, number)
+
+    numbers = _peer(communicator, place).sent
+    return collective(communicator, "send a tensor", run, gradient, value, (), numbers=numbers)
+
+
+def receive(like: Any, communicator: Communicator, source: int, tag: int) -> Any:
+    """`ringreduce.keras.recv`."""
+    place, given_tag = _checked(communicator, source, tag)
+    value = checked(like)
+
+    def run(array: np.ndarray, _: np.ndarray, __: Sign) -> Any:
+        return communicator.recv(array, place, tag=given_tag)
+
+    def gradient(upstream: Any, number: Any) -> Any:
+        # Zeros, which come after the send.
+        return tf.zeros_like(upstream) * _gradient_to(place, upstream, communicator, number)
+
+    what, numbers = "receive a tensor", _peer(communicator, place).received
+    return collective(
+        communicator, what, run, gradient, value, value.shape, _anchor(), numbers=numbers
+    )
+
+
+def _gradient_to(place: int, gradient: Any, communicator: Communicator, number: Any) -> Any:
+    """Send the gradient of the tensor with that number; return 0."""
+
+    def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
+        described = [int(number), array.dtype.name, array.shape]
+        communicator.send_object(described, place, tag=_GRADIENT)
+        communicator.send(array, place, tag=_GRADIENT)
+        return np.zeros((), array.dtype)
+
+    what = "send a gradient"
+    given = tf.convert_to_tensor(number, tf.int64)
+    return collective(communicator, what, run, _refused, gradient, (), given, of=number)
+
+
+def _gradient_from(place: int, like: Any, communicator: Communicator, number: Any) -> Any:
+    """The gradient of the tensor `like`, which has that number."""
+    kept = _peer(communicator, place).gradients
+
+    def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
+        while not kept[int(number)]:
+            found, dtype, shape = communicator.recv_object(place, tag=_GRADIENT)
+            gradient = np.empty(shape, dtype_named(dtype))
+            kept[found].append(communicator.recv(gradient, place, tag=_GRADIENT))
+        gradient = kept[int(number)].popleft()
+        if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
+            raise communicator.fail(
+                MismatchError(
+                    f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
+                    f"of {gradient.dtype.name} {gradient.shape}",
+                    **communicator.config.who,
+                    peer=communicator.members[place],
+                    remedy="Receive with the shape and dtype of what is sent.",
+                )
+            )
+        return gradient
+
+    what = "receive a gradient"
+    given = tf.convert_to_tensor(number, tf.int64)
+    return collective(communicator, what, run, _refused, like, like.shape, given, of=number)
+
+
+def _checked(communicator: Communicator, peer: int, tag: int) -> tuple[int, int]:
+    who = communicator.config.who
+    return checked_peer(peer, communicator.rank, communicator.size, who), checked_tag(tag, who)
+
+
+def _peer(communicator: Communicator, place: int) -> _Peer:
+    with _lock:
+        return _peers.setdefault(communicator, defaultdict(_Peer))[place]
+
+
+def _anchor() -> Any:
+    """The value of a variable: the tape records only what depends on one."""
+    with _lock:
+        if not _anchors:
+            with tf.init_scope(), tf.device("CPU:0"):
+                _anchors.append(tf.Variable(0.0, name="anchor of what ringreduce receives"))
+    return _anchors[0].read_value()
+
+
+def _refused(*_: Any) -> Any:
+    raise ConfigError(
+        "was asked for a gradient of a gradient of send or recv, which has none",
+        remedy="Use all_to_all, gather or scatter.",
+    )
