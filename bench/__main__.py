@@ -11,6 +11,7 @@ import typer
 from bench import link as linking
 from bench import peers as peering
 from bench import sweep
+from bench.collectives import COLLECTIVES
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
 from bench.systems import ENTRIES, MEASURED
@@ -27,6 +28,12 @@ def size_in_bytes(text: str) -> int:
         return int(digits) * factor
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no size; 100, 1K, 64M and 2G are") from None
+
+
+def check_workers(collective: str, workers: int) -> None:
+    """Refuse a number of ranks that `collective` cannot have."""
+    if COLLECTIVES[collective].in_pairs and workers % 2:
+        raise typer.BadParameter(f"{collective} needs an even number of ranks, not {workers}")
 
 
 Workers = Annotated[int, typer.Option("-n", "--workers", min=1, help="Ranks, all on this host.")]
@@ -58,6 +65,7 @@ def _register(name: str, summary: str) -> None:
         ] = False,
         json_file: Json = None,
     ) -> None:
+        check_workers(name, workers)
         size_range = sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor)
         code = sweep.run(
             name,
@@ -82,6 +90,7 @@ _register("broadcast", "Time of copying rank 0's buffer to all.")
 _register("all_to_all", "Time of sending a part of every buffer to each rank.")
 _register("gather", "Time of joining all ranks' parts on rank 0; the size is that of the result.")
 _register("scatter", "Time of giving each rank a part of rank 0's buffer.")
+_register("sendrecv", "Time of a buffer to the other rank of a pair and one back.")
 
 
 @app.command()
@@ -105,6 +114,7 @@ def peers(
     labels = [entry.label for entry in ENTRIES]
     if unknown := sorted(set(only or ()) - set(labels)):
         raise typer.BadParameter(f"{unknown[0]!r} is no system; {', '.join(labels)} are")
+    check_workers(collective, workers)
     code = peering.run(
         workers=workers,
         size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),

@@ -27,6 +27,7 @@ class Collective:
         bus_factor: busbw / algbw for a ring of that size.
         reduces: whether the operator matters.
         is_even: whether `count` must be a multiple of the ranks.
+        in_pairs: whether it needs an even number of ranks.
     """
 
     run: Callable[[Communicator, np.ndarray, np.ndarray, str], np.ndarray]
@@ -34,6 +35,7 @@ class Collective:
     bus_factor: Callable[[int], float]
     reduces: bool
     is_even: bool = False
+    in_pairs: bool = False
 
     def count(self, nbytes: int, itemsize: int, size: int) -> int:
         """Elements of a buffer of at most about `nbytes`."""
@@ -62,6 +64,17 @@ def _chunk_of(comm: Communicator, buffer: np.ndarray) -> np.ndarray:
 def _joined(inputs: np.ndarray) -> np.ndarray:
     """Every rank's chunk of its own row."""
     return np.concatenate([_own_chunk(row, len(inputs), r) for r, row in enumerate(inputs)])
+
+
+def _there_and_back(comm: Communicator, buffer: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Both ranks of a pair send and receive, the odd one after it has received."""
+    other = comm.rank ^ 1
+    if comm.rank < other:
+        comm.send(buffer, other)
+    comm.recv(out, other)
+    if comm.rank > other:
+        comm.send(buffer, other)
+    return out
 
 
 COLLECTIVES = {
@@ -110,5 +123,12 @@ COLLECTIVES = {
         bus_factor=lambda size: (size - 1) / size,
         reduces=False,
         is_even=True,
+    ),
+    "sendrecv": Collective(
+        run=lambda comm, buffer, out, op: _there_and_back(comm, buffer, out),
+        expected=lambda inputs, rank, op: inputs[rank ^ 1],
+        bus_factor=lambda size: 2.0,
+        reduces=False,
+        in_pairs=True,
     ),
 }

@@ -59,7 +59,11 @@ def join_ringreduce(arguments: argparse.Namespace) -> Member:
         buffer, out = filled(values), values.copy()
         return lambda: comm.all_to_all(buffer, out=out)
 
-    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    def sendrecv(values: np.ndarray) -> Call:
+        buffer, out = filled(values), values.copy()
+        return lambda: COLLECTIVES["sendrecv"].run(comm, buffer, out, "")
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
     return Member(comm.rank, comm.size, loads, {"transport": comm.transport})
 
 
@@ -95,7 +99,21 @@ def join_gloo(arguments: argparse.Namespace) -> Member:
 
         return call
 
-    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    def sendrecv(values: np.ndarray) -> Call:
+        tensor = torch.from_numpy(values.copy())
+        result, other = torch.empty_like(tensor), arguments.rank ^ 1
+
+        def call() -> Any:
+            if arguments.rank < other:
+                distributed.send(tensor, other)
+            distributed.recv(result, other)
+            if arguments.rank > other:
+                distributed.send(tensor, other)
+            return result
+
+        return call
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
     return Member(arguments.rank, arguments.size, loads, {})
 
 
@@ -122,7 +140,20 @@ def join_openmpi(arguments: argparse.Namespace) -> Member:
 
         return call
 
-    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all}
+    def sendrecv(values: np.ndarray) -> Call:
+        buffer, result, other = values.copy(), values.copy(), world.rank ^ 1
+
+        def call() -> np.ndarray:
+            if world.rank < other:
+                world.Send(buffer, other)
+            world.Recv(result, other)
+            if world.rank > other:
+                world.Send(buffer, other)
+            return result
+
+        return call
+
+    loads = {"all_reduce": all_reduce, "all_to_all": all_to_all, "sendrecv": sendrecv}
     return Member(world.rank, world.size, loads, {})
 
 

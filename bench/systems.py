@@ -23,7 +23,7 @@ from ringreduce.vocabulary.config import Config, worker_environment
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # The collectives that `peers` can compare; those of each system are in its entry.
-MEASURED = ("all_reduce", "all_to_all")
+MEASURED = ("all_reduce", "all_to_all", "sendrecv")
 WORKER = (sys.executable, "-m", "bench.system_worker")
 
 

@@ -62,7 +62,7 @@ def test_a_collective_is_measured_and_right(collective, tmp_path):
         assert (row["collective"], row["world_size"]) == (collective, 2)
         assert row["wrong"] == 0
         assert 0 < row["time_us"] <= row["time_us_p99"]
-        factor = {"all_reduce": 1, "broadcast": 1}.get(collective, 0.5)
+        factor = {"all_reduce": 1, "broadcast": 1, "sendrecv": 2}.get(collective, 0.5)
         assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] * factor)
 
 
@@ -128,6 +128,13 @@ def test_a_size_that_is_none_is_refused(size):
     result = bench(f"all_reduce -b {shlex.quote(size)}")
     assert result.returncode == 2
     assert "is no size" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["sendrecv", "peers --collective sendrecv"])
+def test_pairs_need_an_even_number_of_ranks(command):
+    result = CliRunner().invoke(main.app, [*command.split(), "-n", "3"])
+    assert result.exit_code == 2
+    assert "sendrecv needs an even number of ranks, not 3" in " ".join(result.output.split())
 
 
 def a_row(system, transport, time_us, size_bytes=1 << 20):
