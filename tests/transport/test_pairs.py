@@ -1,0 +1,210 @@
+"""Pairs of ranks over sockets: who may connect, what arrives, and when a call stops."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket as sockets
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.messages import Listening
+from ringreduce.testing import ring_of_threads
+from ringreduce.transport.ends import Receiving, Sending
+from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.transport.security import Admission
+from ringreduce.vocabulary.errors import CorruptionError, PeerLostError
+from tests.rings import Ring, assert_lost
+
+
+def pairs_of(comm: Communicator) -> ZmqPairs:
+    pairs = comm._session.collectives.pairs
+    assert pairs is not None
+    return pairs
+
+
+def receiving(comm: Communicator, peer: int) -> Receiving:
+    return pairs_of(comm)._receiving[peer, 0]
+
+
+def sending(comm: Communicator, peer: int) -> Sending:
+    return pairs_of(comm)._sending[peer, 0]
+
+
+def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use() -> None:
+    def work(comm: Communicator) -> None:
+        comm.barrier()
+        assert pairs_of(comm)._context is None
+        assert not pairs_of(comm).traffic().bytes_sent
+        comm.all_to_all(np.arange(2))
+        assert pairs_of(comm)._context is None
+
+    before = threading.active_count()
+    ring_of_threads(2, work, transport="zmq")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("secret", ["", secrets.token_hex(32)], ids=["open", "secret"])
+def test_a_port_is_shut_once_its_rank_has_connected(secret: str) -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.arange(3), 1)
+        else:
+            comm.recv(np.zeros(3, int), 0)
+            end = receiving(comm, 0)
+            assert end.is_locked
+            host, _, port = end.address.removeprefix("tcp://").rpartition(":")
+            with sockets.socket() as stranger:
+                stranger.settimeout(0.3)
+                # The kernel drops the attempt: it is not even refused.
+                with pytest.raises(TimeoutError):
+                    stranger.connect((host, int(port)))
+        comm.barrier()
+
+    ring_of_threads(2, work, transport="zmq", secret=secret)
+
+
+def test_only_the_rank_that_is_due_gets_in_and_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the password of the ring's ports, which an eavesdropper may know by now."""
+    listens, tried = threading.Event(), threading.Event()
+    found = ZmqPairs.found
+
+    def find(pairs: ZmqPairs, listening: Listening) -> None:
+        found(pairs, listening)
+        listens.set()
+
+    monkeypatch.setattr(ZmqPairs, "found", find)
+
+    def work(comm: Communicator) -> None:
+        pairs = pairs_of(comm)
+        if comm.rank == 0:
+            pending = comm.recv(np.zeros(3, int), 1, async_op=True)
+            assert tried.wait(20)
+            assert pairs._authenticator.refused == 2
+            comm.barrier()
+            assert pending.wait().tolist() == [0, 1, 2]
+        else:
+            assert listens.wait(20)
+            address, admission = pairs._addresses[0, 0], pairs._security.data
+            with zmq.Context() as context:
+                for each in (admission, admission.of_channel((1 << 16) + 1)):
+                    visit(context, each, address)
+            tried.set()
+            comm.barrier()
+            comm.send(np.arange(3), 0)
+
+    ring_of_threads(2, work, transport="zmq", encryption="on")
+    assert "refused a connection" in caplog.text
+
+
+def visit(context: zmq.Context[Any], admission: Admission, address: str) -> None:
+    """Knock at rank 0's port, until an answer."""
+    with context.socket(zmq.PUSH) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        admission.join(socket, 0)
+        refused = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        with socket.get_monitor_socket(int(refused | zmq.EVENT_DISCONNECTED)) as events:
+            socket.connect(address)
+            assert events.poll(15_000)
+        socket.disable_monitor()
+
+
+@pytest.mark.parametrize("what", ["key", "number"])
+def test_a_sealed_frame_that_does_not_open_is_named_on_both_ends(what: str) -> None:
+    """Another key, or a frame before it is missing."""
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.arange(3), 1)
+            channel = sending(comm, 1).channel
+            channel.seal_nonce[0] += what == "number"
+            channel.seal_key[0] ^= what == "key"
+            comm.send(np.arange(3), 1)
+            with pytest.raises(CorruptionError, match="was told by rank 1"):
+                comm.recv(np.arange(3), 1)
+        else:
+            comm.recv(np.zeros(3, int), 0)
+            with pytest.raises(CorruptionError, match=r"a frame from rank 0 .* in recv #1, tag 0"):
+                comm.recv(np.zeros(3, int), 0)
+
+    ring_of_threads(2, work, transport="zmq", encryption="on")
+
+
+def test_keys_of_a_pair_are_no_others() -> None:
+    def work(comm: Communicator) -> set[bytes]:
+        other = 1 - comm.rank
+        sent = comm.send(np.ones(3), other, async_op=True)
+        comm.recv(np.ones(3), other)
+        sent.wait()
+        comm.all_to_all(np.ones(10_000))
+        group = comm.split(0)
+        assert group is not None
+        sent = group.send(np.ones(3), other, async_op=True)
+        group.recv(np.ones(3), other)
+        sent.wait()
+        links = [each._session.collectives.links[0] for each in (comm, group)]
+        found = [r.seal_key for link in links for r in link._connections.records]
+        ends = [pairs_of(each)._sending.values() for each in (comm, group)]
+        found += [end.channel.seal_key for each in ends for end in each]
+        assert len(found) == 2 + 3
+        return {bytes(key) for key in found}
+
+    one, other = ring_of_threads(2, work, transport="zmq", encryption="on")
+    assert len(one | other) == 10
+
+
+def test_a_broken_ring_ends_what_is_pending_with_its_error() -> None:
+    def work(comm: Communicator) -> None:
+        if comm.rank == 2:
+            comm.barrier()
+            raise comm.fail(PeerLostError("gives up", rank=2, size=3, peer=2))
+        pending = [comm.recv(np.ones(3), each, async_op=True) for each in (1 - comm.rank, 2)]
+        comm.barrier()
+        for each in pending:
+            with pytest.raises(PeerLostError, match="was told by rank 2: rank 2 of 3 gives up"):
+                each.wait(20)
+
+    with pytest.raises(PeerLostError, match="gives up"):
+        ring_of_threads(3, work, transport="zmq")
+
+
+def test_a_rank_killed_while_others_wait_for_its_messages_is_named(tmp_path: Path) -> None:
+    """In the middle of a large one, and before it has ever connected; its child lives on."""
+    program = """
+    ring = join()
+    if RANK == 1:
+        ring.recv(np.zeros(10), 0)
+        if os.fork() == 0:
+            attempt("child", lambda: ring.recv(np.zeros(10), 0))
+            say("pid", pid=os.getpid())
+            time.sleep(60)
+        ring.recv(np.zeros(10), 0)
+        say("ready")
+        hold()
+    if RANK == 0:
+        ring.send(np.zeros(10), 1)
+        ring.send(np.zeros(10), 1)
+        attempt("result", lambda: ring.send(np.zeros(1 << 24), 1))
+        attempt("again", ring.barrier)
+    else:
+        attempt("result", lambda: ring.recv(np.zeros(10), 1))
+    hold()
+    """
+    with Ring(tmp_path, 3, program) as ring:
+        ring.wait("ready", [1])
+        [child] = ring.wait("child", [1])
+        assert child["kind"] == "ClosedError"
+        assert "forked child" in child["text"]
+        ring.workers[1].signal(signal.SIGKILL)
+        assert_lost(ring.wait("result", [0, 2]), 1)
+        assert_lost(ring.wait("again", [0]), 1)
+        os.kill(ring.wait("pid", [1])[0]["pid"], signal.SIGKILL)
