@@ -48,6 +48,7 @@ class SharedMemoryCollectives(Collectives):
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
+        self._all_reduce = lru_cache(_CALLS_KEPT)(self._make_all_reduce)
         self._all_to_all = lru_cache(_ALL_TO_ALLS_KEPT)(self._make_all_to_all)
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
@@ -55,9 +56,7 @@ class SharedMemoryCollectives(Collectives):
         # Not by `_run`: a small call takes microseconds.
         link = self._link
         if link is not None:
-            kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
-            call = self._call(kind, action, flat.dtype, flat.size, None, op, signature)
-            link.run(call, flat)
+            link.run(self._all_reduce(flat.dtype, flat.size, op, signature), flat)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
@@ -146,6 +145,13 @@ class SharedMemoryCollectives(Collectives):
         return None if self._link is None else self._link.empty(nbytes)
 
     # The calls are cached: a training loop repeats the same few.
+
+    def _make_all_reduce(
+        self, dtype: np.dtype, count: int, op: ReduceOp, signature: int
+    ) -> HostCall:
+        kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
+        return self._make_call(kind, action, dtype, count, None, op, signature)
+
     def _make_call(
         self,
         kind: Kind,

@@ -40,6 +40,8 @@ FORWARD = 4  # send it on to the next rank
 class Action(enum.IntEnum):
     """What is done with the chunks of a buffer in shared memory; values as in ringreduce.h."""
 
+    __hash__ = int.__hash__  # as in `ReduceOp`
+
     ALL_REDUCE = 1  # every chunk reduced, on all ranks
     REDUCE_SCATTER = 2  # each rank's own chunk reduced, the rest unchanged
     ALL_GATHER = 3  # each chunk copied from the rank it belongs to

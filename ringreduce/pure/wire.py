@@ -56,6 +56,8 @@ _NAMES = _LAYOUT.names or ()
 class Kind(enum.IntEnum):
     """What a frame belongs to. From ABORT on, frames are about the ring itself."""
 
+    __hash__ = int.__hash__  # as in `ReduceOp`
+
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
     ALL_GATHER = 3

@@ -18,6 +18,9 @@ class ReduceOp(enum.IntEnum):
     has NaN, so that a bad gradient stays visible.
     """
 
+    # Enum's own is written in Python, and every call looks itself up by its operator.
+    __hash__ = int.__hash__
+
     SUM = 1
     MEAN = 2
     MIN = 3
@@ -84,7 +87,7 @@ def is_half(code: int) -> bool:
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:
     """`op` as a ReduceOp; strings such as ``"mean"`` in any case. Raises ArrayError if unknown."""
-    if isinstance(op, ReduceOp):
+    if type(op) is ReduceOp:
         return op
     if isinstance(op, str) and op.upper() in ReduceOp.__members__:
         return ReduceOp[op.upper()]
