@@ -334,6 +334,8 @@ class Session:
 
     def _break(self, error: RingReduceError) -> None:
         """Notify all ranks and threads of the first error, once; under `_calling`."""
+        if self.membership.group and error.group is None:
+            error.group = self.membership.name
         self._life.fail(error)
         error = self.failure or error
         self._recorder.fail(error)

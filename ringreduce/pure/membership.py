@@ -39,6 +39,17 @@ class Membership:
         """Number of members."""
         return len(self.members)
 
+    @property
+    def name(self) -> str:
+        """As messages call it; of a large group the first members are named."""
+        if self.group == 0:
+            return "the whole job"
+        *first, last = map(str, self.members)
+        if self.size > 5:
+            first, last = first[:4], f"{self.size - 4} more"
+        named = f"{', '.join(first)} and {last}" if first else last
+        return f"the group of rank{'s' * (self.size > 1)} {named}"
+
     def place(self, rank: int) -> int:
         """The place of a member."""
         return self.members.index(rank)

@@ -53,6 +53,7 @@ class RingReduceError(Exception):
         peer: the rank it is about, where one is known.
         operation: name of the collective, such as ``all_reduce``.
         sequence: number of that collective on this communicator, counted from 0.
+        group: what the communicator is called, if it is a group.
         step: where in the collective, such as ``reduce-scatter step 2 of 3``.
         remedy: what to do about it.
         origin: the rank that raised the error first, if that was another one.
@@ -71,6 +72,7 @@ class RingReduceError(Exception):
     step: str | None = None
     remedy: str | None = None
     origin: int | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -82,6 +84,8 @@ class RingReduceError(Exception):
             where = f", in {self.operation}"
             if self.sequence is not None:
                 where += f" #{self.sequence}"
+            if self.group is not None:
+                where += f" of {self.group}"
             if self.step is not None:
                 where += f", {self.step}"
         text = self.message

@@ -94,3 +94,17 @@ def test_neighbours_are_those_before_and_after(membership: Membership) -> None:
         around = {membership.members[place - 1], membership.members[(place + 1) % membership.size]}
         assert set(membership.neighbours(rank)) == around
         assert membership.place(rank) == place
+
+
+@pytest.mark.parametrize(
+    ("members", "name"),
+    [
+        ((3,), "the group of rank 3"),
+        ((2, 0), "the group of ranks 2 and 0"),
+        ((0, 1, 2, 3, 4), "the group of ranks 0, 1, 2, 3 and 4"),
+        ((0, 2, 4, 6, 8, 10), "the group of ranks 0, 2, 4, 6 and 2 more"),
+    ],
+)
+def test_messages_name_a_group_by_its_first_members(members, name):
+    assert Membership(members, group=7).name == name
+    assert whole(len(members)).name == "the whole job"

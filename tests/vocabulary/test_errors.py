@@ -22,6 +22,7 @@ FIELDS = {
     "step": "reduce-scatter step 4 of 7",
     "remedy": "Read rank 2's log first.",
     "origin": 1,
+    "group": "the group of ranks 2 and 3",
 }
 
 
@@ -53,15 +54,16 @@ def test_failure_of_another_rank_is_a_peer_error(name):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_text_says_who_what_where_and_what_to_do_in_this_order(kind):
     assert str(kind("waited 30.0 s for rank 2", **{**FIELDS, "origin": None})) == (
-        "rank 3 of 8 waited 30.0 s for rank 2, in all_reduce #1841, "
+        "rank 3 of 8 waited 30.0 s for rank 2, in all_reduce #1841 of the group of ranks 2 and 3, "
         "reduce-scatter step 4 of 7. Read rank 2's log first."
     )
 
 
 def test_where_a_rank_was_told_comes_before_what_it_was_told():
     assert str(errors.PeerLostError("was told by rank 1: rank 1 lost rank 2", **FIELDS)) == (
-        "rank 3 of 8, in all_reduce #1841, reduce-scatter step 4 of 7, was told by rank 1: "
-        "rank 1 lost rank 2. Read rank 2's log first."
+        "rank 3 of 8, in all_reduce #1841 of the group of ranks 2 and 3, "
+        "reduce-scatter step 4 of 7, was told by rank 1: rank 1 lost rank 2. "
+        "Read rank 2's log first."
     )
 
 
