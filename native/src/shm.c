@@ -82,7 +82,7 @@ static uint64_t registered(const struct rr_shm *group, const rr_call *call, cons
     return (uint64_t)(array - heap) + 1;
 }
 
-static void begin(struct rr_shm *group, const rr_call *call, const uint8_t *source)
+static void begin(struct rr_shm *group, const rr_call *call, const uint8_t *source, uint8_t *target)
 {
     group->itemsize = rr_itemsize(call->dtype);
     struct rr_announcement *own = rr_announced(group, group->index);
@@ -95,6 +95,8 @@ static void begin(struct rr_shm *group, const rr_call *call, const uint8_t *sour
         rr_chunks_begin(group, call, source);
     group->stage = RR_MEET;
     publish(group);
+    if (call->action == RR_ALL_TO_ALL)
+        rr_all_to_all_keep(group, call, source, target);
 }
 
 /* Whether all ranks are in the same call with the same arguments. */
@@ -156,7 +158,7 @@ int rr_shm_exchange(rr_shm *group, const rr_call *call, const void *source, void
                     const rr_wait_limits *limits)
 {
     if (group->stage == RR_IDLE)
-        begin(group, call, source);
+        begin(group, call, source, target);
     for (;;) {
         int status = wait_for_all(group, limits);
         if (status != RR_DONE)

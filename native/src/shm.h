@@ -77,6 +77,9 @@ void rr_cut_segments(struct rr_shm *group, uint64_t longest, uint64_t limit);
 void rr_chunks_begin(struct rr_shm *group, const rr_call *call, const uint8_t *data);
 int rr_chunks_advance(struct rr_shm *group, const rr_call *call, uint8_t *data);
 void rr_all_to_all_begin(struct rr_shm *group, const rr_call *call, const uint8_t *source);
+/* Copy our own part, while the others arrive. */
+void rr_all_to_all_keep(struct rr_shm *group, const rr_call *call, const uint8_t *source,
+                        uint8_t *target);
 int rr_all_to_all_advance(struct rr_shm *group, const rr_call *call, const uint8_t *source,
                           uint8_t *target);
 

@@ -68,10 +68,20 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *target,
     }
 }
 
-/* Copy our own part, and those that lie in registered arrays; returns how many ranks still need
- * theirs, since others read them. */
-static int copy_directly(struct rr_shm *group, const rr_call *call, const uint8_t *source,
-                         uint8_t *target)
+void rr_all_to_all_keep(struct rr_shm *group, const rr_call *call, const uint8_t *source,
+                        uint8_t *target)
+{
+    const uint32_t own = group->index;
+    uint64_t at = 0;
+    for (uint32_t rank = 0; rank < own; rank++)
+        at += part_bytes(group, call, rank, own);
+    const uint64_t bytes = part_bytes(group, call, own, own);
+    if (bytes > 0)
+        memcpy(target + at, source + group->peers[own].offset, bytes);
+}
+
+/* Copy our parts out of registered arrays; returns how many ranks have such, which others read. */
+static int copy_registered(struct rr_shm *group, const rr_call *call, uint8_t *target)
 {
     const uint32_t own = group->index;
     int lent = 0;
@@ -80,9 +90,7 @@ static int copy_directly(struct rr_shm *group, const rr_call *call, const uint8_
         const struct rr_peer *peer = &group->peers[rank];
         const uint64_t bytes = part_bytes(group, call, rank, own);
         const int is_lent = peer->outgoing > 0 && rr_is_registered(group, rank);
-        if (bytes > 0 && rank == own) {
-            memcpy(target + at, source + peer->offset, bytes);
-        } else if (bytes > 0 && is_lent) {
+        if (rank != own && bytes > 0 && is_lent) {
             memcpy(target + at, rr_registered_array(group, rank) + peer->offset, bytes);
             group->bytes_received += bytes;
         }
@@ -133,7 +141,7 @@ static int advance_from_meeting(struct rr_shm *group, const rr_call *call, const
         if (!rr_is_registered(group, rank) && group->peers[rank].outgoing > longest)
             longest = group->peers[rank].outgoing;
     group->last_segment = (longest + group->room - 1) / group->room;
-    const int lent = copy_directly(group, call, source, target);
+    const int lent = copy_registered(group, call, target);
     group->stage = RR_STAGED;
     if (group->last_segment > 0 && advance_staged(group, call, source, target) == RR_WAITING)
         return RR_WAITING; /* which is also a wait for those that read registered arrays */

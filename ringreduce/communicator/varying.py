@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ringreduce.pure.payload import bounds_of, checked_lengths, decode, encode
 from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import dtype_code, dtype_named
+
+# Of the all-to-alls of equal parts; a model has a few.
+_KEPT = 16
 
 
 def all_gather(
@@ -47,11 +51,21 @@ def all_to_all(
     given: int,
 ) -> np.ndarray:
     """The parts of all ranks' arrays for this one, where all are cut into equal parts."""
-    signature = signature_of("all_to_all", dtype_code(array.dtype), array.shape, given)
+    signature, elements = _equal_parts(dtype_code(array.dtype), array.shape, size, given)
     result = np.empty_like(array) if out is None else out
-    elements = np.full((size, size), flat.size // size, np.int64)
     collectives.all_to_all(Kind.ALL_TO_ALL, flat, result.reshape(-1), elements, signature)
     return result
+
+
+# Remembered, since they cost as much as the call of a small array.
+@lru_cache(_KEPT)
+def _equal_parts(
+    dtype: int, shape: tuple[int, ...], size: int, given: int
+) -> tuple[int, np.ndarray]:
+    """The signature and counts of an all-to-all of equal parts."""
+    counts = np.full((size, size), math.prod(shape) // size, np.int64)
+    counts.flags.writeable = False
+    return signature_of("all_to_all", dtype, shape, given), counts
 
 
 def all_to_all_uneven(
