@@ -252,12 +252,12 @@ class Board:
         """What another rank does; a rank of which nothing is known counts as busy."""
         seen, silent_s = self._seen.get(rank), self.silent_s(rank, now_s)
         last = "" if seen is None else _place(seen.heartbeat)
-        if self.is_silent(rank, now_s):
-            text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
-            return Doing(f"{text} (last heard: {last})" if last else text, False, False)
         pending = None if seen is None else seen.heartbeat.pending
         is_with_this = pending is not None and pending.peer == self._rank
         sends = pending is not None and is_with_this and pending.sends
+        if self.is_silent(rank, now_s):
+            text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
+            return Doing(f"{text} (last heard: {last})" if last else text, False, sends)
         text = f"rank {rank} is alive" + (f", {last}" if last else "")
         return Doing(text, not is_with_this, sends)
 

@@ -43,8 +43,7 @@ def explain_timeout(error: PeerTimeoutError, others: Others, peer: int, *, sends
     doing = others.doing(peer)
     if sends and doing.sends:
         error.remedy = (
-            f"Rank {peer} waits in a send to rank {error.rank} too, so that neither receives: use "
-            "async_op=True for one of them, or receive first on one of the ranks."
+            "Neither rank receives while both send: use async_op=True for one of the sends, or "
+            "receive first on one of the ranks."
         )
-    else:
-        error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
+    error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"

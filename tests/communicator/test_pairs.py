@@ -234,7 +234,8 @@ def test_what_nobody_sends_is_an_error_that_names_the_rank(transport: str) -> No
 
     def work(comm: Communicator) -> None:
         if comm.rank == 0:
-            with pytest.raises(PeerTimeoutError, match="Rank 1 is alive, in user code") as failed:
+            done = r"Rank 1 (is alive, in user code|has shown)"
+            with pytest.raises(PeerTimeoutError, match=done) as failed:
                 comm.recv(np.ones(5), 1, tag=9)
             due = "40 bytes from rank 1" if transport == "zmq" else "rank 1 on the same host"
             assert f"s for {due}" in str(failed.value)
@@ -256,10 +257,10 @@ def test_two_ranks_that_both_send_first_learn_why_neither_goes_on(transport: str
             comm.send(np.ones(1 << 21), 1 - comm.rank, tag=2)
         return str(failed.value)
 
-    # Not at once busy for each other: the time limit is a second.
-    limits = {"timeout_s": 1.0, "busy_timeout_s": 20.0}
+    # A rank that waits for this one is not busy elsewhere.
+    limits = {"timeout_s": 0.4, "busy_timeout_s": 20.0}
     for text in ring_of_threads(2, work, transport=transport, **limits):
-        assert "waits in a send to rank" in text
+        assert "Neither rank receives while both send" in text
 
 
 def test_closing_ends_a_recv_that_waits_and_breaks_no_other_rank(on_ranks: OnRanks) -> None:
