@@ -187,11 +187,11 @@ class HierarchicalCollectives(Collectives):
             sent[place] = received[place] = Part(place, source[:0])
         ahead = [sent[(own + distance) % size] for distance in range(1, size)]
         behind = [received[(own - distance) % size] for distance in range(1, size)]
-        header = replace(self._header, kind=kind, dtype=dtype_code(source.dtype))
-        header = replace(header, signature=signature, sequence=self._exchanges)
+        code = dtype_code(source.dtype)
+        header = replace(self._header, kind=kind, dtype=code, signature=signature)
         self._exchanges += 1
         assert self.pairs is not None
-        self.pairs.exchange(header, ahead, behind)
+        self.pairs.exchange(header, self._exchanges - 1, ahead, behind)
 
     def begin(self, others: Others) -> None:
         """Messages between two ranks know from now on what the other ranks do."""

@@ -11,7 +11,7 @@ reduce-scatter, but lose the small addends of a large ring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -84,6 +84,7 @@ class Ring(Collectives):
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
         self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
+        self._parting = lru_cache(_CALLS_KEPT)(self._header)
 
     def all_reduce(
         self,
@@ -189,13 +190,12 @@ class Ring(Collectives):
         self.compare(kind, source.dtype, signature)
         sent, received = parts_of(own, counts, source, target)
         received[own].memory[:] = sent[own].memory
-        header = self._header(kind, source.dtype, 0, signature)
-        header = replace(header, sequence=self._sequence)
         self._sequence += 1
         ahead = [sent[(own + distance) % size] for distance in range(1, size)]
         behind = [received[(own - distance) % size] for distance in range(1, size)]
         assert self.pairs is not None
-        self.pairs.exchange(header, ahead, behind)
+        header = self._parting(kind, source.dtype, 0, signature)
+        self.pairs.exchange(header, self._sequence - 1, ahead, behind)
 
     def compare(self, kind: Kind, dtype: np.dtype, signature: int) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""

@@ -12,6 +12,7 @@ from ringreduce.transport import libzmq, sodium
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.transport.segment import address_of
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -51,14 +52,23 @@ class _End:
         )
         self.transfer = TransferRecord()
         self.addresses = ctypes.addressof(self.record), ctypes.addressof(self.transfer)
+        self._header: wire.Header | None = None
 
-    def begin(self, header: wire.Header, memory: np.ndarray) -> None:
-        """Prepare for `memory`, contiguous, with frames of `header`."""
-        self.record.started = self.record.segment = self.record.errno = 0
-        words = wire.encode(header).tolist()
-        self.transfer.header = type(self.transfer.header)(*words)
-        self.transfer.memory = memory.__array_interface__["data"][0]
-        self.transfer.nbytes = memory.nbytes
+    def begin(self, header: wire.Header, sender: int, sequence: int, memory: np.ndarray) -> None:
+        """Prepare for `memory`, contiguous, from place `sender`, with frames of `header`.
+
+        The frames have the sender, sequence number and count that are given, not those of `header`.
+        The same header object as the last time costs less.
+        """
+        record, transfer = self.record, self.transfer
+        record.started = record.segment = record.errno = 0
+        words = transfer.header
+        if header is not self._header:
+            self._header = header
+            words[:] = wire.encode(header).tolist()
+        words[2] = (words[2] & 0xFFFFFFFF) | sender << 32
+        words[3], words[4] = sequence, memory.size
+        transfer.memory, transfer.nbytes = address_of(memory), memory.nbytes
 
     def forget_keys(self) -> None:
         """Seal and open nothing from now on."""

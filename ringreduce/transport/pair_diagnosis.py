@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from ringreduce.pure import wire
@@ -17,15 +19,32 @@ from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
 
 class Wait:
-    """A call in progress: its name for errors, and for how long it may wait.
+    """A call in progress: what errors say of it, and for how long it may wait.
 
-    Attributes:
-        is_message: it is a send or a recv, not a part of a collective.
+    Args:
+        operation: ``send``, ``recv`` or the name of a collective.
+        patience: makes the limits of its waits, if it has to wait.
     """
 
-    def __init__(self, operation: str, header: wire.Header, step: str, patience: Patience) -> None:
-        self.operation, self.sequence, self.step = operation, header.sequence, step
-        self.stall, self.is_message = Stall(patience), header.kind in wire.SENDS
+    def __init__(
+        self,
+        operation: str,
+        header: wire.Header,
+        sequence: int,
+        patience: Callable[[], Patience],
+    ) -> None:
+        self.operation, self.header, self.sequence = operation, header, sequence
+        self._patience = patience
+
+    @functools.cached_property
+    def stall(self) -> Stall:
+        """For how long it has made no progress."""
+        return Stall(self._patience())
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a recv, not a part of a collective."""
+        return self.header.kind in wire.SENDS
 
 
 class PairDiagnosis:
@@ -44,7 +63,7 @@ class PairDiagnosis:
             "peer": end.peer,
             "operation": wait.operation,
             "sequence": wait.sequence,
-            "step": wait.step or f"with rank {end.peer}",
+            "step": f"tag {wait.header.signature}" if wait.is_message else f"with rank {end.peer}",
         }
 
     def timed_out(self, end: Sending | Receiving, wait: Wait, limit: Limit) -> RingReduceError:

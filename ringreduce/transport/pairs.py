@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -112,9 +111,8 @@ class ZmqPairs:
         `header` is that of the message, apart from its sequence number. Raises as `recv`.
         """
         sending = self._sending_to(self._membership.members[place], _MESSAGES)
-        header = replace(header, sequence=sending.sequence)
-        wait = self._message("send", header, sending.peer)
-        sending.begin(header, memory)
+        wait = self._message("send", header, sending)
+        sending.begin(header, header.rank, sending.sequence, memory)
         sending.sequence += 1
         try:
             self._connect(sending, wait)
@@ -136,23 +134,35 @@ class ZmqPairs:
         After any exception all pairs are broken: `abort`, then `close`.
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
-        header = replace(header, sequence=receiving.sequence)
-        wait = self._message("recv", header, receiving.peer)
-        receiving.begin(header, memory)
+        wait = self._message("recv", header, receiving)
+        receiving.begin(header, header.rank, receiving.sequence, memory)
         receiving.sequence += 1
         self._drive(None, receiving, 0, wait)
 
-    def exchange(self, header: Header, sent: Sequence[Part], received: Sequence[Part]) -> None:
-        """Send parts of a collective to other ranks, and receive parts from them.
+    def exchange(
+        self, header: Header, sequence: int, sent: Sequence[Part], received: Sequence[Part]
+    ) -> None:
+        """Send parts of the collective with this number to other ranks, and receive some from them.
 
         Those of one index go and come over the same distance, the shortest first; empty ones do
         not travel. `header` is that of this rank's frames, apart from their count. Raises as
         `recv`.
         """
-        incoming = [self._begin_receiving(part, header) for part in received]
-        outgoing = [self._begin_sending(part, header) for part in sent]
+        members = self._membership.members
+        incoming: list[Receiving | None] = []
+        for place, memory in received:
+            behind = self._receiving_from(members[place], _PARTS) if memory.size else None
+            if behind is not None:
+                behind.begin(header, place, sequence, memory)
+            incoming.append(behind)
+        outgoing: list[Sending | None] = []
+        for place, memory in sent:
+            ahead = self._sending_to(members[place], _PARTS) if memory.size else None
+            if ahead is not None:
+                ahead.begin(header, header.rank, sequence, memory)
+            outgoing.append(ahead)
         used = [sending for sending in outgoing if sending is not None]
-        wait = Wait(Kind(header.kind).label, header, "", self._patience)
+        wait = Wait(Kind(header.kind).label, header, sequence, lambda: self._patience)
         try:
             for sending in used:
                 self._connect(sending, wait)
@@ -170,24 +180,11 @@ class ZmqPairs:
             self._give_up(used, *(part.memory for part in sent))
             raise
 
-    def _begin_sending(self, part: Part, header: Header) -> Sending | None:
-        if not part.memory.size:
-            return None
-        sending = self._sending_to(self._membership.members[part.place], _PARTS)
-        sending.begin(replace(header, count=part.memory.size), part.memory)
-        return sending
+    def _message(self, operation: str, header: Header, end: Sending | Receiving) -> Wait:
+        def patience() -> Patience:
+            return PeerPatience(self._patience, self._others, end.peer)
 
-    def _begin_receiving(self, part: Part, header: Header) -> Receiving | None:
-        if not part.memory.size:
-            return None
-        receiving = self._receiving_from(self._membership.members[part.place], _PARTS)
-        due = replace(header, rank=part.place, count=part.memory.size)
-        receiving.begin(due, part.memory)
-        return receiving
-
-    def _message(self, operation: str, header: Header, peer: int) -> Wait:
-        patience = PeerPatience(self._patience, self._others, peer)
-        return Wait(operation, header, f"tag {header.signature}", patience)
+        return Wait(operation, header, end.sequence, patience)
 
     def _give_up(self, ends: Sequence[Sending], *memory: np.ndarray) -> None:
         """Send nothing more from `memory`, which the caller may overwrite now."""
@@ -221,6 +218,9 @@ class ZmqPairs:
 
     def _sending_to(self, peer: int, channel: int) -> Sending:
         """The end that sends to `peer`, which may not be connected yet."""
+        found = self._sending.get((peer, channel))
+        if found is not None:
+            return found
         with self._changed:
             found = self._sending.get((peer, channel))
             if found is None:
