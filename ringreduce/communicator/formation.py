@@ -175,25 +175,24 @@ def form_group(
     job: Job,
     membership: Membership,
     exchange: _Exchange,
+    check: Callable[[], None],
 ) -> Formed:
     """Form the ring of a group of two or more, of which this rank is a member.
 
     `exchange` gives each rank of the parent what all have passed, by rank; it takes the place of
-    the rendezvous. Those that are in no such group call `take_no_part` at the same time.
+    the rendezvous. Those that are in no such group call `take_no_part` at the same time. `check`
+    raises the error that has broken the parent.
 
     Raises:
-        RendezvousError: a rank could not open what it needs; on all ranks of the parent.
+        RendezvousError: a rank could not open what it needs, or reach another; on all ranks of the
+            parent.
         As `Communicator`.
     """
     security = job.security.for_group(membership)
     placement = job.place(membership)
     with undone_if_it_fails(config, membership) as undo:
-        try:
+        with _failure_announced(exchange):
             ends = open_ends(config, membership, security, undo, placement.transport)
-        except BaseException as error:
-            # The others would wait for what this rank announces.
-            exchange((*_NOTHING, f"{type(error).__name__}: {error}"))
-            raise
         material = secrets.token_bytes(MATERIAL_BYTES)
         found = _others(exchange((*ends.announced, material, "")), config)
         by_rank = {rank: found[rank] for rank in membership.members}
@@ -201,14 +200,28 @@ def form_group(
         drawn = b"".join(by_rank[rank][3] for rank in membership.members)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
         where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
-        formed = connect(config, job, membership, ends, where, None)
+        with _failure_announced(exchange):
+            formed = connect(config, job, membership, ends, where, None, check)
+        # The parent's watchers see at once who dies, those of the group once they are connected.
+        _others(exchange((*_NOTHING, "")), config)
         undo.pop_all()
     return formed
 
 
+@contextlib.contextmanager
+def _failure_announced(exchange: _Exchange) -> Iterator[None]:
+    """Say why this rank fails to those that would wait for what it announces."""
+    try:
+        yield
+    except BaseException as error:
+        exchange((*_NOTHING, f"{type(error).__name__}: {error}"))
+        raise
+
+
 def take_no_part(config: Config, exchange: _Exchange) -> None:
     """Let other ranks form groups; see `form_group`."""
-    _others(exchange((*_NOTHING, "")), config)
+    for _ in ("announced", "connected"):
+        _others(exchange((*_NOTHING, "")), config)
 
 
 @contextlib.contextmanager
@@ -231,11 +244,12 @@ def connect(
     ends: Ends,
     announced: Mapping[int, Announced],
     meeting: Meeting | None,
+    check: Callable[[], None] = lambda: None,
 ) -> Formed:
-    """Connect to the members; close what they do not need."""
+    """Connect to the members; close what they do not need. While it waits it calls `check`."""
     placement = job.place(membership)
     ends.control.connect({rank: each.control for rank, each in announced.items()})
-    collectives = _collectives(config, job, membership, placement, ends, announced)
+    collectives = _collectives(config, job, membership, placement, ends, announced, check)
     collectives.pairs = ZmqPairs(
         bind=ends.bind,
         segment_bytes=config.segment_bytes,
@@ -269,6 +283,7 @@ def _collectives(
     placement: Placement,
     ends: Ends,
     announced: Mapping[int, Announced],
+    check: Callable[[], None],
 ) -> Collectives:
     """The collectives of the members as they are placed."""
     rank, size, link, shared = config.rank, config.size, ends.link, ends.shared
@@ -279,7 +294,7 @@ def _collectives(
         assert shared is not None
         members = [membership.members[other] for other in together]
         names = [announced[member].memory for member in members]
-        shared.connect(names, members, rank=rank, size=size, job=job.number)
+        shared.connect(names, members, rank=rank, size=size, job=job.number, check=check)
         host = SharedMemoryCollectives(
             shared,
             rank=together.index(place),

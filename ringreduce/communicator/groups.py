@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce.communicator.formation import form_group, take_no_part
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
-from ringreduce.pure.wire import signature_of
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
 
 
@@ -21,13 +21,13 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     own = _own_group(parent, color, key)
 
     def exchange(value: tuple[Any, ...]) -> dict[int, list[Any]]:
-        found = parent.gather("split", value, signature_of("split", "announced"))
+        found = parent.gather(Kind.SPLIT, value, signature_of("split", "announced"))
         return dict(zip(membership.members, found, strict=True))
 
     form = None
     if own is not None and own.size > 1:
         assert job is not None
-        form = functools.partial(form_group, config, job, own, exchange)
+        form = functools.partial(form_group, config, job, own, exchange, parent.check)
     elif membership.size > 1:
         take_no_part(config, exchange)
     if own is None:
@@ -41,7 +41,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
     """The group that this rank will be in; None for none."""
     membership, job = parent.membership, parent.job
     highest = 0 if job is None else job.highest_group
-    told = parent.gather("split", (color, key, highest), signature_of("split"))
+    told = parent.gather(Kind.SPLIT, (color, key, highest), signature_of("split"))
     choices = [Choice(*each) for each in told]
     if len({type(choice.color) for choice in choices} - {type(None)}) > 1:
         named = zip(membership.members, choices, strict=True)

@@ -10,6 +10,7 @@ import numpy as np
 from ringreduce.communicator import varying
 from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_root, decode, encode
+from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.errors import ArrayError
 
 
@@ -48,7 +49,7 @@ class ObjectCalls(Handle):
 
         Raises: as `broadcast_object`.
         """
-        return self._session.gather("all_gather_object", value, signature)
+        return self._session.gather(Kind.ALL_GATHER_OBJECT, value, signature)
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         """The objects that all ranks passed, in rank order, on rank `root`; None elsewhere.

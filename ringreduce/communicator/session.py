@@ -36,6 +36,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode
+from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -249,11 +250,11 @@ class Session:
             )
         return result
 
-    def gather(self, name: str, value: Any, signature: int = 0) -> list[Any]:
+    def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         payload = encode(value)
-        arguments = self.collectives, payload, self.place, self.size, signature
-        gathered = self.call(name, payload.size, varying.all_gather_object, *arguments)
+        arguments = self.collectives, kind, payload, self.place, self.size, signature
+        gathered = self.call(kind.label, payload.size, varying.all_gather_object, *arguments)
         return [decode(each) for each in gathered]
 
     @property

@@ -185,10 +185,14 @@ def scatter_object(
 
 
 def all_gather_object(
-    collectives: Collectives, payload: np.ndarray, rank: int, size: int, signature: int
+    collectives: Collectives,
+    kind: Kind,
+    payload: np.ndarray,
+    rank: int,
+    size: int,
+    signature: int,
 ) -> list[np.ndarray]:
-    """The payloads of all ranks, dtype uint8, in rank order."""
-    kind = Kind.ALL_GATHER_OBJECT
+    """The payloads of all ranks, dtype uint8, in rank order; `kind` is the caller's call."""
     lengths = _gather_counts(collectives, kind, payload.size, rank, size, signature)
     bounds = bounds_of(checked_lengths(lengths))
     gathered = np.empty(bounds[-1], np.uint8)

@@ -72,6 +72,7 @@ class Kind(enum.IntEnum):
     SCATTER_OBJECT = 12
     SEND = 13
     SEND_OBJECT = 14
+    SPLIT = 15
     ABORT = 128
     GOODBYE = 129
 

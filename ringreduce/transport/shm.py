@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +125,14 @@ class HostLink:
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
-        self, names: Sequence[str], members: Sequence[int], *, rank: int, size: int, job: int
+        self,
+        names: Sequence[str],
+        members: Sequence[int],
+        *,
+        rank: int,
+        size: int,
+        job: int,
+        check: Callable[[], None],
     ) -> None:
         """Map the segments of all ranks of this host.
 
@@ -133,6 +140,7 @@ class HostLink:
             names, members: what each of them announced, and their ranks in the job.
             rank, size: this rank, and the number of ranks in the job.
             job: the random number of this ring.
+            check: called while this waits; may raise.
 
         Raises:
             RendezvousError: one of them cannot be reached.
@@ -150,6 +158,7 @@ class HostLink:
             job=job,
             descriptor=self._own.descriptor,
             timeout_s=self._patience.timeout_s,
+            check=check,
         )
         for index, descriptor in enumerate(descriptors):
             try:

@@ -15,12 +15,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringreduce.pure.notification import GOODBYE_BYTES_MAX
 from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import RendezvousError
+from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
 
 # Magic, job, sender's rank.
 _HELLO = struct.Struct("<8sQQ")
@@ -71,15 +71,18 @@ class Mesh:
         job: int,
         descriptor: int,
         timeout_s: float,
+        check: Callable[[], None],
     ) -> list[int]:
         """Connect with all others and swap segments; return the descriptors, own one included.
 
         Each rank connects to the ranks before it and accepts those after it. `names` and `members`
         are the listening name and the rank of each, `index` is this rank's. All must know `job`.
-        `descriptor` is this rank's own segment, `size` the job's.
+        `descriptor` is this rank's own segment, `size` the job's. While it waits it calls `check`,
+        which may raise.
 
         Raises:
             RendezvousError: a rank did not connect within `timeout_s`, or cannot be reached.
+            RingReduceError: that of `check`.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
@@ -93,6 +96,7 @@ class Mesh:
                     raise ConnectionError("another user's process listens in its place")
                 socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
             while len(self._connections) < len(names) - 1:
+                check()
                 self._accept(members, index, job, descriptor, descriptors, deadline)
             for other in range(index):
                 connection = self._connections[other]
@@ -101,10 +105,12 @@ class Mesh:
                 if answer is None:
                     raise ConnectionError("it does not answer as one of this job")
                 descriptors[other] = answer[1]
-        except OSError as error:
+        except (OSError, RingReduceError) as error:
             missing = [members[i] for i in range(len(names)) if i not in descriptors]
             for received in descriptors.values():
                 os.close(received)
+            if isinstance(error, RingReduceError):
+                raise
             raise RendezvousError(
                 f"could not share memory with rank {', '.join(map(str, missing))}: {error}",
                 rank=rank,
@@ -128,9 +134,15 @@ class Mesh:
         descriptors: dict[int, int],
         deadline: float,
     ) -> None:
-        """Accept one connection, if it comes from a rank after this one."""
-        self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-        connection, _ = self._listener.accept()
+        """Accept one connection, if one comes soon, and from a rank after this one."""
+        left_s = deadline - time.monotonic()
+        self._listener.settimeout(max(0.001, min(left_s, TIMES.poll_s)))
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            if left_s > TIMES.poll_s:
+                return
+            raise
         connection.settimeout(TIMES.hello_s)
         try:
             answer = self._receive(connection, job) if _is_ours(connection) else None

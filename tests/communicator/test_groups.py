@@ -180,6 +180,52 @@ def test_a_killed_rank_breaks_the_groups_it_was_in_and_no_others(
         assert [fact["kind"] for fact in ring.wait("ring", [0, 1, 2])] == ["PeerLostError"] * 3
 
 
+# Where the killed rank is: what it does in place of this method.
+FORMING_AT = {
+    "announced": "ringreduce.communicator.groups.form_group",
+    "connecting": "ringreduce.transport.control.Control.connect",
+    "in the first barrier": "ringreduce.engine.watch.Watcher.__init__",
+}
+
+
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=() if moment == "connecting" else pytest.mark.full)
+        for moment in FORMING_AT
+    ],
+)
+def test_a_rank_killed_while_a_group_forms_is_named(
+    tmp_path: Path, transport: str, moment: str
+) -> None:
+    module, _, name = FORMING_AT[moment].rpartition(".")
+    program = f"""
+        import pkgutil
+        ring = join()
+        if RANK == 2:
+            def end(*arguments, **options):
+                os.kill(os.getpid(), signal.SIGKILL)
+            setattr(pkgutil.resolve_name("{module}"), "{name}", end)
+        attempt("split", lambda: ring.split(0))
+        attempt("ring", ring.barrier)
+    """
+    with Ring(tmp_path, 3, program, transport=transport) as ring:
+        for event in ("split", "ring"):
+            facts = ring.wait(event, [0, 1])
+            assert [fact["kind"] for fact in facts] == ["PeerLostError"] * 2, facts
+            assert all("rank 2" in fact["text"] for fact in facts), facts
+            assert max(fact["seconds"] for fact in facts) < SOON_S
+
+
+def test_a_rank_that_does_not_split_is_named(on_ranks: Callable[..., list[Any]]) -> None:
+    def work(comm: Communicator) -> None:
+        with pytest.raises(ringreduce.MismatchError, match=r"is in split|in barrier.* is in split"):
+            comm.barrier() if comm.rank == 1 else comm.split(0)
+
+    on_ranks(2, work)
+
+
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_groups_used_in_another_order_are_named(tmp_path: Path, transport: str) -> None:
     """Each rank waits in a group for one that is in another; nobody is in user code."""
