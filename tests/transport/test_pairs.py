@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import signal
 import socket as sockets
@@ -20,7 +21,8 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport.ends import Receiving, Sending
 from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.security import Admission
-from ringreduce.vocabulary.errors import CorruptionError, PeerLostError
+from ringreduce.vocabulary.errors import CorruptionError, PeerLostError, RingReduceError
+from tests.fuzzing import mutate_frame
 from tests.rings import Ring, assert_lost
 
 
@@ -208,3 +210,35 @@ def test_a_rank_killed_while_others_wait_for_its_messages_is_named(tmp_path: Pat
         assert_lost(ring.wait("result", [0, 2]), 1)
         assert_lost(ring.wait("again", [0]), 1)
         os.kill(ring.wait("pid", [1])[0]["pid"], signal.SIGKILL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("encryption", ["off", "on"])
+def test_wrong_frames_of_a_rank_are_one_named_error(encryption: str) -> None:
+    """Nothing is written outside the array that is received into, and nobody crashes."""
+    seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))
+    print(f"FUZZ_SEED={seed}")
+    chance = random.Random(f"{seed} {encryption}")
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.arange(3), 1)
+            end = sending(comm, 1)
+            words = np.array(list(end.transfer.header), np.uint64)
+            words[3] = 1  # The sequence number due.
+            _, parts = mutate_frame(chance, words, [np.arange(3).tobytes()])
+            assert end.socket is not None
+            end.socket.socket.send_multipart(parts, zmq.DONTWAIT)
+            with pytest.raises(RingReduceError, match="rank 0 of 2 was"):
+                comm.recv(np.zeros(3, int), 1)
+        else:
+            guarded = np.full(64, 7)
+            comm.recv(guarded[30:33], 0)
+            with pytest.raises(RingReduceError, match="rank 1 of 2 "):
+                comm.recv(guarded[30:33], 0)
+            assert (np.delete(guarded, slice(30, 33)) == 7).all()
+
+    for _ in range(40):
+        # A frame of another epoch is dropped, so the time limit counts.
+        limits = {"timeout_s": 0.6, "busy_timeout_s": 0.6}
+        ring_of_threads(2, work, transport="zmq", encryption=encryption, **limits)
