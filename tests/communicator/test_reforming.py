@@ -40,6 +40,11 @@ def check():
     registered[:] = RANK
     assert (ring.all_reduce(registered) == sum(members)).all()
     assert ring.all_gather(np.array([RANK])).tolist() == list(members)
+    sending = ring.send(np.array([RANK]), (ring.rank + 1) % ring.size, async_op=True)
+    before = (ring.rank - 1) % ring.size
+    assert ring.recv(np.zeros(1, int), before) == members[before]
+    sending.wait()
+    assert ring.all_to_all(np.full((ring.size, 5003), RANK))[:, 0].tolist() == list(members)
     group = ring.split(ring.rank // 2)
     place = ring.rank // 2 * 2
     assert group.all_gather_object(RANK) == list(members[place : place + 2])
