@@ -4,7 +4,9 @@
 #define RR_SHM_H
 
 #include <stdint.h>
+#include <string.h>
 
+#include "copy.h"
 #include "segment.h"
 
 /* The work of the next step. */
@@ -42,6 +44,7 @@ struct rr_shm {
     uint64_t segment, last_segment; /* next one to copy in; the one after the last */
     uint64_t room;                  /* bytes of a segment */
     uint32_t itemsize;
+    int is_far; /* whether no cache holds its arrays */
     struct rr_peer peers[];
 };
 
@@ -65,6 +68,16 @@ static inline uint8_t *rr_registered_array(const struct rr_shm *group, uint32_t 
 static inline uint8_t *rr_half(const struct rr_shm *group, uint32_t rank, uint64_t number)
 {
     return group->peers[rank].staging + ((group->segments + number) & 1) * group->staging_bytes;
+}
+
+/* Copy into an array of the caller. */
+static inline void rr_copy(const struct rr_shm *group, void *target, const void *source,
+                           uint64_t bytes)
+{
+    if (group->is_far)
+        rr_copy_past_cache(target, source, bytes);
+    else
+        memcpy(target, source, bytes);
 }
 
 /* Cut `longest` bytes into segments of about equal length, so that the last one is worth its step,

@@ -60,8 +60,8 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *target,
         const uint64_t first = group->peers[rank].position, last = first + bytes;
         const uint64_t from = first > start ? first : start, to = last < end ? last : end;
         if (rank != group->index && from < to && !rr_is_registered(group, rank)) {
-            memcpy(target + at + (from - first), rr_half(group, rank, number) + (from - start),
-                   to - from);
+            rr_copy(group, target + at + (from - first),
+                    rr_half(group, rank, number) + (from - start), to - from);
             group->bytes_received += to - from;
         }
         at += bytes;
@@ -77,7 +77,7 @@ void rr_all_to_all_keep(struct rr_shm *group, const rr_call *call, const uint8_t
         at += part_bytes(group, call, rank, own);
     const uint64_t bytes = part_bytes(group, call, own, own);
     if (bytes > 0)
-        memcpy(target + at, source + group->peers[own].offset, bytes);
+        rr_copy(group, target + at, source + group->peers[own].offset, bytes);
 }
 
 /* Copy our parts out of registered arrays; returns how many ranks have such, which others read. */
@@ -91,7 +91,7 @@ static int copy_registered(struct rr_shm *group, const rr_call *call, uint8_t *t
         const uint64_t bytes = part_bytes(group, call, rank, own);
         const int is_lent = peer->outgoing > 0 && rr_is_registered(group, rank);
         if (rank != own && bytes > 0 && is_lent) {
-            memcpy(target + at, rr_registered_array(group, rank) + peer->offset, bytes);
+            rr_copy(group, target + at, rr_registered_array(group, rank) + peer->offset, bytes);
             group->bytes_received += bytes;
         }
         lent += is_lent;
@@ -103,10 +103,11 @@ static int copy_registered(struct rr_shm *group, const rr_call *call, uint8_t *t
 void rr_all_to_all_begin(struct rr_shm *group, const rr_call *call, const uint8_t *source)
 {
     const uint32_t own = group->index;
-    uint64_t longest = 0;
+    uint64_t longest = 0, everything = 0;
     for (uint32_t rank = 0; rank < group->size; rank++) {
         struct rr_peer *peer = &group->peers[rank];
         const uint64_t total = rr_all_to_all_array_bytes(group, call, rank);
+        everything += total;
         const uint64_t behind = bytes_before(group, call, rank, rank + 1);
         peer->outgoing = total - part_bytes(group, call, rank, rank);
         peer->offset = bytes_before(group, call, rank, own);
@@ -114,6 +115,7 @@ void rr_all_to_all_begin(struct rr_shm *group, const rr_call *call, const uint8_
         if (peer->outgoing > longest)
             longest = peer->outgoing;
     }
+    group->is_far = 2 * everything >= RR_FAR_BYTES; /* all sources and targets */
     rr_cut_segments(group, longest, group->staging_bytes);
     if (!rr_is_registered(group, own))
         copy_in(group, call, source, 0);

@@ -90,8 +90,8 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, u
         uint64_t at;
         const uint64_t bytes = piece(group, chunk_bytes(group, call, rank), number, &at);
         if (bytes > 0)
-            memcpy(data + call->bounds[rank] * group->itemsize + at,
-                   staged(group, call, rank, rank, number), bytes);
+            rr_copy(group, data + call->bounds[rank] * group->itemsize + at,
+                    staged(group, call, rank, rank, number), bytes);
         group->bytes_received += bytes;
     }
 }
@@ -145,6 +145,8 @@ void rr_chunks_begin(struct rr_shm *group, const rr_call *call, const uint8_t *d
         memcpy(inbox_of(group, group->index), data, total_bytes(group, call));
         return;
     }
+    /* A reduction has just read what it writes. */
+    group->is_far = !is_reducing(call) && group->size * total_bytes(group, call) >= RR_FAR_BYTES;
     uint64_t longest = 0;
     for (uint32_t rank = 0; rank < group->size; rank++)
         if (chunk_bytes(group, call, rank) > longest)

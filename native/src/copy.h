@@ -1,0 +1,15 @@
+/* Copies of arrays that no cache holds. */
+#ifndef RR_COPY_H
+#define RR_COPY_H
+
+#include <stdint.h>
+
+/* Arrays of together so many bytes are in no cache: a group of cores seldom shares a larger one.
+ * What the system says (_SC_LEVEL3_CACHE_SIZE) is of no use: in a virtual machine it was ten times
+ * that of its cores. */
+#define RR_FAR_BYTES (UINT64_C(32) << 20)
+
+/* As memcpy, and leaves the target in memory rather than in the cache. */
+void rr_copy_past_cache(void *target, const void *source, uint64_t bytes);
+
+#endif
