@@ -8,6 +8,8 @@ def test_sum():
 
     for result in ring_of_threads(3, work):
         assert (result == 3).all()
+
+A rank's communicator can be split into groups (`Communicator.split`).
 """
 
 from __future__ import annotations

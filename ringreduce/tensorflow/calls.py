@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.tensorflow import compiled, failures, order, xla
+from ringreduce.tensorflow import compiled, failures, order, private, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 
 
@@ -42,6 +42,9 @@ def call(
         except StopIteration as end:
             raise tf.errors.OutOfRangeError(None, None, str(end)) from None
         return [tf.convert_to_tensor(value) for value in found]
+    if private.is_for_shapes(tf.compat.v1.get_default_graph()):
+        # The input of a model is no tensor yet.
+        return [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in results]
     refuse_unreachable(communicator, what, of_gradient=of_gradient)
     if xla.is_compiling():
         return compiled.call(communicator, what, run, arguments, results)

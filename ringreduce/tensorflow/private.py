@@ -69,6 +69,15 @@ def orders_its_ops(graph: Any) -> bool:
     return bool(graph._add_control_dependencies)
 
 
+def is_for_shapes(graph: Any) -> bool:
+    """Whether Keras traces `graph` only to find out shapes, and will never run it."""
+    while isinstance(graph, ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    name = str(getattr(graph, "name", ""))
+    is_scratch = isinstance(graph, FuncGraph) and name.startswith("scratch_graph")
+    return is_scratch and not orders_its_ops(graph)
+
+
 def capture_once(graph: Any, resource: Any) -> Any:
     """The tensor for the eager tensor `resource` in `graph`: the same one at each call."""
     # A loop's gradient that `graph` is traced for could not capture it later by itself.

@@ -25,3 +25,14 @@ def test_it_ends_well_and_says_what_all_ended_with(name, options):
     digests = [word for word in digests if len(word) == 64]
     assert len(digests) == 2, result.output
     assert len(set(digests)) == 1
+
+
+@pytest.mark.full
+def test_pairs_of_a_pipeline_train_as_one_of_them_does():
+    losses = []
+    for size in (2, 4):
+        result = run_job(size, [str(EXAMPLES / "pipeline.py"), "--epochs", "3"])
+        assert result.exit_code == 0, result.errors
+        losses.append([line.split()[-1] for line in result.output.splitlines() if "loss" in line])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]

