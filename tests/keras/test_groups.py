@@ -40,6 +40,11 @@ def test_groups_train_apart(case):
     assert weights[0] == weights[1] != weights[2] == weights[3]
 
 
+def test_a_layer_of_a_model_may_communicate():
+    for fact in of_four("calls"):
+        assert fact["layer"] == [[[0.0] * 3, [1.0] * 3], [None, 3]]
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_collectives_of_the_job_and_of_a_group_take_turns(how):
     # Each value is v = (1, 2); the job's sum is 10 v, and rank r adds r v and exchanges halves

@@ -109,8 +109,12 @@ def calls():
     generator = keras.random.SeedGenerator(number)
     rr.fold_seeds(generator, **over)
     rr.barrier(**over)
+    # Keras traces a layer for its shapes, in a graph that never runs.
+    exchange = keras.layers.Lambda(lambda rows: rr.all_to_all(rows, **over))
+    model = keras.Sequential([keras.Input((3,)), exchange, keras.layers.Flatten()])
     say(
         "calls",
+        layer=[plain(model(tf.fill((2, 3), float(ring.rank)))), model.output_shape],
         seed=np.asarray(generator.state).tolist(),
         scaled=rr.callbacks.linear_scaling(0.5, **over),
         objects=rr.all_gather_object(ring.rank, **over),
