@@ -474,6 +474,7 @@ def meshes(count: int, job: int = 7, timeout_s: float = 5.0):
                 job=job,
                 descriptor=memory[index],
                 timeout_s=timeout_s,
+                check=lambda: None,
             )
         except RendezvousError as error:
             results[index] = error
