@@ -63,7 +63,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 "moments",
                 remedy="Use a version of Keras that ringreduce supports.",
             )
-        self._communicator = communicator
+        self.communicator = communicator
 
     # Read by `compile`, and set by the base class.
     @property
@@ -78,7 +78,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     # The base class calls this in training only; inputs are float32 or float64.
     @tf.autograph.experimental.do_not_convert
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        ring = self._communicator or default_communicator()
+        ring = self.communicator or default_communicator()
         if ring.size == 1:
             moments: tuple[Any, Any] = super()._moments(inputs, mask)
             return moments

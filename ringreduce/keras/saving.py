@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
 
@@ -40,6 +41,7 @@ def load_model(
             ``compile=False`` nothing is wrapped.
         sync_batch_normalization: load the file's BatchNormalization layers as
             `SyncBatchNormalization`, which is saved under that name.
+        communicator: of the optimizer, and of layers that are `SyncBatchNormalization`.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:
@@ -54,6 +56,9 @@ def load_model(
     model = keras.models.load_model(
         path, custom_objects=custom_objects, compile=compile, safe_mode=safe_mode
     )
+    for layer in private.layers_of(model):
+        if isinstance(layer, SyncBatchNormalization):
+            layer.communicator = communicator
     optimizer = getattr(model, "optimizer", None)
     # A model's own `compile_from_config` may have wrapped it.
     if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):

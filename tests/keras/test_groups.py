@@ -29,12 +29,12 @@ def of_four(case, *arguments):
 @pytest.mark.parametrize("arguments", [(), in_full(("fit",))], ids=" ".join)
 def test_a_group_trains_as_a_job_of_its_own(arguments, number):
     alone = said(2, str(number), *arguments)
-    assert len(alone) == (8 if arguments else 4)
+    assert len(alone) == (10 if arguments else 4)
     for (case, rank), fact in alone.items():
         assert of_four(case, *arguments)[2 * number + rank] == fact, case
 
 
-@pytest.mark.parametrize("case", ["loop", in_full("fit"), in_full("join")])
+@pytest.mark.parametrize("case", ["loop", in_full("fit"), in_full("join"), in_full("loaded")])
 def test_groups_train_apart(case):
     weights = [fact["weights"] for fact in of_four(case, *(["fit"] * (case != "loop")))]
     assert weights[0] == weights[1] != weights[2] == weights[3]

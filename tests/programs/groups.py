@@ -6,6 +6,7 @@ of a job of two; and ``fit``, for what takes longer.
 """
 
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -70,6 +71,12 @@ def fitted():
         evaluated=numbers_of(rr.evaluate(model, *data, return_dict=True, **over)),
         predicted=digest([rr.predict(model, data[0], batch_size=4, **over)]),
     )
+    with tempfile.TemporaryDirectory() as folder:
+        # Ranks of a group have equal weights, but for moving averages of layers of their own.
+        model.save(f"{folder}/model.keras")
+        again = rr.load_model(f"{folder}/model.keras", sync_batch_normalization=True, **over)
+    rr.fit(again, *data, batch_size=8, verbose=0, **over)
+    say("loaded", weights=digest(again.get_weights()))
 
 
 def joined():
