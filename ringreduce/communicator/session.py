@@ -94,6 +94,7 @@ class Session:
         self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self._recorder = Recorder(config.rank, config.size)
+        self._recorder.group = membership.name
         # One file a rank: that of the whole job.
         is_job = membership.group == 0
         self._flight = FlightFile(config if is_job else replace(config, log_dir=""), self._recorder)
@@ -127,6 +128,7 @@ class Session:
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory = formed.shares_memory
         self._flight.transport = formed.transport
+        self._flight.elsewhere = self._elsewhere
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
         _formed.add(self)
         try:
@@ -162,7 +164,7 @@ class Session:
         for group, recorder in list(self._job.recorders.items()):
             operation = recorder.standing().operation
             if group != self.membership.group and operation is not None:
-                return f"{operation} of {f'group {group}' if group else 'the whole job'}"
+                return f"{operation} of {recorder.group}"
         return ""
 
     @property

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ class FlightFile:
 
     Attributes:
         transport: how the ranks reach each other, once that is known.
+        elsewhere: returns the call of another group that this process is in; empty for none.
     """
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self.transport = "none"
+        self.elsewhere: Callable[[], str] = str
         self._config, self._recorder = config, recorder
         self._process = os.getpid()
         # Several threads may dump at once: the latest record has to stay. Reentrant, since a signal
@@ -121,7 +124,7 @@ class FlightFile:
 
     def _pending(self) -> str | None:
         pending = None if self._recorder.pending is None else self._recorder.pending()
-        return None if pending is None else pending.describe()
+        return (self.elsewhere() or None) if pending is None else pending.describe()
 
     def _peers(self) -> list[dict[str, Any]]:
         peers = self._recorder.peers

@@ -52,6 +52,7 @@ class Recorder:
         seconds: wall time spent in completed collectives.
         elapsed_s: wall time of the last completed one.
         first_error: None while the communicator works.
+        group: what messages call the communicator.
         peers: set once there is a watcher: returns what was last known of each rank, a dictionary
             with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
             ``since_s`` (seconds it had been there), ``pending`` (the send or recv that it waited
@@ -63,6 +64,7 @@ class Recorder:
         self.rank, self.size = rank, size
         self.seconds, self.elapsed_s = 0.0, 0.0
         self.first_error: FirstError | None = None
+        self.group = ""
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
         self.pending: Callable[[], Pending | None] | None = None
         self._slots: list[_Ended | None] = [None] * CALLS_KEPT

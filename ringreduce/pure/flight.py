@@ -83,7 +83,7 @@ class Dump(msgspec.Struct):
         why: what it was written for.
         job: the job's id, which tells records of several jobs apart.
         calls, operation, nbytes, since: as in `Standing`.
-        pending: the send or recv that it waits in, beside its collectives.
+        pending: the send or recv that it waits in, or the call of a group, beside its collectives.
         failure: None while the communicator works.
         peers: what was last known of other ranks; see `Recorder.peers`.
         entries: the last calls, oldest first.

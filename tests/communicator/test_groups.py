@@ -245,7 +245,9 @@ def test_groups_used_in_another_order_are_named(tmp_path: Path, transport: str) 
     with Ring(tmp_path, 4, program, transport=transport, **limits) as ring:
         facts = ring.wait("result")
         assert {fact["kind"] for fact in facts} <= {"PeerTimeoutError", "PeerLostError"}, facts
-        assert any("is in all_reduce of group" in fact["text"] for fact in facts), facts
+        assert any("is in all_reduce of the group of ranks" in fact["text"] for fact in facts), (
+            facts
+        )
         # Errors of a group say whose call it was.
         assert any(" of the group of ranks " in fact["text"] for fact in facts), facts
         assert all(fact["seconds"] < 2 * SOON_S for fact in facts), facts

@@ -72,6 +72,14 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.transport != "none"
 
 
+def test_a_call_of_a_group_is_recorded_beside_those_of_the_job(tmp_path: Path) -> None:
+    with flight_file(tmp_path) as file:
+        for where in ("", "all_reduce of the group of ranks 2 and 3"):
+            file.elsewhere = lambda where=where: where
+            file.dump("asked")
+            assert read(tmp_path).pending == (where or None)
+
+
 def test_stacks_show_where_user_code_is(tmp_path: Path) -> None:
     with flight_file(tmp_path) as file:
         file.dump("asked")  # this line
