@@ -19,6 +19,7 @@ from ringreduce.vocabulary.errors import (
     PeerTimeoutError,
 )
 from ringreduce.vocabulary.types import DTYPE_NAMES, dtype_named
+from tests.scope import in_full
 
 OnRanks = Callable[..., list[Any]]
 # None, one, primes; a message of its own and behind the header; several frames.
@@ -30,7 +31,7 @@ def values(rank: int, count: int, dtype: str = "int32") -> np.ndarray:
     return ((np.arange(count) * 7 + rank * 13) % 127).astype(dtype_named(dtype))
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [in_full(2), 3, in_full(5)])
 def test_every_rank_gets_what_another_one_sends(on_ranks: OnRanks, size: int) -> None:
     """Around the ring, and to a rank that no link leads to."""
 
@@ -63,6 +64,19 @@ def test_every_dtype_and_shape(on_ranks: OnRanks) -> None:
             comm.send(np.array(3.0), 1)
         else:
             assert comm.recv(np.zeros(()), 0) == 3.0
+
+    on_ranks(2, work)
+
+
+def test_an_array_may_be_changed_once_it_was_sent(on_ranks: OnRanks) -> None:
+    def work(comm: Communicator) -> None:
+        array = np.zeros(1_000_003)
+        for n in range(8):
+            if comm.rank == 0:
+                array[:] = n
+                comm.send(array, 1)
+            else:
+                assert (comm.recv(array, 0) == n).all()
 
     on_ranks(2, work)
 
