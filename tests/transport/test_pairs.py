@@ -242,3 +242,49 @@ def test_wrong_frames_of_a_rank_are_one_named_error(encryption: str) -> None:
         # A frame of another epoch is dropped, so the time limit counts.
         limits = {"timeout_s": 0.6, "busy_timeout_s": 0.6}
         ring_of_threads(2, work, transport="zmq", encryption=encryption, **limits)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["zmq", "shm"])
+def test_a_signal_in_a_recv_closes_the_communicator_or_breaks_it(
+    tmp_path: Path, transport: str
+) -> None:
+    program = """
+    import signal
+    leaving, breaking = join(0), join(1)
+    signal.signal(signal.SIGUSR1, lambda *_: leaving.close())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    def signal_once_it_waits(ring, number):
+        def wait():
+            while ring._session.messages.pending() is None:
+                time.sleep(0.001)
+            os.kill(os.getpid(), number)
+        threading.Thread(target=wait, daemon=True).start()
+
+    if RANK == 0:
+        signal_once_it_waits(leaving, signal.SIGUSR1)
+        attempt("left", lambda: leaving.recv(np.zeros(3), 1))
+        assert leaving.closed
+        attempt("again", lambda: leaving.recv(np.zeros(3), 1))
+        signal_once_it_waits(breaking, signal.SIGINT)
+        attempt("cut", lambda: breaking.recv(np.zeros(3), 1))
+        attempt("broken", lambda: breaking.send(np.zeros(3), 1))
+    else:
+        attempt("left", lambda: leaving.recv(np.zeros(3), 0))
+        attempt("again", lambda: leaving.send(np.zeros(1 << 20), 0))
+        attempt("cut", breaking.barrier)
+        attempt("broken", lambda: breaking.send(np.zeros(3), 0))
+    """
+    with Ring(tmp_path, 2, program, transport=transport, rings=2) as ring:
+        own, other = ring.wait("left")
+        assert own["kind"] in ("PeerLostError", "ClosedError"), own
+        assert "was left by rank 0" in other["text"]
+        own, other = ring.wait("again")
+        assert own["kind"] == "ClosedError"
+        assert "was left by rank 0" in other["text"]
+        own, other = ring.wait("cut")
+        assert own["kind"] == "KeyboardInterrupt"
+        for fact in (other, *ring.wait("broken")):
+            assert fact["kind"] == "PeerLostError"
+            assert "was interrupted in a send or recv by KeyboardInterrupt" in fact["text"]
+        ring.release()
