@@ -169,10 +169,8 @@ class _End:
             self._header, self._words = header, wire.encode(header)
             self._words_address = self._words.ctypes.data
         nbytes = flat.nbytes
-        self._arguments = (
-            *(self._pair, self._words_address, address_of(flat), nbytes),
-            self._limits,
-        )
+        data = address_of(flat)
+        self._arguments = self._pair, self._words_address, data, nbytes, self._limits
         status = self._call(*self._arguments)
         if status != DONE:
             status = self._finish(status, interruption)
