@@ -99,16 +99,17 @@ def test_reduce_scatter_of_registered_arrays_leaves_the_rest_alone():
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_to_all_reads_registered_and_ordinary_arrays_alike(size):
-    """Also when some ranks' arrays are ordinary, in shapes from nothing to several halves."""
+    """Also when some ranks' arrays are ordinary, from nothing to more than a cache holds."""
     numbers = np.random.default_rng(size)
     matrices = [np.full((size, size), count) for count in (0, 1, size, 1009, 60_013)]
     matrices += [numbers.integers(0, 90_001, (size, size)) for _ in range(2)]
     matrices[-1][0] = matrices[-2][:, 1] = 0
+    large = np.full((size, size), (2 << 20) // size**2 + 1)
 
     def work(comm: Communicator) -> None:
         own, collectives = comm.rank, comm._session.collectives
         for dtype in (naive.DTYPES[name] for name in ("float64", "float16", "int8")):
-            for counts in matrices:
+            for counts in [*matrices, large] if dtype == np.float64 else matrices:
                 rows = [
                     naive.integer_valued(each, counts[each].sum(), dtype) for each in range(size)
                 ]
