@@ -19,6 +19,7 @@ from ringreduce.effects import native
 from ringreduce.pure import wire
 from tests.processes import wait_until
 from tests.rings import MISMATCH_S, SOON_S, Ring, assert_lost
+from tests.scope import in_full
 
 
 @pytest.fixture(params=["zmq", "shm"])
@@ -38,6 +39,7 @@ call = {{
     "all_reduce": lambda: ring.all_reduce(np.ones(1000)),
     "barrier": ring.barrier,
     "broadcast": lambda: ring.broadcast(np.ones(1000), root=victim),
+    "all_to_all": lambda: ring.all_to_all(np.ones((SIZE, 100_003))),
 }}[operation]
 say("ready")
 if RANK == victim:
@@ -58,6 +60,7 @@ hold()
         (4, 3, "all_reduce"),
         (5, 2, "barrier"),
         (5, 4, "broadcast"),
+        in_full(3, 1, "all_to_all"),
     ],
 )
 def test_a_killed_rank_is_named_by_all_that_wait_for_it(
