@@ -178,9 +178,6 @@ class HierarchicalCollectives(Collectives):
         arrived = np.empty(sum(received[place].memory.size for place in members), target.dtype)
         within = np.ascontiguousarray(counts[np.ix_(members, members)])
         self._host.all_to_all(kind, here, arrived, within, signature)
-        if self._ring is not None and self._place == 0:
-            # Ranks in other calls would wait for each other in different places.
-            self._ring.compare(kind, source.dtype, signature)
         bounds = bounds_of([received[place].memory.size for place in members])
         for index, place in enumerate(members):
             received[place].memory[:] = arrived[bounds[index] : bounds[index + 1]]
@@ -191,7 +188,12 @@ class HierarchicalCollectives(Collectives):
         header = replace(self._header, kind=kind, dtype=code, signature=signature)
         self._exchanges += 1
         assert self.pairs is not None
-        self.pairs.exchange(header, self._exchanges - 1, ahead, behind)
+
+        def compare() -> None:
+            if self._ring is not None and self._place == 0:
+                self._ring.compare(kind, source.dtype, signature)
+
+        self.pairs.exchange(header, self._exchanges - 1, ahead, behind, compare)
 
     def begin(self, others: Others) -> None:
         """Messages between two ranks know from now on what the other ranks do."""

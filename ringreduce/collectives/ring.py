@@ -186,8 +186,6 @@ class Ring(Collectives):
             rows = found.rows.reshape(size, size, count)
             target.reshape(size, count)[(own - np.arange(size)) % size] = rows[:, own]
             return
-        # Ranks in other calls would wait for each other in different places.
-        self.compare(kind, source.dtype, signature)
         sent, received = parts_of(own, counts, source, target)
         received[own].memory[:] = sent[own].memory
         self._sequence += 1
@@ -195,7 +193,11 @@ class Ring(Collectives):
         behind = [received[(own - distance) % size] for distance in range(1, size)]
         assert self.pairs is not None
         header = self._parting(kind, source.dtype, 0, signature)
-        self.pairs.exchange(header, self._sequence - 1, ahead, behind)
+
+        def compare() -> None:
+            self.compare(kind, source.dtype, signature)
+
+        self.pairs.exchange(header, self._sequence - 1, ahead, behind, compare)
 
     def compare(self, kind: Kind, dtype: np.dtype, signature: int) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -140,13 +140,18 @@ class ZmqPairs:
         self._drive(None, receiving, 0, wait)
 
     def exchange(
-        self, header: Header, sequence: int, sent: Sequence[Part], received: Sequence[Part]
+        self,
+        header: Header,
+        sequence: int,
+        sent: Sequence[Part],
+        received: Sequence[Part],
+        compare: Callable[[], None],
     ) -> None:
         """Send parts of the collective with this number to other ranks, and receive some from them.
 
         Those of one index go and come over the same distance, the shortest first; empty ones do
-        not travel. `header` is that of this rank's frames, apart from their count. Raises as
-        `recv`.
+        not travel. `header` is that of this rank's frames, apart from their count. `compare` raises
+        if ranks are in different calls: each would wait in another place. Raises as `recv`.
         """
         members = self._membership.members
         incoming: list[Receiving | None] = []
@@ -163,12 +168,18 @@ class ZmqPairs:
             outgoing.append(ahead)
         used = [sending for sending in outgoing if sending is not None]
         wait = Wait(Kind(header.kind).label, header, sequence, lambda: self._patience)
+        is_connected = all(sending.socket is not None for sending in used)
         try:
+            if not is_connected:
+                compare()
             for sending in used:
                 self._connect(sending, wait)
                 if not self._of.is_sealed:
                     # Costs no memory.
                     self._drive(sending, None, transfer.HOLD_ALL, wait)
+            if is_connected:
+                # Meanwhile parts travel.
+                compare()
             # Nobody waits in a cycle: of the ranks at the shortest distance, each receives what
             # another one sends, and whose data nobody takes yet still receives.
             for ahead, behind in zip(outgoing, incoming, strict=True):
