@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
+from ringreduce.keras import private
+from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.wrapper import Wrapper
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -75,22 +77,24 @@ def is_distributed(model: Any) -> bool:
 
 
 def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:
-    """Raise if `where` got a group, and an optimizer of `model` averages over the whole job.
+    """Raise if `where` got a group, and an optimizer or a layer of `model` uses the whole job.
 
-    An optimizer with a communicator of its own may have another one on purpose.
+    What has a communicator of its own may have another one on purpose.
 
     Raises:
         ConfigError: it does.
     """
     if not is_initialized() or communicator is default_communicator():
         return
-    for one in (model.optimizer, *vars(model).values()):
-        if isinstance(one, Wrapper) and getattr(one, "communicator", None) is None:
+    for one in (model.optimizer, *vars(model).values(), *private.layers_of(model)):
+        averages = isinstance(one, (Wrapper, SyncBatchNormalization))
+        if averages and one.communicator is None:
+            name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
             raise ConfigError(
-                f"got a group of {communicator.size} ranks in {where}, while the optimizer "
-                f"({one.name}) averages over all {default_communicator().size}",
+                f"got a group of {communicator.size} ranks in {where}, while {one.name} of the "
+                f"model averages over all {default_communicator().size}",
                 **communicator.config.who,
-                remedy="Make it with DistributedOptimizer(..., communicator=group).",
+                remedy=f"Make it with {name}(..., communicator=group).",
             )
 
 

@@ -20,6 +20,9 @@ from ringreduce.keras.copying import built_like
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""
 
+    # A subclass has a property of this name.
+    communicator: Any
+
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.
         self._inner = inner

@@ -71,12 +71,19 @@ def expected_gradient(rank):
     ]
 
 
-@pytest.mark.parametrize("case", ["other optimizer", "other optimizer in join"])
-def test_an_optimizer_over_all_is_refused_where_a_group_trains(case):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("other optimizer", "DistributedOptimizer"),
+        ("other optimizer in join", "DistributedOptimizer"),
+        ("other layer", "SyncBatchNormalization"),
+    ],
+)
+def test_what_averages_over_all_is_refused_where_a_group_trains(case, name):
     for rank, fact in enumerate(of_four(case)):
         assert fact["error"] == "ConfigError"
         assert f"rank {rank} of 4" in fact["text"]
-        assert "DistributedOptimizer(..., communicator=" in fact["text"]
+        assert f"{name}(..., communicator=" in fact["text"]
 
 
 def test_errors_of_a_group_name_the_ranks_of_the_job():

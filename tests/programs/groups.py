@@ -5,6 +5,7 @@ communicator. A job of two passes none. What both say must be equal. Arguments: 
 of a job of two; and ``fit``, for what takes longer.
 """
 
+import functools
 import sys
 import tempfile
 
@@ -243,6 +244,13 @@ def mistakes():
     say("other optimizer", **error_of(lambda: rr.fit(model, *arrays(), **over)))
     joins = error_of(lambda: rr.join(tf.data.Dataset.from_tensors(arrays()), model, **over))
     say("other optimizer in join", **joins)
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.1), **over)
+    layers = [keras.Input((WIDTH,)), rr.SyncBatchNormalization(), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer=optimizer, loss="mse")
+    together = rr.callbacks.Together([], **over)
+    fit = functools.partial(model.fit, *arrays(), verbose=0, callbacks=[together])
+    say("other layer", **error_of(fit))
     say("root", **error_of(lambda: rr.broadcast(tf.ones(2), 3, **over)))
     rows = arrays()[0][: 4 + ring.rank]
     say("rows", **error_of(lambda: rr.predict(model, rows, **over)))

@@ -217,7 +217,7 @@ def state_of(dump: Dump) -> str:
     if failure.standing is not None:
         return f"failed in {_numbered(failure.standing, dump)} after {for_s}"
     if failure.kind in errors.__all__:
-        return f"in user code for {for_s}{_location_of(dump)}, when the ring broke"
+        return f"in {_outside(dump)} for {for_s}{_location_of(dump)}, when the ring broke"
     return f"failed in user code after {for_s}{_raised_at(dump)}"
 
 
