@@ -165,3 +165,22 @@ def test_ranks_that_disagree_get_a_mismatch_error(on_ranks: OnRanks, name: str) 
             DISAGREEING[name](comm)
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("other", ["all_reduce", "another shape", "another dtype"])
+def test_ranks_that_disagree_once_their_parts_travel_get_a_mismatch_error(
+    on_ranks: OnRanks, other: str
+) -> None:
+    array = np.ones((2, 30_011))
+    calls: dict[str, Callable[[Communicator], Any]] = {
+        "all_reduce": lambda c: c.all_reduce(array.copy()),
+        "another shape": lambda c: c.all_to_all(array[:, :-1].copy()),
+        "another dtype": lambda c: c.all_to_all(array.astype(np.int64)),
+    }
+
+    def work(comm: Communicator) -> None:
+        assert (comm.all_to_all(array) == 1).all()
+        with pytest.raises(MismatchError):
+            calls[other](comm) if comm.rank else comm.all_to_all(array)
+
+    on_ranks(2, work)
