@@ -244,7 +244,7 @@ def test_programs_that_a_rank_starts_inherit_nothing_of_ours(
 # --- A rank is silent -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [100_000, SMALL])
+@pytest.mark.parametrize("count", [100_000, in_full(SMALL)])
 def test_a_stopped_rank_is_timed_out_and_learns_of_it(
     tmp_path: Path, count: int, transport: str
 ) -> None:

@@ -33,8 +33,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the proxy cuts on
 
 
 @on_linux
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("transport", ["zmq", "hosts"])
+@pytest.mark.parametrize(
+    ("transport", "victim"),
+    [("zmq", 0), ("hosts", 1), in_full("zmq", 1), in_full("hosts", 0)],
+)
 def test_a_rank_that_is_cut_off_is_named_by_all_others(
     tmp_path: Path, transport: str, victim: int
 ) -> None:
@@ -66,8 +68,15 @@ def test_one_cut_connection_is_an_error_that_names_an_end_of_it(tmp_path: Path) 
             record("one connection cut, zmq", *seconds)
 
 
-@pytest.mark.parametrize("fault", ["half_open", "drop"])
-@pytest.mark.parametrize("ways", ["1>2/*", "1>2/addresses/*"])
+@pytest.mark.parametrize(
+    ("ways", "fault"),
+    [
+        ("1>2/*", "half_open"),
+        ("1>2/addresses/*", "drop"),
+        in_full("1>2/*", "drop"),
+        in_full("1>2/addresses/*", "half_open"),
+    ],
+)
 def test_a_silent_connection_is_an_error_that_names_an_end_of_it(
     tmp_path: Path, fault: str, ways: str
 ) -> None:
@@ -85,14 +94,11 @@ def test_a_silent_connection_is_an_error_that_names_an_end_of_it(
 @pytest.mark.parametrize(
     ("transport", "victim"),
     [
-        ("zmq", 0),
         ("shm", 1),
-        ("hosts", 1),
         ("hosts", 2),
-        *(
-            in_full(*case)
-            for case in (("zmq", 1), ("zmq", 2), ("shm", 0), ("shm", 2), ("hosts", 0))
-        ),
+        *(in_full("zmq", victim) for victim in range(3)),
+        *(in_full("shm", victim) for victim in (0, 2)),
+        *(in_full("hosts", victim) for victim in (0, 1)),
     ],
 )
 def test_a_stopped_rank_is_warned_of_and_then_named_by_all(
