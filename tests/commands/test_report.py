@@ -298,6 +298,12 @@ def test_a_job_at_work_has_no_culprit() -> None:
     assert "Ranks 1 and 3 stood in user code after 17 calls." in found.text
 
 
+def test_a_rank_that_waits_in_a_recv_is_not_in_user_code() -> None:
+    found = verdict(waiting(0), waiting(1), waiting(3), dump(2, pending="recv from rank 1, tag 7"))
+    assert found.culprits == (2,)
+    assert "it was in recv from rank 1, tag 7, for 20.0 s" in found.text
+
+
 def test_a_job_in_user_code_everywhere_has_no_culprit() -> None:
     found = verdict(*(dump(rank, since=NOW - 10 - rank) for rank in range(4)))
     assert found.culprits == ()
