@@ -242,7 +242,7 @@ def test_ranks_that_disagree_are_named_on_both(on_ranks: OnRanks, name: str) -> 
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "auto"])
+@pytest.mark.parametrize("transport", ["zmq", in_full("auto")])
 def test_what_nobody_sends_is_an_error_that_names_the_rank(transport: str) -> None:
     ended = threading.Event()
 
@@ -264,7 +264,7 @@ def test_what_nobody_sends_is_an_error_that_names_the_rank(transport: str) -> No
     ring_of_threads(2, work, transport=transport, timeout_s=0.3, busy_timeout_s=0.6)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "auto"])
+@pytest.mark.parametrize("transport", ["zmq", in_full("auto")])
 def test_two_ranks_that_both_send_first_learn_why_neither_goes_on(transport: str) -> None:
     def work(comm: Communicator) -> str:
         with pytest.raises(PeerTimeoutError, match="async_op=True") as failed:

@@ -179,6 +179,7 @@ def test_a_broken_ring_ends_what_is_pending_with_its_error() -> None:
         ring_of_threads(3, work, transport="zmq")
 
 
+@pytest.mark.full
 def test_a_rank_killed_while_others_wait_for_its_messages_is_named(tmp_path: Path) -> None:
     """In the middle of a large one, and before it has ever connected; its child lives on."""
     program = """
