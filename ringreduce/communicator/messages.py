@@ -16,13 +16,14 @@ import numpy as np
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.communicator.formation import Job
+from ringreduce.communicator.refusals import interrupted
 from ringreduce.engine.executor import Executor
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
 from ringreduce.pure.payload import checked_lengths
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ArrayError, PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
 
 _Result = TypeVar("_Result")
@@ -184,7 +185,7 @@ class Messages:
                         raise
                     raise failure from error
                 except BaseException as error:
-                    owner.message_failed(self._cut(error))
+                    owner.message_failed(interrupted(owner.config, error, "a send or recv"))
                     raise
                 finally:
                     direction.pending = direction.caller = None
@@ -193,16 +194,6 @@ class Messages:
                 # Without the lock, for which it waits.
                 why, direction.leaves_with = direction.leaves_with, None
                 owner.leave(why)
-
-    def _cut(self, error: BaseException) -> PeerLostError:
-        """The error when something such as Ctrl-C ends a call: the two ranks are out of step."""
-        return PeerLostError(
-            f"was interrupted in a send or recv by {type(error).__name__}",
-            rank=self._owner.config.rank,
-            size=self._owner.config.size,
-            peer=self._owner.config.rank,
-            remedy="Form a new communicator.",
-        )
 
     def _direction(self, sends: bool, place: int) -> _Direction:
         found = self._directions.get((sends, place))

@@ -8,11 +8,7 @@ elsewhere. All end when the session is closed.
 
 from __future__ import annotations
 
-import atexit
-import copy
 import logging
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,10 +19,18 @@ import numpy as np
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.communicator import varying
+from ringreduce.communicator import registry, varying
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.messages import Messages
+from ringreduce.communicator.refusals import (
+    again,
+    closed,
+    described,
+    ending_error,
+    forked,
+    interrupted,
+)
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
@@ -40,7 +44,6 @@ from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
     ArrayError,
-    ClosedError,
     MismatchError,
     PeerLostError,
     RingReduceError,
@@ -72,6 +75,7 @@ class Session:
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
         former_failures: of the sessions whose place this one has taken.
+        is_inherited: whether this is a forked child's copy; asking the system takes 0.2 us.
         local_rank, local_size: this rank's number on its host, and how many there are.
 
     Raises: as `Communicator`.
@@ -86,8 +90,7 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.place, self.size = membership.place(config.rank), membership.size
-        # Whether this is a forked child's copy of it; asking the system takes 0.2 us.
-        self._is_inherited = False
+        self.is_inherited = False
         self._life = LifeCycle()
         self.former_failures: tuple[RingReduceError, ...] = ()
         # Held during a collective.
@@ -120,7 +123,7 @@ class Session:
                 self._flight.close()
                 raise
         self._life.advance(State.OPEN)
-        _open.add(self)
+        registry.opened.add(self)
 
     def _form(self, formed: Formed) -> None:
         self._job = formed.job
@@ -130,7 +133,7 @@ class Session:
         self._flight.transport = formed.transport
         self._flight.elsewhere = self._elsewhere
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
-        _formed.add(self)
+        registry.formed.add(self)
         try:
             try:
                 self._watcher = Watcher(
@@ -180,11 +183,11 @@ class Session:
     @property
     def engine(self) -> Engine:
         """The background thread, started by its first use. Raises ClosedError after `close`."""
-        if self._is_inherited:
-            raise self._forked()
+        if self.is_inherited:
+            raise forked(self.config)
         with self._life.lock:
             if self._life.state >= State.LEAVING:
-                raise self._closed_error()
+                raise closed(self.config)
             if self._engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
                 self._engine = Engine(name, self, self.collectives)
@@ -213,8 +216,8 @@ class Session:
 
         Kept fast: in shared memory a small collective takes microseconds.
         """
-        if self._is_inherited:
-            raise self._forked()
+        if self.is_inherited:
+            raise forked(self.config)
         if self._engine is not None:
             self._engine.drain()
         leaves: str | None = None
@@ -231,9 +234,9 @@ class Session:
                     if self.failure is error:
                         raise
                     # The watcher's error was better or earlier; later calls raise the same one.
-                    raise _again(self.failure or error) from error
+                    raise again(self.failure or error) from error
                 except BaseException as error:
-                    self._break(self._cut(error))
+                    self._break(interrupted(self.config, error, "a collective"))
                     raise
                 finally:
                     # In this order: a signal handler between the two lines leaves the ring itself.
@@ -311,7 +314,7 @@ class Session:
         if self.is_closed:
             return error
         if not self._life.fail(error):
-            return _again(self.failure or error)
+            return again(self.failure or error)
         if self._watcher is not None:
             self._watcher.abort(error)
         # A call in another thread ends and releases the lock.
@@ -353,7 +356,7 @@ class Session:
             if self._engine is not None:
                 self._engine.fail(error)
             # Last: neither the other ranks nor this one's threads should wait for a disk.
-            self._flight.dump(_described(error))
+            self._flight.dump(described(error))
 
     def _explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
@@ -362,16 +365,6 @@ class Session:
                 if (better := explainer.explain(error)) is not None:
                     return better
         return error if self._watcher is None else self._watcher.explain(error)
-
-    def _cut(self, error: BaseException) -> PeerLostError:
-        """The error when something such as Ctrl-C ends a collective: ranks are out of step."""
-        return PeerLostError(
-            f"was interrupted in a collective by {type(error).__name__}",
-            rank=self.config.rank,
-            size=self.config.size,
-            peer=self.config.rank,
-            remedy="Form a new communicator.",
-        )
 
     def message_failed(self, error: RingReduceError) -> RingReduceError:
         """Break the ring with the error of a send or recv; return the error to raise.
@@ -386,39 +379,26 @@ class Session:
 
     def check(self) -> None:
         """Raise the error of a call that may not begin."""
-        if self._is_inherited:
-            raise self._forked()
+        if self.is_inherited:
+            raise forked(self.config)
         if not self._life.is_working:
             self._refuse()
 
     def _refuse(self) -> None:
         if self.failure is None or self.is_closed:
-            raise self._closed_error()
-        raise _again(self.failure)
-
-    def _closed_error(self) -> ClosedError:
-        return ClosedError(
-            "called a collective after close()", rank=self.config.rank, size=self.config.size
-        )
-
-    def _forked(self) -> ClosedError:
-        return ClosedError(
-            "is used in a forked child, whose sockets are its parent's",
-            rank=self.config.rank,
-            size=self.config.size,
-            remedy="Start processes with spawn, or form a new communicator in the child.",
-        )
+            raise closed(self.config)
+        raise again(self.failure)
 
     def _record(self, error: BaseException) -> None:
         """Record `error` in memory and, with a `log_dir`, on disk; from any thread."""
         self._recorder.fail(error)
-        self._flight.dump(_described(error))
+        self._flight.dump(described(error))
 
     # --- Leaving --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave, because of the exception that is being handled, if there is one."""
-        self.close_with(_ending_error())
+        self.close_with(ending_error())
 
     def give_way(self) -> None:
         """Leave, so that the ring of this job can be formed anew."""
@@ -430,9 +410,9 @@ class Session:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.leave("")  # The usual end of a program.
             return
-        if self.failure is None and not self.is_closed and not self._is_inherited:
+        if self.failure is None and not self.is_closed and not self.is_inherited:
             self._record(error)
-        self.leave(_described(error))
+        self.leave(described(error))
 
     def _close_standby(self) -> None:
         if self._job is not None and self.membership.group == 0:
@@ -443,7 +423,7 @@ class Session:
 
         What is still to run in the engine gets an error that says `said`.
         """
-        if self._is_inherited:
+        if self.is_inherited:
             return  # The sockets are the parent's.
         for group in list(self._groups):
             group.leave(why)
@@ -477,7 +457,7 @@ class Session:
             if self._watcher is not None:
                 self._watcher.join()
             self._flight.close()
-            _formed.discard(self)
+            registry.formed.discard(self)
             if self._job is not None:
                 self._job.recorders.pop(self.membership.group, None)
             if self.size > 1:
@@ -485,45 +465,3 @@ class Session:
                     "[%d/%d] ring closed after %s",
                     *(self.config.rank, self.config.size, self.statistics()),
                 )
-
-
-def _again(error: RingReduceError) -> RingReduceError:
-    """A copy of `error` to raise, so that tracebacks do not pile up on one object."""
-    anew = copy.copy(error)
-    anew.__cause__ = error
-    return anew
-
-
-def _ending_error() -> BaseException | None:
-    """The exception that makes the caller leave: the handled one, or the one that ends Python."""
-    error = sys.exc_info()[1]
-    if error is None and not threading.main_thread().is_alive():
-        # Only when Python ends: before, an interactive session may have left an old one.
-        error = getattr(sys, "last_value", None)
-    return error
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-_open: weakref.WeakSet[Session] = weakref.WeakSet()
-# Those with sockets live until they are closed: a context of libzmq that is collected as garbage
-# waits forever for its sockets.
-_formed: set[Session] = set()
-
-
-def _inherit_all() -> None:
-    """In a forked child: its copies refuse to work, since the sockets are the parent's."""
-    for session in {*_open, *_formed}:
-        session._is_inherited = True
-
-
-os.register_at_fork(after_in_child=_inherit_all)
-
-
-@atexit.register
-def _close_all() -> None:
-    """At exit, notify the ranks that wait for this one and release waiting framework threads."""
-    for session in list(_open):
-        session.close()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives.base import Collectives
-from ringreduce.communicator import session
+from ringreduce.communicator import registry
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
 from ringreduce.effects.handoff import BucketItem
@@ -313,7 +313,7 @@ def test_communicators_are_closed_when_the_process_ends():
     made = [Communicator(Config()) for _ in range(3)]
     for each in made:
         each.all_reduce(np.ones(3), async_op=True).wait(DEADLINE_S)
-    session._close_all()
+    registry._close_all()
     assert engine_threads() == set()
     assert all(each.closed for each in made)
 

@@ -1,0 +1,57 @@
+"""Errors of calls that may not begin, or end without a fault of the ring; copies to raise."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ClosedError, PeerLostError, RingReduceError
+
+
+def closed(config: Config) -> ClosedError:
+    """The error of a call after `close`."""
+    return ClosedError("called a collective after close()", rank=config.rank, size=config.size)
+
+
+def forked(config: Config) -> ClosedError:
+    """The error of a call in a forked child."""
+    return ClosedError(
+        "is used in a forked child, whose sockets are its parent's",
+        rank=config.rank,
+        size=config.size,
+        remedy="Start processes with spawn, or form a new communicator in the child.",
+    )
+
+
+def interrupted(config: Config, error: BaseException, call: str) -> PeerLostError:
+    """The error when something such as Ctrl-C ends a call: ranks are out of step."""
+    return PeerLostError(
+        f"was interrupted in {call} by {type(error).__name__}",
+        rank=config.rank,
+        size=config.size,
+        peer=config.rank,
+        remedy="Form a new communicator.",
+    )
+
+
+def again(error: RingReduceError) -> RingReduceError:
+    """A copy of `error` to raise, so that tracebacks do not pile up on one object."""
+    anew = copy.copy(error)
+    anew.__cause__ = error
+    return anew
+
+
+def ending_error() -> BaseException | None:
+    """The exception that makes the caller leave: the handled one, or the one that ends Python."""
+    error = sys.exc_info()[1]
+    if error is None and not threading.main_thread().is_alive():
+        # Only when Python ends: before, an interactive session may have left an old one.
+        error = getattr(sys, "last_value", None)
+    return error
+
+
+def described(error: BaseException) -> str:
+    """An exception in one line, for a record or another rank."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
