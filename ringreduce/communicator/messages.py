@@ -23,7 +23,7 @@ from ringreduce.pure.messages import Pending
 from ringreduce.pure.payload import checked_lengths
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ArrayError, RingReduceError
+from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
 
 _Result = TypeVar("_Result")
@@ -60,6 +60,7 @@ class _Direction:
         lock: held by the call that runs.
         caller: its thread; None while none runs.
         pending: the call, if it runs in the thread that made it.
+        peer: that rank's number in the job.
         leaves_with: why this rank leaves after it, as for `Session`; None: it stays.
         executor: the thread for calls in the background, once there was one.
         described: what a message of a kind, dtype, count and tag is called.
@@ -67,6 +68,7 @@ class _Direction:
 
     def __init__(self, owner: Owner, sends: bool, place: int) -> None:
         self._owner, self._sends, self._place = owner, sends, place
+        self.peer = owner.membership.members[place]
         self.lock = threading.Lock()
         self.caller: int | None = None
         self.pending: Pending | None = None
@@ -82,25 +84,23 @@ class _Direction:
 
     def _describe(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> _Described:
         owner = self._owner
-        members, group = owner.membership.members, owner.membership.group
         assert owner.job is not None
         header = Header(
             kind=kind,
             job=owner.job.number,
             rank=owner.place if self._sends else self._place,
-            group=group,
+            group=owner.membership.group,
             epoch=owner.membership.epoch,
             dtype=dtype_code(dtype),
             count=count,
             signature=tag,
         )
-        return _Described(header, Pending(self._sends, members[self._place], tag))
+        return _Described(header, Pending(self._sends, self.peer, tag))
 
     def background(self) -> Executor:
         """The thread for calls in the background."""
         if self.executor is None:
-            config, peer = self._owner.config, self._owner.membership.members[self._place]
-            what = f"{'to' if self._sends else 'from'} {peer}"
+            config, what = self._owner.config, f"{'to' if self._sends else 'from'} {self.peer}"
             self.executor = Executor(f"ringreduce {what} {config.rank}/{config.size}")
         return self.executor
 
@@ -169,6 +169,14 @@ class Messages:
     ) -> _Result:
         """Run a call, after all of its direction; `pending` is None in the background."""
         owner = self._owner
+        if direction.caller == threading.get_ident():
+            raise MismatchError(
+                "made a send or recv in a signal handler, within another one of the same direction",
+                rank=owner.config.rank,
+                size=owner.config.size,
+                peer=direction.peer,
+                remedy="Note in the handler that it has run, and send afterwards.",
+            )
         if pending is not None and direction.executor is not None:
             direction.executor.drain()
         try:

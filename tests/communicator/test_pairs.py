@@ -359,3 +359,19 @@ def test_a_group_is_of_no_use_after_its_parent(on_ranks: OnRanks) -> None:
             group.send(np.ones(3), 1 - group.rank)
 
     on_ranks(2, work)
+
+
+def test_a_recv_within_a_recv_is_refused() -> None:
+    """As in a signal handler; it would wait for the one that it has interrupted."""
+
+    def work(comm: Communicator) -> None:
+        direction = comm._session.messages._direction(False, 1 - comm.rank)
+        direction.caller = threading.get_ident()
+        with pytest.raises(MismatchError, match="in a signal handler, within another one"):
+            comm.recv(np.ones(1), 1 - comm.rank)
+        direction.caller = None
+        work = comm.send(np.ones(1), 1 - comm.rank, async_op=True)
+        assert comm.recv(np.zeros(1), 1 - comm.rank).tolist() == [1]
+        work.wait()
+
+    ring_of_threads(2, work)
