@@ -410,6 +410,7 @@ def test_forked_child_is_turned_away_and_does_not_close_its_parents_ring():
     assert result.stdout.splitlines() == ["child 7", "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]"]
 
 
+@pytest.mark.full
 def test_buffer_over_2_gib_is_reduced_to_its_last_element():
     """Offsets and lengths beyond 32 bits, in the loop, the header and the kernels."""
     count = 2**31 + 11

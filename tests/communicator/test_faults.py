@@ -149,7 +149,7 @@ for number in range(1_000_000):
 """
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [in_full(0), 2])
 def test_the_launcher_ends_as_the_killed_rank_did_and_names_it_first(
     tmp_path: Path, victim: int
 ) -> None:

@@ -16,6 +16,7 @@ from ringreduce.communicator import ends
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from tests.rings import SOON_S, Ring
+from tests.scope import in_full
 
 
 def check(group: Communicator, members: list[int]) -> None:
@@ -226,7 +227,7 @@ def test_a_rank_that_does_not_split_is_named(on_ranks: Callable[..., list[Any]])
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("transport", ["zmq", "shm"])
+@pytest.mark.parametrize("transport", [in_full("zmq"), "shm"])
 def test_groups_used_in_another_order_are_named(tmp_path: Path, transport: str) -> None:
     """Each rank waits in a group for one that is in another; nobody is in user code."""
     program = """

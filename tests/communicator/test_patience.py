@@ -19,6 +19,7 @@ from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerTimeoutError
 from tests.processes import wait_until
 from tests.rings import Ring, assert_lost
+from tests.scope import in_full
 
 # Some heartbeats must arrive before it is over.
 TIMEOUT_S = 2 * TIMES.silent_s
@@ -130,7 +131,7 @@ hold()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts a connection's bytes")
-@pytest.mark.parametrize(("transport", "size"), [("zmq", 3), ("shm", 2)])
+@pytest.mark.parametrize(("transport", "size"), [("zmq", 3), in_full("shm", 2)])
 def test_a_rank_that_keeps_pythons_lock_beyond_the_limit_is_waited_for(
     tmp_path: Path, transport: str, size: int
 ) -> None:

@@ -299,7 +299,7 @@ def test_learning_rate_scheduler():
 # Moving averages of weights.
 
 
-@pytest.mark.parametrize("frequency", [None, 2])
+@pytest.mark.parametrize("frequency", [2, in_full(None)])
 def test_moving_averages_end_in_the_model(frequency):
     def make():
         return optimizers.Adam(
@@ -326,7 +326,7 @@ def two_optimizers():
 WITH_AVERAGES = [
     pytest.param(with_averages, id="plain"),
     pytest.param(lambda: LossScaleOptimizer(with_averages()), id="loss scale"),
-    pytest.param(two_optimizers, id="several", marks=needs_multi_optimizer),
+    pytest.param(two_optimizers, id="several", marks=[needs_multi_optimizer, pytest.mark.full]),
     pytest.param(
         lambda: LossScaleOptimizer(two_optimizers()),
         id="loss scale of several",

@@ -60,6 +60,7 @@ from tests.fuzzing import (
 )
 from tests.processes import clean_environment, wait_until
 from tests.rings import SOON_S, Ring
+from tests.scope import in_full
 from tests.sealing import Sealer
 
 SECRET = secrets.token_hex(32)
@@ -193,7 +194,7 @@ def is_open(port: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("encryption", ["off", "on"])
+@pytest.mark.parametrize("encryption", [in_full("off"), "on"])
 def test_no_stranger_hurts_a_ring_that_forms(
     tmp_path: Path, encryption: str, chance: random.Random
 ) -> None:
@@ -223,6 +224,7 @@ def test_no_stranger_hurts_a_ring_that_forms(
         ring.release()
 
 
+@pytest.mark.full
 def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
     program = """
@@ -508,7 +510,12 @@ REFUSED = {
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(
     ("nbytes", "encryption", "share"),
-    [(1024, "off", 60), (65_536, "off", 20), (1024, "on", 15), (65_536, "on", 5)],
+    [
+        (1024, "off", 60),
+        in_full(65_536, "off", 20),
+        in_full(1024, "on", 15),
+        (65_536, "on", 5),
+    ],
 )
 def test_the_loop_refuses_every_frame_but_the_right_one(
     chance: random.Random, nbytes: int, encryption: str, share: int, times: int
@@ -771,7 +778,7 @@ def test_mutated_hellos_admit_nobody_who_has_no_place(chance: random.Random) -> 
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "expected"), [(48, 512, "formed"), (48, 48, "ConfigError")]
+    ("soft", "hard", "expected"), [in_full(48, 512, "formed"), (48, 48, "ConfigError")]
 )
 def test_too_few_descriptors_are_made_more_or_named(soft: int, hard: int, expected: str) -> None:
     """libzmq would end the process."""

@@ -483,12 +483,17 @@ def join_both(*changes: dict[str, Any], **common: Any) -> list[object]:
 @pytest.mark.parametrize(
     "changes",
     [
-        ({"secret": SECRET}, {"secret": "another one altogether"}),
-        ({"secret": SECRET, "job_id": "a"}, {"secret": SECRET, "job_id": "b"}),
-        ({"secret": SECRET}, {}),
-        ({}, {"secret": SECRET}),
+        pytest.param(
+            ({"secret": SECRET}, {"secret": "another one altogether"}), id="another secret"
+        ),
+        pytest.param(
+            ({"secret": SECRET, "job_id": "a"}, {"secret": SECRET, "job_id": "b"}),
+            id="another job",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(({"secret": SECRET}, {}), id="no secret"),
+        pytest.param(({}, {"secret": SECRET}), id="secret for nobody", marks=pytest.mark.full),
     ],
-    ids=["another secret", "another job", "no secret", "secret for nobody"],
 )
 def test_who_lacks_the_secret_is_told_at_once_and_rank_0_says_so(
     changes: tuple[dict[str, Any], dict[str, Any]],
