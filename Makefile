@@ -51,12 +51,14 @@ QUICK := RINGREDUCE_TIME_SCALE=0.4 XLA_FLAGS=--xla_backend_optimization_level=0
 check: $(VENV)/.installed
 	$(QUICK) $(PYTEST) $(IN_TWO) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)
 
-# Further sizes and combinations, other random examples; faults in fresh processes and in real time.
+# Further sizes and combinations, other random examples, in real time; then the faults of `check` in real
+# time too, and in fresh processes.
 FAULTS := tests/communicator tests/transport
 
 check-full: $(VENV)/.installed
 	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) $(IN_TWO) -m full || $(PYTEST) -m full $(AGAIN)
-	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) $(IN_TWO) $(FAULTS) || $(PYTEST) $(FAULTS) $(AGAIN)
+	export RINGREDUCE_TEST_FRESH=1; $(PYTEST) $(IN_TWO) -m "not full" $(FAULTS) || \
+	    $(PYTEST) -m "not full" $(FAULTS) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
 FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py packed.py order.py tensors.py tf_api.py) \
