@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ringreduce.bootstrap.rendezvous import bind_address
+from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.patience import Patience
@@ -88,9 +89,12 @@ def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
 
     Raises:
         NativeError, RendezvousError: `transport` is ``shm``, and it is not possible.
+        NativeError: the native library is broken.
     """
     if config.transport == "zmq":
         return None
+    # A library that cannot be used is an error; one that is missing is not.
+    library()
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")

@@ -739,3 +739,12 @@ def test_one_rank_without_the_native_library_makes_all_use_sockets(monkeypatch):
 
     monkeypatch.setattr(ends, "HostLink", missing_for_one)
     assert set(ring_of_threads(2, lambda comm: comm.transport)) == {"zmq"}
+
+
+def test_a_native_library_of_another_version_is_an_error_and_not_a_slow_ring(monkeypatch):
+    def load() -> None:
+        raise NativeError("it has ABI 1")
+
+    monkeypatch.setattr(ends, "library", load)
+    with pytest.raises(NativeError, match="it has ABI 1"):
+        ring_of_threads(2, Communicator.barrier, transport="auto", join_timeout_s=1.0)
