@@ -104,9 +104,12 @@ class MovingCalls(Handle):
                 )
             if np.may_share_memory(out, array):
                 raise self._refused("all_to_all got `out` that shares memory with its array", "")
-        run = varying.all_to_all if counts is None else varying.all_to_all_uneven
-        arguments = run, self._session.collectives, array, flat, parts, out, self.rank, self.size
-        return self._session.run("all_to_all", array, signature, async_op, *arguments)
+        run, known = self._session.run, (self._session.collectives, array, flat, out)
+        if counts is None:
+            even = varying.all_to_all, *known, self.size
+            return run("all_to_all", array, signature, async_op, *even)
+        uneven = varying.all_to_all_uneven, *known, parts, self.rank, self.size
+        return run("all_to_all", array, signature, async_op, *uneven)
 
     def gather(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False

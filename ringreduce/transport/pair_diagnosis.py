@@ -12,8 +12,8 @@ from ringreduce.pure.notification import goodbye_error, left_error
 from ringreduce.pure.patience import Limit, Patience
 from ringreduce.transport import records
 from ringreduce.transport.diagnosis import format_bytes, frame_error
-from ringreduce.transport.ends import Receiving, Sending
 from ringreduce.transport.others import Others, explain_timeout
+from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.stalls import Stall, mismatch_error, timeout_error
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 

@@ -34,9 +34,9 @@ from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, inherited, libzmq, records, sodium, transfer
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.ends import Of, Receiving, Sending
 from ringreduce.transport.others import Others, PeerPatience
 from ringreduce.transport.pair_diagnosis import PairDiagnosis, Wait
+from ringreduce.transport.pair_ends import Of, Receiving, Sending
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Interruption
 from ringreduce.vocabulary.config import TIMES

@@ -11,6 +11,7 @@ import pytest
 from ringreduce.vocabulary import config, launchers
 from tests.jobs import run_job
 from tests.processes import clean_environment
+from tests.scope import in_full
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,38 +69,21 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
 
 @pytest.mark.tensorflow
 @pytest.mark.timeout(200)
-def test_the_example_of_what_keras_users_expect_says_the_same_on_all_ranks(tmp_path):
-    file = tmp_path / "full.py"
-    file.write_text(PROGRAMS["full.py"])
-    result = run_job(2, [str(file)])
+@pytest.mark.parametrize(
+    ("name", "workers", "loss"),
+    [
+        ("full.py", 2, r"loss over all of it: (\S+)"),
+        ("forms.py", 2, r"rank \d: loss (\S+)"),
+        in_full("experts.py", 3, r"rank \d: loss (\S+)"),
+    ],
+)
+def test_an_example_says_the_same_on_all_ranks(tmp_path, name, workers, loss):
+    file = tmp_path / name
+    file.write_text(PROGRAMS[name])
+    result = run_job(workers, [str(file)])
     assert result.exit_code == 0, result.errors
-    losses = re.findall(r"loss over all of it: (\S+)", result.output)
-    assert len(losses) == 2
-    assert len(set(losses)) == 1
-
-
-@pytest.mark.tensorflow
-@pytest.mark.timeout(200)
-def test_the_example_of_forms_of_data_says_the_same_on_all_ranks(tmp_path):
-    file = tmp_path / "forms.py"
-    file.write_text(PROGRAMS["forms.py"])
-    result = run_job(2, [str(file)])
-    assert result.exit_code == 0, result.errors
-    losses = re.findall(r"rank \d: loss (\S+)", result.output)
-    assert len(losses) == 2
-    assert len(set(losses)) == 1
-
-
-@pytest.mark.tensorflow
-@pytest.mark.full
-@pytest.mark.timeout(200)
-def test_the_example_of_experts_trains_with_one_history(tmp_path):
-    file = tmp_path / "experts.py"
-    file.write_text(PROGRAMS["experts.py"])
-    result = run_job(3, [str(file)])
-    assert result.exit_code == 0, result.errors
-    losses = re.findall(r"rank \d: loss (\S+)", result.output)
-    assert len(losses) == 3
+    losses = re.findall(loss, result.output)
+    assert len(losses) == workers
     assert len(set(losses)) == 1
 
 

@@ -18,7 +18,7 @@ import zmq
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.messages import Listening
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport.ends import Receiving, Sending
+from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.security import Admission
 from ringreduce.vocabulary.errors import CorruptionError, PeerLostError, RingReduceError
