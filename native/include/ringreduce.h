@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 8
+#define RR_ABI 9
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -241,6 +241,51 @@ RR_EXPORT void rr_pair_look(const rr_pair *pair, rr_pair_facts *facts);
 RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t count,
                          uint32_t sources, const void *const *source, uint32_t targets,
                          void *const *target);
+
+/* ------------------------------------------------------------------------------------------
+ * Events: what happened in a communicator, and when (ringreduce/pure/spans.py)
+ *
+ * Python owns the memory. A thread that reads or writes it holds the GIL, and no two threads are
+ * in a call of one communicator. Times are seconds on CLOCK_MONOTONIC; a thread is pthread_self().
+ * ------------------------------------------------------------------------------------------ */
+
+enum {
+    RR_CALLS_KEPT = 256, /* a power of two */
+};
+
+/* Kinds of spans. */
+enum {
+    RR_SPAN_CALL = 1, /* a collective, as the user called it */
+};
+
+typedef struct {
+    uint64_t stamp;     /* spans before it in its ring, plus 1; 0: there is none here */
+    uint16_t kind;      /* RR_SPAN_ */
+    uint16_t operation; /* its code in frame headers */
+    int32_t other;      /* a rank or step, by the kind */
+    uint64_t number;    /* of the call that it belongs to */
+    uint64_t nbytes;
+    uint64_t thread;
+    double began, ended;
+    uint64_t unused;
+} rr_span;
+
+/* A call that begins sets the last four words; one that has completed sets all, and its span. */
+typedef struct {
+    uint64_t number;    /* of the present or next call */
+    uint64_t calls;     /* that have completed */
+    double seconds;     /* in those */
+    double elapsed;     /* of the last of those */
+    uint64_t operation; /* of the call that runs: its code; 0: none runs */
+    uint64_t nbytes;    /* of that; 0: none runs */
+    uint64_t thread;    /* of that; 0: none runs */
+    double since;       /* when it began; while none runs, when the last one ended */
+} rr_standing;
+
+typedef struct {
+    rr_standing standing;
+    rr_span calls[RR_CALLS_KEPT]; /* call n in calls[n % RR_CALLS_KEPT] */
+} rr_events;
 
 /* ======================================================================================
  * Handoff: buckets of gradients go from a framework's threads to the engine and back.

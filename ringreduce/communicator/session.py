@@ -33,6 +33,7 @@ from ringreduce.communicator.refusals import (
 )
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
+from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
@@ -72,6 +73,7 @@ class Session:
         membership: the ranks that take part.
         place, size: what users see as this rank and the number of ranks.
         collectives: what a call runs.
+        events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
         former_failures: of the sessions whose place this one has taken.
@@ -96,7 +98,8 @@ class Session:
         # Held during a collective.
         self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
-        self._recorder = Recorder(config.rank, config.size)
+        self.events = Events()
+        self._recorder = Recorder(config.rank, config.size, self.events)
         self._recorder.group = membership.name
         # One file a rank: that of the whole job.
         is_job = membership.group == 0
@@ -225,7 +228,7 @@ class Session:
             with self._calling:
                 if not self._life.is_working:
                     self._refuse()
-                self._recorder.begin(name, nbytes)
+                self.events.begin(name, nbytes)
                 self._caller = threading.get_ident()
                 try:
                     result = run(*arguments)
@@ -242,7 +245,7 @@ class Session:
                     # In this order: a signal handler between the two lines leaves the ring itself.
                     self._caller = None
                     leaves = self._leaves_with
-                self._recorder.end()
+                self.events.end()
         finally:
             # Without the lock: this waits for the engine, which may be waiting for the lock.
             if leaves is not None:

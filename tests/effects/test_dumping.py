@@ -21,6 +21,7 @@ import pytest
 
 from ringreduce import Communicator, Config, MismatchError, RendezvousError, RingReduceError
 from ringreduce.effects.dumping import FlightFile
+from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.flight import Dump, decode_dump, file_name
 from ringreduce.testing import ring_of_threads
@@ -40,7 +41,7 @@ def read(directory: Path, rank: int = 0) -> Dump:
 
 @contextlib.contextmanager
 def flight_file(directory: Path, recorder: Recorder | None = None) -> Iterator[FlightFile]:
-    file = FlightFile(Config(log_dir=str(directory)), recorder or Recorder(0, 1))
+    file = FlightFile(Config(log_dir=str(directory)), recorder or Recorder(0, 1, Events()))
     with contextlib.closing(file):
         yield file
 
@@ -112,8 +113,8 @@ def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
         else:
             file.dump("y" * 100_000)
 
-    recorder = Recorder(0, 1)
-    recorder.begin("barrier", 0)
+    recorder = Recorder(0, 1, Events())
+    recorder.events.begin("barrier", 0)
     recorder.fail(ValueError("x" * 100_000))
     with flight_file(tmp_path, recorder) as file:
         deep(300)
@@ -124,7 +125,7 @@ def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_peers_is_asked_for(tmp_path: Path) -> None:
-    recorder = Recorder(0, 1)
+    recorder = Recorder(0, 1, Events())
     recorder.peers = lambda: [{"rank": 1, "calls": 3, "operation": None, "what": object}]
     with flight_file(tmp_path, recorder) as file:
         file.dump("asked")
@@ -132,7 +133,7 @@ def test_what_is_known_of_peers_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_peers_that_cannot_be_asked_do_not_prevent_the_record(tmp_path: Path) -> None:
-    recorder = Recorder(0, 1)
+    recorder = Recorder(0, 1, Events())
     recorder.peers = lambda: 1 / 0  # type: ignore[assignment, return-value]
     with flight_file(tmp_path, recorder) as file:
         file.dump("asked")
@@ -170,7 +171,7 @@ def test_a_record_is_json_that_anybody_can_read(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    FlightFile(Config(), Recorder(0, 1)).dump("asked")
+    FlightFile(Config(), Recorder(0, 1, Events())).dump("asked")
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 

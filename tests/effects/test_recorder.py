@@ -8,18 +8,20 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.effects.recorder import CALLS_KEPT, Recorder
+from ringreduce.effects.events import Events
+from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.liveness import Standing
+from ringreduce.pure.spans import CALLS_KEPT
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError
 
 
 def recorded(calls: int) -> Recorder:
     """A recorder that has seen so many calls."""
-    recorder = Recorder(0, 2)
+    recorder = Recorder(0, 2, Events())
     for number in range(calls):
-        recorder.begin("all_reduce", number)
-        recorder.end()
+        recorder.events.begin("all_reduce", number)
+        recorder.events.end()
     return recorder
 
 
@@ -37,17 +39,17 @@ def test_the_last_calls_are_kept_oldest_first(calls: int) -> None:
 
 def test_a_call_that_runs_is_the_last_entry_and_has_no_seconds_yet() -> None:
     recorder = recorded(CALLS_KEPT)
-    recorder.begin("barrier", 0)
+    recorder.events.begin("barrier", 0)
     last = recorder.entries()[-1]
     assert (last.number, last.operation, last.seconds) == (CALLS_KEPT, "barrier", None)
     assert len(recorder.entries()) == CALLS_KEPT
 
 
 def test_times_are_those_of_the_call() -> None:
-    recorder = Recorder(0, 2)
+    recorder = Recorder(0, 2, Events())
     before = time.time(), time.monotonic()
-    recorder.begin("barrier", 0)
-    recorder.end()
+    recorder.events.begin("barrier", 0)
+    recorder.events.end()
     after = time.time(), time.monotonic()
     entry = recorder.entries()[0]
     assert before[0] - 0.01 <= entry.started <= after[0] + 0.01
@@ -59,18 +61,18 @@ def test_standing_in_user_code_and_in_a_call() -> None:
     recorder = recorded(3)
     before = time.monotonic()
     assert recorder.standing() == Standing(3, None, 0, recorder.standing().since_s)
-    recorder.begin("broadcast", 80)
+    recorder.events.begin("broadcast", 80)
     standing = recorder.standing()
     assert (standing.calls, standing.operation, standing.nbytes) == (3, "broadcast", 80)
     assert before <= standing.since_s <= time.monotonic()
-    recorder.end()
+    recorder.events.end()
     assert recorder.standing().calls == 4
     assert recorder.standing().since_s >= standing.since_s
 
 
 def test_a_failed_call_keeps_its_error_and_is_not_counted() -> None:
     recorder = recorded(2)
-    recorder.begin("all_reduce", 8)
+    recorder.events.begin("all_reduce", 8)
     error = PeerLostError("lost rank 1", rank=0, size=2, peer=1)
     recorder.fail(error)
     last = recorder.entries()[-1]
@@ -103,28 +105,28 @@ def test_the_first_error_is_kept() -> None:
 
 def test_a_call_that_another_thread_has_failed_does_not_end_twice() -> None:
     recorder = recorded(1)
-    recorder.begin("barrier", 0)
+    recorder.events.begin("barrier", 0)
     recorder.fail(PeerLostError("lost rank 1"))
-    recorder.end()
+    recorder.events.end()
     assert (recorder.calls, len(recorder.entries())) == (1, 2)
 
 
 def test_a_number_is_not_given_twice_after_a_failure() -> None:
     recorder = recorded(2)
-    recorder.begin("barrier", 0)
+    recorder.events.begin("barrier", 0)
     recorder.fail(PeerLostError("lost rank 1"))
-    recorder.begin("barrier", 0)
-    recorder.end()
+    recorder.events.begin("barrier", 0)
+    recorder.events.end()
     assert numbers(recorder) == [0, 1, 2, 3]
     assert recorder.calls == 3
 
 
 def test_entries_name_the_thread() -> None:
     recorder = recorded(1)
-    thread = threading.Thread(target=lambda: recorder.begin("barrier", 0), name="prefetch")
+    thread = threading.Thread(target=lambda: recorder.events.begin("barrier", 0), name="prefetch")
     thread.start()
     thread.join()
-    recorder.end()
+    recorder.events.end()
     assert [entry.thread for entry in recorder.entries()] == ["MainThread", "prefetch"]
 
 
@@ -135,8 +137,8 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
 
     def write() -> None:
         for number in range(CALLS_KEPT, 30_000):
-            recorder.begin("all_reduce", number)
-            recorder.end()
+            recorder.events.begin("all_reduce", number)
+            recorder.events.end()
         over.set()
 
     writer = threading.Thread(target=write)
@@ -153,13 +155,13 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
 
 def test_beginning_and_ending_cost_little_beside_a_small_collective() -> None:
     """About 0.4 us where it was measured; a small collective takes 4 us in shared memory."""
-    recorder = Recorder(0, 2)
+    recorder = Recorder(0, 2, Events())
 
     def one_round() -> float:
         started = time.perf_counter()
         for _ in range(10_000):
-            recorder.begin("all_reduce", 4096)
-            recorder.end()
+            recorder.events.begin("all_reduce", 4096)
+            recorder.events.end()
         return (time.perf_counter() - started) / 10_000
 
     assert min(one_round() for _ in range(20)) < 2e-6
