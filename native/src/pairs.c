@@ -15,7 +15,7 @@
 
 #include "segment.h"
 
-enum { SLOTS = 4, SLOT_BYTES = 32768 };
+enum { SLOTS = RR_PAIR_SLOTS, SLOT_BYTES = 32768 };
 
 struct slot {
     uint64_t header[8];
@@ -101,25 +101,35 @@ static int await(rr_pair *pair, struct rr_counter *counter, uint64_t value,
     return RR_WAITING;
 }
 
+/* Find the channel; RR_WAITING: the sender has not opened it yet. */
+static int find_channel(rr_pair *pair)
+{
+    if (pair->channel != NULL)
+        return RR_DONE;
+    const uint64_t *place = &pair->opener->channels[pair->receiver];
+    const uint64_t offset = __atomic_load_n(place, __ATOMIC_ACQUIRE);
+    if (offset == 0)
+        return RR_WAITING;
+    if (pair->heap_bytes < sizeof(struct channel) || (offset - 1) % RR_LINE != 0 ||
+        offset - 1 > pair->heap_bytes - sizeof(struct channel))
+        return RR_BROKEN;
+    pair->channel = (struct channel *)(pair->heap + (offset - 1));
+    return RR_DONE;
+}
+
 /* Until the sender has opened the channel. */
 static int await_channel(rr_pair *pair, const rr_wait_limits *limits)
 {
     struct rr_board *board = pair->opener;
-    while (pair->channel == NULL) {
+    for (;;) {
         const uint64_t opened = __atomic_load_n(&board->opened.value, __ATOMIC_ACQUIRE);
-        const uint64_t offset = __atomic_load_n(&board->channels[pair->receiver], __ATOMIC_ACQUIRE);
-        if (offset > 0) {
-            if (pair->heap_bytes < sizeof(struct channel) || (offset - 1) % RR_LINE != 0 ||
-                offset - 1 > pair->heap_bytes - sizeof(struct channel))
-                return RR_BROKEN;
-            pair->channel = (struct channel *)(pair->heap + (offset - 1));
-            break;
-        }
-        const int status = await(pair, &board->opened, opened + 1, limits);
+        int status = find_channel(pair);
+        if (status != RR_WAITING)
+            return status;
+        status = await(pair, &board->opened, opened + 1, limits);
         if (status != RR_DONE)
             return status;
     }
-    return RR_DONE;
 }
 
 /* ---- Messages ---- */
@@ -232,6 +242,26 @@ int rr_pair_receive(rr_pair *pair, const uint64_t *header, void *data, uint64_t 
         rr_counter_publish(&channel->emptied, ++pair->slots);
     }
     return finish(pair);
+}
+
+/* A message of several slots is not sent before it has been received, so one slot is one message.
+ */
+uint32_t rr_pair_unreceived(rr_pair *pair, uint64_t (*headers)[8])
+{
+    if (pair->is_begun || find_channel(pair) != RR_DONE)
+        return 0;
+    const struct channel *channel = pair->channel;
+    const uint64_t filled = __atomic_load_n(&channel->filled.value, __ATOMIC_ACQUIRE);
+    const uint64_t emptied = __atomic_load_n(&channel->emptied.value, __ATOMIC_ACQUIRE);
+    uint32_t count = 0;
+    for (uint64_t slot = emptied; slot < filled && count < RR_PAIR_SLOTS; slot++) {
+        const uint64_t *header = channel->slots[slot % SLOTS].header;
+        memcpy(headers[count], header, sizeof headers[count]);
+        if (headers[count][6] > SLOT_BYTES)
+            break;
+        count++;
+    }
+    return count;
 }
 
 void rr_pair_look(const rr_pair *pair, rr_pair_facts *facts)

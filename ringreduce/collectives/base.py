@@ -9,6 +9,7 @@ import numpy as np
 
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.others import Others
@@ -93,6 +94,11 @@ class Collectives(Protocol):
         """
         for each in reversed(self._ways()):
             each.close(goodbye)
+
+    def unreceived(self) -> list[Unreceived]:
+        """The messages that were sent and never received, once this is closed."""
+        ways = [each for each in self._ways() if not isinstance(each, ZmqLink)]
+        return [message for each in ways for message in each.unreceived]
 
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""

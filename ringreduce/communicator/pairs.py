@@ -28,7 +28,8 @@ class PairCalls(Handle):
         """Send `array` to rank `to`, which calls `recv`.
 
         Returns when the array may be changed again. That may be before it was received, or only
-        then: two ranks that send to each other before they receive need `async_op`.
+        then: two ranks that send to each other before they receive need `async_op`. What nobody has
+        received when the ranks close is in a warning.
 
         Args:
             array: C-contiguous; only read, and only while this runs.

@@ -41,6 +41,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode
+from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -457,6 +458,9 @@ class Session:
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
             self.collectives.close(goodbye)
+            if self.failure is None and not why:
+                for text in describe(self.collectives.unreceived()):
+                    _log.warning("[%d/%d] %s", self.config.rank, self.config.size, text)
             if self._watcher is not None:
                 self._watcher.join()
             self._flight.close()

@@ -30,6 +30,7 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.patience import Patience
+from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, inherited, libzmq, records, sodium, transfer
 from ringreduce.transport.calls import Traffic
@@ -90,6 +91,8 @@ class ZmqPairs:
         self._addresses: dict[tuple[int, int], str] = {}
         self._sending: dict[tuple[int, int], Sending] = {}
         self._receiving: dict[tuple[int, int], Receiving] = {}
+        # Messages to this rank, known once this is closed.
+        self.unreceived: list[Unreceived] = []
         # Memory of failed calls and goodbyes, kept until close.
         self._lent: list[np.ndarray] = []
 
@@ -358,6 +361,7 @@ class ZmqPairs:
         connected = [each for each in self._sending.values() if each.socket is not None]
         if not self._has_failed:
             self._say_goodbye(connected, goodbye)
+            self._find_unreceived()
         # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
         curve = self._security.data.mechanism == "CURVE"
         for sending in connected:
@@ -369,6 +373,30 @@ class ZmqPairs:
         for end in (*self._sending.values(), *self._receiving.values()):
             end.forget_keys()
         self._lent.clear()
+
+    def _find_unreceived(self) -> None:
+        """Take what was sent to this rank off the sockets; of a rank that has left, all of it."""
+        deadline = time.monotonic() + TIMES.linger_s
+        for (peer, channel), receiving in self._receiving.items():
+            if channel != _MESSAGES:
+                continue
+            known, is_over, source = receiving.sequence, False, receiving.socket
+            while (status := frames.skip(receiving.addresses[0], 0)) != records.CONTROL:
+                if status == records.DONE:
+                    header = wire.decode(receiving.record.received)
+                    # Not another frame of the same message.
+                    if header.epoch == self._of.epoch and header.sequence >= known:
+                        self.unreceived.append(Unreceived(peer, False, header))
+                        known = header.sequence + 1
+                    continue
+                if status != records.WAITING or is_over:
+                    break
+                source.read_events()
+                is_over = self._others.left(peer) is None or not source.has_visitors
+                is_over = is_over or time.monotonic() >= deadline
+                if not is_over:
+                    # Its goodbye, which comes last, is on the way.
+                    source.socket.poll(milliseconds(TIMES.ended_poll_s))
 
     def _say_goodbye(self, connected: Sequence[Sending], goodbye: bytes) -> None:
         """Send `goodbye` behind all messages, and wait until all has been written."""

@@ -59,6 +59,7 @@ def functions() -> dict[str, Any]:
         "pair_open": (None, [_pointer, _u64]),
         "pair_send": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
         "pair_receive": (_int, [_pointer, _pointer, _pointer, _u64, _pointer]),
+        "pair_unreceived": (_u32, [_pointer, _pointer]),
         "pair_look": (None, [_pointer, _pointer]),
     }
     return native.functions("rr_", signatures)

@@ -23,6 +23,7 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import abort_error, encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
+from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
@@ -117,6 +118,8 @@ class HostLink:
         self._group: int | None = None
         # Messages between two ranks, once this is connected.
         self.pairs: HostPairs | None = None
+        # Messages from this rank and to it, known once it is closed.
+        self.unreceived: list[Unreceived] = []
         self._ranks: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
@@ -319,6 +322,9 @@ class HostLink:
 
     def close(self, goodbye: bytes = b"") -> None:
         """Say goodbye; memory is freed with the last registered array."""
+        if self.pairs is not None:
+            left = [place for place, said in self._mesh.gone().items() if said is not None]
+            self.unreceived += self.pairs.unreceived(sent_to=left)
         self._mesh.close(goodbye)
         self.traffic()
         with self._traffic_lock:
@@ -326,6 +332,8 @@ class HostLink:
             if group is not None:
                 self._functions["shm_free"](group)
         if self.pairs is not None:
+            # After the goodbye: the rank that sends later finds that this one has left.
+            self.unreceived += self.pairs.unreceived()
             self.pairs.close()
         self._segments.clear()
         # The link itself may live much longer.

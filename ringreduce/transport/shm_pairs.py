@@ -14,6 +14,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ import numpy as np
 
 from ringreduce.pure import wire
 from ringreduce.pure.notification import abort_error
-from ringreduce.pure.wire import Header
+from ringreduce.pure.unreceived import Unreceived
+from ringreduce.pure.wire import HEADER_BYTES, Header
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.others import Others, explain_timeout
 from ringreduce.transport.segment import Heap, address_of, functions
@@ -33,6 +35,9 @@ from ringreduce.vocabulary.errors import (
     ProtocolError,
     RingReduceError,
 )
+
+# RR_PAIR_SLOTS of native/include/ringreduce.h.
+_SLOTS = 4
 
 
 class _Facts(ctypes.Structure):
@@ -98,7 +103,7 @@ class HostPairs:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
                 raise self._interruption.error(size=self._size)
-            end = _End(ranks, place, self._size, self._others, is_sending=is_sending)
+            end = self._end(place, is_sending)
             if is_sending:
                 offset = heap.reserve(functions()["pair_channel_bytes"]())
                 if offset is None:
@@ -113,6 +118,10 @@ class HostPairs:
             (self._sending if is_sending else self._receiving)[place] = end
             return end
 
+    def _end(self, place: int, is_sending: bool) -> _End:
+        assert self._ranks is not None
+        return _End(self._ranks, place, self._size, self._others, is_sending=is_sending)
+
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make calls in other threads raise when they next check the clock."""
         self._interruption.set(cause)
@@ -122,6 +131,19 @@ class HostPairs:
         with self._lock:
             sent, received = [list(ends.values()) for ends in (self._sending, self._receiving)]
         return Traffic(0, sum(end.nbytes for end in sent), sum(end.nbytes for end in received))
+
+    def unreceived(self, *, sent_to: Collection[int] | None = None) -> list[Unreceived]:
+        """What was sent to these places and not received; None: what was sent to this rank."""
+        with self._lock:
+            ranks = self._ranks
+            if ranks is None:
+                return []
+            if sent_to is not None:
+                ends = [self._sending[place] for place in sent_to if place in self._sending]
+            else:
+                places = [place for place in range(len(ranks.members)) if place != ranks.index]
+                ends = [self._receiving.get(place) or self._end(place, False) for place in places]
+            return [each for end in ends for each in end.unreceived()]
 
     def close(self) -> None:
         """End the calls of other threads; memory goes with the last of them."""
@@ -191,6 +213,14 @@ class _End:
                 peer = self._ranks.members[place]
                 explain_timeout(error, others, peer, sends=self._is_sending)
             raise
+
+    def unreceived(self) -> list[Unreceived]:
+        """The messages that were sent and not received; neither end is in a call."""
+        headers = (ctypes.c_uint8 * (HEADER_BYTES * _SLOTS))()
+        count = functions()["pair_unreceived"](self._pair, ctypes.addressof(headers))
+        peer = self._ranks.members[self._place]
+        found = [wire.decode(bytes(headers)[HEADER_BYTES * n :]) for n in range(count)]
+        return [Unreceived(peer, self._is_sending, header) for header in found]
 
     def resume(self) -> int:
         """Continue the call."""

@@ -335,6 +335,56 @@ def test_what_was_sent_arrives_though_its_sender_has_left(on_ranks: OnRanks) -> 
     on_ranks(2, work)
 
 
+def test_what_nobody_received_is_in_a_warning(
+    on_ranks: OnRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the rank that should have received it, whichever closes first."""
+
+    def work(comm: Communicator) -> None:
+        for other in {1, 2} if comm.rank == 0 else {0}:
+            if comm.rank == 0:
+                comm.send(np.ones(1), other)
+            else:
+                comm.recv(np.ones(1), other)
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1, tag=4)
+            comm.send(np.ones(5, np.float32), 1, tag=6)
+            comm.send_object("abc", 2, tag=7)
+        comm.barrier()
+        if comm.rank == 2:
+            comm.recv_object(0, tag=7)
+        elif comm.rank == 1:
+            closed.wait(20)
+        else:
+            comm.close()
+            closed.set()
+
+    closed = threading.Event()
+    on_ranks(3, work)
+    [text] = [each.getMessage() for each in caplog.records]
+    assert text.startswith("[1/3] closed without receiving 2 messages that rank 0 had sent: ")
+    assert "send #1 of 3 float64, tag 4; send #2 of 5 float32, tag 6. Call recv" in text
+
+
+def test_what_was_sent_after_its_receiver_had_left_is_in_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In shared memory it looks sent; sockets know better."""
+    closed = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.close()
+            closed.set()
+        else:
+            assert closed.wait(20)
+            comm.send(np.ones(3), 1, tag=4)
+
+    ring_of_threads(2, work)
+    [text] = [each.getMessage() for each in caplog.records]
+    assert text.startswith("[0/2] sent 1 message that rank 1 had not received when it closed: ")
+
+
 def test_a_rank_that_has_left_gets_and_sends_nothing(on_ranks: OnRanks) -> None:
     def work(comm: Communicator) -> None:
         if comm.rank < 2:
