@@ -40,7 +40,10 @@ def model_in_fit() -> Any:
 def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
     """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
     ring = communicator
-    if ring.size == 1 or ring.rank != 0 or ring in _divided or ring in _warned:
+    if ring.size == 1 or ring.rank != 0 or ring in _warned:
+        return
+    # A job's groups share its settings. Data may be divided among other ranks than train together.
+    if any(one.config is ring.config and not one.closed for one in _divided):
         return
     _warned.add(ring)
     warn_at_users_line(

@@ -11,6 +11,7 @@ from ringreduce.testing import ring_of_threads
 keras = pytest.importorskip("keras")
 tf = pytest.importorskip("tensorflow")
 rr = pytest.importorskip("ringreduce.keras")
+unsharded = pytest.importorskip("ringreduce.keras.unsharded")
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 SIZE = 3
@@ -174,6 +175,27 @@ def test_a_rank_may_read_alone_and_ahead():
         return True
 
     assert all(ring_of_threads(SIZE, work))
+
+
+@pytest.mark.parametrize("divided", ["job", "group"])
+def test_a_warning_of_whole_data_knows_what_other_groups_divide(divided, monkeypatch):
+    warned = []
+    monkeypatch.setattr(unsharded, "warn_at_users_line", lambda text, kind: warned.append(text))
+    model = keras.Sequential(name="towers")
+
+    def work(comm):
+        whole, trains = comm.split(0), comm.split(0)
+        trains, other = (trains, comm) if divided == "job" else (comm, trains)
+        if comm.rank == 0:
+            unsharded.warn_of_whole_data(model, whole)
+            assert len(warned) == 1
+            assert "towers.fit trains on" in warned.pop()
+            rr.shard(np.zeros(4), check=False, communicator=other)
+            unsharded.warn_of_whole_data(model, trains)
+            assert not warned
+        comm.barrier()
+
+    ring_of_threads(2, work)
 
 
 @pytest.mark.parametrize("data", [[1.0, 2.0], "text", iter([1])])
