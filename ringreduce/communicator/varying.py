@@ -86,7 +86,7 @@ def all_to_all_uneven(
     rows = np.zeros((size, size), np.int64)
     rows[rank] = counts
     bounds = tuple(range(0, size * size + 1, size))
-    collectives.all_gather(Kind.ALL_TO_ALL, rows.reshape(-1), bounds, signature)
+    collectives.all_gather(Kind.ALL_TO_ALL_COUNTS, rows.reshape(-1), bounds, signature)
     _check_received(rows, rank, size)
     received = [int(number) for number in rows[:, rank]]
     if out is not None and len(out) != sum(received):

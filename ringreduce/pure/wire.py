@@ -73,13 +73,14 @@ class Kind(enum.IntEnum):
     SEND = 13
     SEND_OBJECT = 14
     SPLIT = 15
+    ALL_TO_ALL_COUNTS = 16
     ABORT = 128
     GOODBYE = 129
 
     @property
     def label(self) -> str:
         """Name of the collective as the user calls it."""
-        return self.name.lower()
+        return self.name.lower().removesuffix("_counts")
 
 
 # From one rank to another; their signature is a tag.
@@ -113,6 +114,8 @@ class Header:
         except ValueError:
             name = f"unknown operation {self.kind}"
         text = f"{name} #{self.sequence}"
+        if self.kind == Kind.ALL_TO_ALL_COUNTS:
+            return f"{text} with counts"
         if 1 <= self.dtype <= len(DTYPE_NAMES):
             text += f" of {self.count} {DTYPE_NAMES[self.dtype - 1]}"
         if self.kind in SENDS:
@@ -146,6 +149,13 @@ def will_be_explained(received: Header, expected: Header) -> bool:
     It finds the same disagreement, and knows which gradient it is.
     """
     return Kind.ALL_GATHER_OBJECT == received.kind != expected.kind
+
+
+def advice(received: Header, expected: Header) -> str | None:
+    """What to do about a disagreement, where that is known."""
+    if {received.kind, expected.kind} == {Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_COUNTS}:
+        return "Pass counts to all_to_all on all ranks, or on none."
+    return None
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:

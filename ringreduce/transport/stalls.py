@@ -83,6 +83,7 @@ def mismatch_error(
     received: Header, expected: Header, name: Callable[[int], str], **where: Any
 ) -> MismatchError:
     """The error of a call that met another; `name` gives the name of the rank in a header."""
-    error = MismatchError(wire.disagreement(received, expected, name), **where)
+    remedy = wire.advice(received, expected)
+    error = MismatchError(wire.disagreement(received, expected, name), remedy=remedy, **where)
     error.signatures = expected.signature, received.signature
     return error

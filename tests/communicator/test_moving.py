@@ -151,7 +151,6 @@ DISAGREEING: dict[str, Callable[[Communicator], Any]] = {
     "dtypes of uneven parts": lambda c: c.all_to_all(
         np.ones(2, np.float32 if c.rank else np.int32), [1, 1]
     ),
-    "counts on one rank": lambda c: c.all_to_all(np.ones(2), [1, 1] if c.rank else None),
     "roots": lambda c: c.gather(np.ones(2), c.rank),
     "roots of objects": lambda c: c.scatter_object([1, 2], c.rank),
     "calls": lambda c: c.gather(np.ones(2)) if c.rank else c.all_gather(np.ones(2)),
@@ -165,6 +164,18 @@ def test_ranks_that_disagree_get_a_mismatch_error(on_ranks: OnRanks, name: str) 
             DISAGREEING[name](comm)
 
     on_ranks(2, work)
+
+
+def test_counts_on_one_rank_are_named_on_all(on_ranks: OnRanks) -> None:
+    def work(comm: Communicator) -> None:
+        text = (
+            r"#\d of \d+ int64 while rank 1 is in all_to_all #\d with counts|#\d with counts while"
+        )
+        with pytest.raises(MismatchError, match=text) as failed:
+            comm.all_to_all(np.ones(3, int), [1, 1, 1] if comm.rank == 1 else None)
+        assert str(failed.value).endswith("Pass counts to all_to_all on all ranks, or on none.")
+
+    on_ranks(3, work)
 
 
 @pytest.mark.parametrize("other", ["all_reduce", "another shape", "another dtype"])
