@@ -11,6 +11,7 @@ class Handle:
     def _use(self, session: Session) -> None:
         self._session, self._config = session, session.config
         self._rank, self._size = session.place, session.size
+        self._identity = session.identity
 
     @property
     def rank(self) -> int:

@@ -34,7 +34,7 @@ class MovingCalls(Handle):
         Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
-        arguments = varying.all_gather, self._session.collectives, array, flat, self.rank, self.size
+        arguments = varying.all_gather, self._session.collectives, array, flat, self._identity
         return self._session.run("all_gather", array, signature, async_op, *arguments)
 
     def broadcast(
@@ -108,7 +108,7 @@ class MovingCalls(Handle):
         if counts is None:
             even = varying.all_to_all, *known, self.size
             return run("all_to_all", array, signature, async_op, *even)
-        uneven = varying.all_to_all_uneven, *known, parts, self.rank, self.size
+        uneven = varying.all_to_all_uneven, *known, parts, self._identity
         return run("all_to_all", array, signature, async_op, *uneven)
 
     def gather(
@@ -129,7 +129,7 @@ class MovingCalls(Handle):
         """
         root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "gather", writable=False)
-        arguments = self._session.collectives, array, flat, root, self.rank, self.size
+        arguments = self._session.collectives, array, flat, root, self._identity
         return self._session.run("gather", array, signature, async_op, varying.gather, *arguments)
 
     def scatter(
@@ -170,7 +170,7 @@ class MovingCalls(Handle):
             whole = array
             parts = checked_counts(counts, len(array), self.size, self._config.who)
         flat = flat_view(whole, "scatter", writable=False)
-        arguments = self._session.collectives, whole, flat, parts, root, self.rank, self.size
+        arguments = self._session.collectives, whole, flat, parts, root, self._identity
         return self._session.run("scatter", whole, signature, async_op, varying.scatter, *arguments)
 
     def _refused(self, problem: str, remedy: str) -> ArrayError:

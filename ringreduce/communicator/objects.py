@@ -62,7 +62,7 @@ class ObjectCalls(Handle):
         """
         root = checked_root(root, self.size, self._config.who)
         payload = encode(value)
-        arguments = self._session.collectives, payload, root, self.rank, self.size
+        arguments = self._session.collectives, payload, root, self._identity
         gathered = self._session.call(
             "gather_object", payload.size, varying.gather_object, *arguments
         )

@@ -72,7 +72,7 @@ class Session:
     Attributes:
         config: the job's settings, with this rank's number in the job.
         membership: the ranks that take part.
-        place, size: what users see as this rank and the number of ranks.
+        place, size: what users see as this rank and the number of ranks; `identity` has both.
         collectives: what a call runs.
         events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
@@ -93,6 +93,7 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.place, self.size = membership.place(config.rank), membership.size
+        self.identity = varying.Identity(self.place, self.size, config.who)
         self.is_inherited = False
         self._life = LifeCycle()
         self.former_failures: tuple[RingReduceError, ...] = ()
@@ -262,7 +263,7 @@ class Session:
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         payload = encode(value)
-        arguments = self.collectives, kind, payload, self.place, self.size, signature
+        arguments = self.collectives, kind, payload, self.identity, signature
         gathered = self.call(kind.label, payload.size, varying.all_gather_object, *arguments)
         return [decode(each) for each in gathered]
 

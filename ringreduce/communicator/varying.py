@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,16 @@ from ringreduce.vocabulary.types import dtype_code, dtype_named
 _KEPT = 16
 
 
+class Identity(NamedTuple):
+    """This rank and the number of ranks in a communicator; `who`: in the job, for errors."""
+
+    rank: int
+    size: int
+    who: dict[str, Any]
+
+
 def all_gather(
-    collectives: Collectives, array: np.ndarray, flat: np.ndarray, rank: int, size: int, given: int
+    collectives: Collectives, array: np.ndarray, flat: np.ndarray, own: Identity, given: int
 ) -> np.ndarray:
     """The C-contiguous arrays of all ranks, joined along the first dimension; a new array.
 
@@ -32,10 +41,10 @@ def all_gather(
     # The signature makes ranks compare the dtype and the other dimensions.
     signature = signature_of("all_gather", dtype_code(array.dtype), rest, given)
     count = array.shape[0] if array.shape else 1
-    rows = _gather_counts(collectives, Kind.ALL_GATHER, count, rank, size, signature)
+    rows = _gather_counts(collectives, Kind.ALL_GATHER, count, own, signature)
     bounds = bounds_of([row * width for row in rows])
-    gathered = _new((bounds[-1],), array.dtype, rank, size)
-    gathered[bounds[rank] : bounds[rank + 1]] = flat
+    gathered = _new((bounds[-1],), array.dtype, own)
+    gathered[bounds[own.rank] : bounds[own.rank + 1]] = flat
     collectives.all_gather(Kind.ALL_GATHER, gathered, bounds, signature)
     return gathered.reshape(sum(rows), *rest)
 
@@ -72,8 +81,7 @@ def all_to_all_uneven(
     flat: np.ndarray,
     out: np.ndarray | None,
     counts: list[int],
-    rank: int,
-    size: int,
+    own: Identity,
     given: int,
 ) -> tuple[np.ndarray, list[int]]:
     """The parts of all ranks' arrays for this one, and the rows of each; `counts` are this rank's.
@@ -81,22 +89,22 @@ def all_to_all_uneven(
     Raises:
         ArrayError: the result does not fit in memory or in `out`.
     """
+    rank, size, who = own
     rest = array.shape[1:]
     signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, given)
     rows = np.zeros((size, size), np.int64)
     rows[rank] = counts
     bounds = tuple(range(0, size * size + 1, size))
     collectives.all_gather(Kind.ALL_TO_ALL_COUNTS, rows.reshape(-1), bounds, signature)
-    _check_received(rows, rank, size)
+    _check_received(rows, own)
     received = [int(number) for number in rows[:, rank]]
     if out is not None and len(out) != sum(received):
         raise ArrayError(
             f"all_to_all got `out` of {len(out)} rows and received {sum(received)}",
-            rank=rank,
-            size=size,
+            **who,
             remedy="Let it make the result, or exchange the counts first.",
         )
-    result = _new((sum(received), *rest), array.dtype, rank, size) if out is None else out
+    result = _new((sum(received), *rest), array.dtype, own) if out is None else out
     elements = rows * math.prod(rest)
     collectives.all_to_all(Kind.ALL_TO_ALL, flat, result.reshape(-1), elements, signature)
     return result, received
@@ -107,18 +115,17 @@ def gather(
     array: np.ndarray,
     flat: np.ndarray,
     root: int,
-    rank: int,
-    size: int,
+    own: Identity,
     given: int,
 ) -> np.ndarray:
     """The arrays of all ranks, joined along the first dimension, on `root`; elsewhere no rows."""
     rest = array.shape[1:]
     signature = signature_of("gather", dtype_code(array.dtype), rest, root, given)
     count = array.shape[0] if array.shape else 1
-    rows = _gather_counts(collectives, Kind.GATHER, count, rank, size, signature)
-    total = sum(rows) if rank == root else 0
-    result = _new((total, *rest), array.dtype, rank, size)
-    elements = np.zeros((size, size), np.int64)
+    rows = _gather_counts(collectives, Kind.GATHER, count, own, signature)
+    total = sum(rows) if own.rank == root else 0
+    result = _new((total, *rest), array.dtype, own)
+    elements = np.zeros((own.size, own.size), np.int64)
     elements[:, root] = np.array(rows) * math.prod(rest)
     collectives.all_to_all(Kind.GATHER, flat, result.reshape(-1), elements, signature)
     return result
@@ -130,14 +137,14 @@ def scatter(
     flat: np.ndarray,
     counts: list[int],
     root: int,
-    rank: int,
-    size: int,
+    own: Identity,
     given: int,
 ) -> np.ndarray:
     """This rank's part of the array of `root`, which cuts it into `counts` rows."""
+    rank, size, _ = own
     described = encode([array.dtype.name, array.shape[1:], counts])
     name, rest, rows = decode(_broadcast(collectives, Kind.SCATTER, described, rank, root, given))
-    result = _new((rows[rank], *rest), dtype_named(name), rank, size)
+    result = _new((rows[rank], *rest), dtype_named(name), own)
     elements = np.zeros((size, size), np.int64)
     elements[root] = np.array(rows) * math.prod(rest)
     source = flat if rank == root else result[:0].reshape(-1)
@@ -154,14 +161,15 @@ def broadcast_object(
 
 
 def gather_object(
-    collectives: Collectives, payload: np.ndarray, root: int, rank: int, size: int
+    collectives: Collectives, payload: np.ndarray, root: int, own: Identity
 ) -> list[np.ndarray]:
     """The payloads of all ranks, dtype uint8, in rank order, on `root`; empty ones elsewhere."""
     kind, signature = Kind.GATHER_OBJECT, signature_of("root", root)
-    lengths = _gather_counts(collectives, kind, payload.size, rank, size, signature)
+    lengths = _gather_counts(collectives, kind, payload.size, own, signature)
+    size = own.size
     elements = np.zeros((size, size), np.int64)
     elements[:, root] = checked_lengths(lengths)
-    bounds = bounds_of(elements[:, rank].tolist())
+    bounds = bounds_of(elements[:, own.rank].tolist())
     gathered = np.empty(bounds[-1], np.uint8)
     collectives.all_to_all(kind, payload, gathered, elements, signature)
     return [gathered[bounds[each] : bounds[each + 1]] for each in range(size)]
@@ -186,33 +194,32 @@ def all_gather_object(
     collectives: Collectives,
     kind: Kind,
     payload: np.ndarray,
-    rank: int,
-    size: int,
+    own: Identity,
     signature: int,
 ) -> list[np.ndarray]:
     """The payloads of all ranks, dtype uint8, in rank order; `kind` is the caller's call."""
-    lengths = _gather_counts(collectives, kind, payload.size, rank, size, signature)
+    lengths = _gather_counts(collectives, kind, payload.size, own, signature)
     bounds = bounds_of(checked_lengths(lengths))
     gathered = np.empty(bounds[-1], np.uint8)
-    gathered[bounds[rank] : bounds[rank + 1]] = payload
+    gathered[bounds[own.rank] : bounds[own.rank + 1]] = payload
     collectives.all_gather(kind, gathered, bounds)
-    return [gathered[bounds[each] : bounds[each + 1]] for each in range(size)]
+    return [gathered[bounds[each] : bounds[each + 1]] for each in range(own.size)]
 
 
 def _gather_counts(
-    collectives: Collectives, kind: Kind, count: int, rank: int, size: int, signature: int
+    collectives: Collectives, kind: Kind, count: int, own: Identity, signature: int
 ) -> list[int]:
     """One number from each rank, in rank order, none negative."""
-    counts = np.zeros(size, np.int64)
-    counts[rank] = count
-    collectives.all_gather(kind, counts, tuple(range(size + 1)), signature)
-    _check_received(counts, rank, size)
+    counts = np.zeros(own.size, np.int64)
+    counts[own.rank] = count
+    collectives.all_gather(kind, counts, tuple(range(own.size + 1)), signature)
+    _check_received(counts, own)
     return [int(number) for number in counts]
 
 
-def _check_received(counts: np.ndarray, rank: int, size: int) -> None:
+def _check_received(counts: np.ndarray, own: Identity) -> None:
     if counts.min() < 0:
-        raise MismatchError(f"received the lengths {counts.tolist()}", rank=rank, size=size)
+        raise MismatchError(f"received the lengths {counts.tolist()}", **own.who)
 
 
 def _broadcast(
@@ -226,11 +233,11 @@ def _broadcast(
     return received
 
 
-def _new(shape: tuple[int, ...], dtype: np.dtype, rank: int, size: int) -> np.ndarray:
+def _new(shape: tuple[int, ...], dtype: np.dtype, own: Identity) -> np.ndarray:
     """An array for what other ranks send; ArrayError when it does not fit in memory."""
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as error:
         raise ArrayError(
-            f"cannot hold the {math.prod(shape)} elements that the ranks send", rank=rank, size=size
+            f"cannot hold the {math.prod(shape)} elements that the ranks send", **own.who
         ) from error

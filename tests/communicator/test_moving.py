@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringreduce.communicator import varying
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
@@ -164,6 +165,30 @@ def test_ranks_that_disagree_get_a_mismatch_error(on_ranks: OnRanks, name: str) 
             DISAGREEING[name](comm)
 
     on_ranks(2, work)
+
+
+def test_errors_in_a_group_name_the_rank_in_the_job() -> None:
+    def work(comm: Communicator) -> None:
+        group = comm.split(0 if comm.rank else None)
+        if group is not None:
+            own = varying.Identity(group.rank, group.size, comm.config.who)
+            calls = {
+                ArrayError: lambda: varying._new((1 << 50, 1 << 20), np.dtype("f4"), own),
+                MismatchError: lambda: varying._check_received(np.array([-1]), own),
+            }
+            for kind, call in calls.items():
+                with pytest.raises(kind, match=rf"^rank {comm.rank} of 3 (cannot hold|received)"):
+                    call()
+            out = np.ones(3 if group.rank == 0 else 2)
+
+            def disagree() -> None:
+                group.all_to_all(np.ones(2), [1, 1], out=out)
+                group.barrier()
+
+            with pytest.raises(ArrayError, match=r"rank 1 of 3 all_to_all got `out` of 3 rows"):
+                disagree()
+
+    ring_of_threads(3, work)
 
 
 def test_counts_on_one_rank_are_named_on_all(on_ranks: OnRanks) -> None:
