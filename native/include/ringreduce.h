@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 9
+#define RR_ABI 10
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -291,6 +291,52 @@ typedef struct {
     rr_standing standing;
     rr_span calls[RR_CALLS_KEPT]; /* call n in calls[n % RR_CALLS_KEPT] */
 } rr_events;
+
+/* ------------------------------------------------------------------------------------------
+ * Small calls: a call on one array as a C function of Python's
+ *
+ * A call of few bytes takes a microsecond in C and several in Python. So Python runs each call
+ * once, then teaches it; from then on rr_small_run does all of it, from the arguments on.
+ * ------------------------------------------------------------------------------------------ */
+
+enum { RR_SMALL_COLLECTIVE = 1, RR_SMALL_SEND, RR_SMALL_RECEIVE };
+
+/* A call that was taught: found again by the addresses of two Python objects, which must live. */
+typedef struct {
+    const void *dtype;  /* of the array */
+    const void *option; /* the second argument */
+    uint64_t count, nbytes;
+    const void *call; /* rr_call, or the header of a message; NULL: none is known */
+} rr_small_call;
+
+enum { RR_SMALL_CALLS = 64 };
+
+/* What a function knows. All functions are Python's, and all objects borrowed. */
+typedef struct {
+    uint32_t kind;      /* RR_SMALL_COLLECTIVE, ... */
+    uint32_t operation; /* its code in events */
+    rr_events *events;  /* where calls are recorded; NULL: nowhere */
+    void *end;          /* rr_shm or rr_pair; NULL: no call may run */
+    const rr_wait_limits *limits;
+    const void *array_type;       /* numpy.ndarray */
+    void *done, *late, *unknown;  /* what to return */
+    void *(*release_gil)(void);   /* PyEval_SaveThread */
+    void (*take_gil)(void *);     /* PyEval_RestoreThread */
+    void (*hold)(void *object);   /* Py_IncRef */
+    const rr_small_call *running; /* NULL: none */
+    uint64_t bytes;               /* of all calls */
+    rr_small_call known[RR_SMALL_CALLS];
+} rr_small_calls;
+
+/* Remember a call, in place of another one if need be; the slot that it takes. Not while one runs.
+ */
+RR_EXPORT uint32_t rr_small_learn(rr_small_calls *calls, const rr_small_call *call);
+
+/* As METH_FASTCALL: `self` is an array whose data is rr_small_calls; the arguments are an array and
+ * the option. Returns `unknown` when nothing was begun; `late` when the call is to be continued by
+ * rr_shm_run, rr_pair_send or rr_pair_receive, with the same arguments. The GIL is held when it is
+ * called, and released while it waits. */
+RR_EXPORT void *rr_small_run(void *self, void *const *arguments, intptr_t number);
 
 /* ======================================================================================
  * Handoff: buckets of gradients go from a framework's threads to the engine and back.

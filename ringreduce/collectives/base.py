@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ringreduce.transport.calls import Traffic
 from ringreduce.transport.others import Others
 from ringreduce.transport.pairs import Part, ZmqPairs
 from ringreduce.transport.shm import HostLink
+from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
@@ -35,14 +36,23 @@ class Collectives(Protocol):
         links: what they communicate over, within the host first; none in a world of one.
         pairs: what single ranks communicate over; None in a world of one, and where this is a part
             of other collectives.
+        small: all-reduces wholly in C, by array and operator; None where there are none.
     """
 
     links: tuple[HostLink | ZmqLink, ...]
     pairs: ZmqPairs | None = None
+    small: SmallCalls | None = None
     _rank: int
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
+
+    def teach(self, array: np.ndarray, option: Any, op: ReduceOp) -> None:
+        """Have `small` all-reduce arrays like this one when called with `option`, which means `op`.
+
+        Not while a call runs.
+        """
+        return  # No such calls here.
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""

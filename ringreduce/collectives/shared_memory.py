@@ -9,6 +9,7 @@ and rounded once.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class SharedMemoryCollectives(Collectives):
     ) -> None:
         self._link = link
         self.links = () if link is None else (link,)
+        self.small = None if link is None else link.small
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
@@ -57,6 +59,12 @@ class SharedMemoryCollectives(Collectives):
         link = self._link
         if link is not None:
             link.run(self._all_reduce(flat.dtype, flat.size, op, signature), flat)
+
+    def teach(self, array: np.ndarray, option: Any, op: ReduceOp) -> None:
+        """Have `small` all-reduce arrays like this one when called with `option`."""
+        assert self.small is not None
+        call = self._all_reduce(array.dtype, array.size, op, 0)
+        self.small.teach(array, option, call.address, call)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""

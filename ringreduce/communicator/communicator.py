@@ -168,16 +168,19 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         See: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations", JPDC 2009.
         """
+        session = self._session
+        is_plain = not (signature or async_op)
+        if is_plain and session.all_reduce(array, op):
+            return array
         how = reduce_op(op)
         flat = flat_view(array, "all_reduce")
         if how is ReduceOp.MEAN:
             self._check_mean(array.dtype)
-        session, run = self._session, self._session.collectives.all_reduce
-        if signature or async_op:
-            return session.run("all_reduce", array, signature, async_op, run, flat, how)
-        # As `run` does, a little faster.
-        session.call("all_reduce", array.nbytes, run, flat, how)
-        return array
+        run = session.collectives.all_reduce
+        result = session.run("all_reduce", array, signature, async_op, run, flat, how)
+        if is_plain:
+            session.teach(array, op, how)
+        return result
 
     def reduce_scatter(
         self,

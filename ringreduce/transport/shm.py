@@ -29,6 +29,8 @@ from ringreduce.transport.calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
 from ringreduce.transport.shm_pairs import HostPairs
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.small_calls import Kind as SmallKind
+from ringreduce.transport.small_calls import SmallCalls, are_possible
 from ringreduce.transport.stalls import Interruption, mismatch_error
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
@@ -120,6 +122,8 @@ class HostLink:
         self.pairs: HostPairs | None = None
         # Messages from this rank and to it, known once it is closed.
         self.unreceived: list[Unreceived] = []
+        # Collectives that are run wholly in C, once this is connected.
+        self.small: SmallCalls | None = None
         self._ranks: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
@@ -194,6 +198,8 @@ class HostLink:
         self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
         assert self._heap is not None
         self.pairs = HostPairs(ranks, self._heap, size)
+        if are_possible():
+            self.small = SmallCalls(SmallKind.COLLECTIVE, self._group, self._wait_limits_address)
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
@@ -326,6 +332,8 @@ class HostLink:
             left = [place for place, said in self._mesh.gone().items() if said is not None]
             self.unreceived += self.pairs.unreceived(sent_to=left)
         self._mesh.close(goodbye)
+        if self.small is not None:
+            self.small.close()
         self.traffic()
         with self._traffic_lock:
             group, self._group = self._group, None

@@ -292,6 +292,7 @@ def test_a_rank_that_never_calls_is_timed_out(tmp_path: Path, transport: str) ->
 def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()
+    ring.all_reduce(np.ones(100_000))  # From now on it runs in C.
     say("ready")
     if RANK == 0:
         # It comes late, and learns what has happened.

@@ -25,6 +25,8 @@ def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
 ) -> None:
     program = f"""
         ring = join()
+        if {count} == 1:
+            ring.all_reduce(np.ones(1))  # From now on it runs in C.
         if RANK == 0:
             signal.signal(signal.SIGALRM, lambda *_: ring.close())
             signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -41,6 +43,31 @@ def test_a_signal_handler_may_close_the_ring_in_the_middle_of_a_call(
         assert ring.wait("next", [0])[0]["kind"] == "ClosedError"
         assert ring.wait("closed", [0])[0]["closed"]
         ring.release()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_call_within_a_call_is_an_error(tmp_path: Path, again: bool) -> None:
+    """It would go on with the other call's part in it. `again`: in C."""
+    program = f"""
+        ring = join()
+        if {again}:
+            ring.all_reduce(np.ones(3))
+        if RANK == 0:
+            signal.signal(signal.SIGALRM, lambda *_: ring.all_reduce(np.ones(3)))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            attempt("call", lambda: ring.all_reduce(np.ones(3)))
+        else:
+            hold()
+        attempt("next", ring.barrier)
+        ring.close()
+    """
+    with Ring(tmp_path, 2, program) as ring:
+        [call] = ring.wait("call", [0])
+        assert call["kind"] == "MismatchError"
+        assert "in a signal handler" in call["text"]
+        ring.release()
+        for rank in (0, 1):
+            assert ring.wait("next", [rank])[0]["kind"] in ("MismatchError", "PeerLostError")
 
 
 def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(

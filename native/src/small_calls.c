@@ -1,0 +1,136 @@
+/* A collective or message of one array, from its arguments on, as one C function of Python's.
+ *
+ * The GIL is held but for the call itself, so that what Python's threads see of it is consistent.
+ */
+
+#include <pthread.h>
+#include <stddef.h>
+#include <time.h>
+
+#include "python_api.h"
+#include "ringreduce.h"
+
+_Static_assert(sizeof(void *) != 8 ||
+                   (offsetof(rr_array, dimensions) == 24 && offsetof(rr_array, dtype) == 56 &&
+                    offsetof(rr_array, flags) == 64),
+               "as numpy's");
+
+static uint32_t slot_of(const void *dtype, const void *option, uint64_t count)
+{
+    const uint64_t all = (uintptr_t)dtype / 16 + (uintptr_t)option / 16 * 31 + count * 7;
+    return (uint32_t)(all * UINT64_C(0x9E3779B97F4A7C15) >> 58);
+}
+
+_Static_assert(RR_SMALL_CALLS == 1 << (64 - 58), "a slot for each value");
+
+uint32_t rr_small_learn(rr_small_calls *calls, const rr_small_call *call)
+{
+    const uint32_t slot = slot_of(call->dtype, call->option, call->count);
+    calls->known[slot] = *call;
+    return slot;
+}
+
+static uint64_t elements(const rr_array *array)
+{
+    uint64_t count = 1;
+    for (int32_t i = 0; i < array->dimensions; i++)
+        count *= (uint64_t)array->shape[i];
+    return count;
+}
+
+/* The call on `array`; NULL: it was not taught, or is for Python. */
+static const rr_small_call *find(const rr_small_calls *calls, const rr_array *array,
+                                 const void *option)
+{
+    if (calls->end == NULL || array->object.type != calls->array_type ||
+        (array->flags & RR_ARRAY_USUAL) != RR_ARRAY_USUAL)
+        return NULL;
+    const uint64_t count = elements(array);
+    const rr_small_call *known = &calls->known[slot_of(array->dtype, option, count)];
+    const int same =
+        known->dtype == array->dtype && known->option == option && known->count == count;
+    return same && known->call != NULL ? known : NULL;
+}
+
+static int run(const rr_small_calls *calls, const rr_small_call *call, void *data)
+{
+    switch (calls->kind) {
+    case RR_SMALL_SEND:
+        return rr_pair_send(calls->end, call->call, data, call->nbytes, calls->limits);
+    case RR_SMALL_RECEIVE:
+        return rr_pair_receive(calls->end, call->call, data, call->nbytes, calls->limits);
+    default: return rr_shm_run(calls->end, call->call, data, calls->limits);
+    }
+}
+
+/* ---- The record, as ringreduce/effects/events.py makes it ---- */
+
+static double now(void)
+{
+    struct timespec clock;
+    clock_gettime(CLOCK_MONOTONIC, &clock);
+    return (double)clock.tv_sec + (double)clock.tv_nsec * 1e-9;
+}
+
+static void record_begin(const rr_small_calls *calls, uint64_t nbytes)
+{
+    if (calls->events == NULL)
+        return;
+    rr_standing *standing = &calls->events->standing;
+    standing->operation = calls->operation;
+    standing->nbytes = nbytes;
+    standing->thread = (uint64_t)pthread_self();
+    standing->since = now();
+}
+
+static void record_end(const rr_small_calls *calls)
+{
+    if (calls->events == NULL)
+        return;
+    const double ended = now();
+    const rr_standing was = calls->events->standing;
+    if (was.operation == 0) /* another thread has recorded a failure */
+        return;
+    calls->events->calls[was.number % RR_CALLS_KEPT] =
+        (rr_span){.stamp = was.number + 1,
+                  .kind = RR_SPAN_CALL,
+                  .operation = (uint16_t)was.operation,
+                  .number = was.number,
+                  .nbytes = was.nbytes,
+                  .thread = was.thread,
+                  .began = was.since,
+                  .ended = ended};
+    const double elapsed = ended - was.since;
+    calls->events->standing = (rr_standing){.number = was.number + 1,
+                                            .calls = was.calls + 1,
+                                            .seconds = was.seconds + elapsed,
+                                            .elapsed = elapsed,
+                                            .since = ended};
+}
+
+static void *returned(const rr_small_calls *calls, void *object)
+{
+    calls->hold(object);
+    return object;
+}
+
+void *rr_small_run(void *self, void *const *arguments, intptr_t number)
+{
+    rr_small_calls *calls = ((const rr_array *)self)->data;
+    const rr_array *array = number == 2 ? arguments[0] : NULL;
+    const rr_small_call *call = array == NULL ? NULL : find(calls, array, arguments[1]);
+    if (call == NULL)
+        return returned(calls, calls->unknown);
+    void *data = array->data;
+    calls->running = call;
+    record_begin(calls, call->nbytes);
+    void *thread = calls->release_gil();
+    const int status = run(calls, call, data);
+    calls->take_gil(thread);
+    calls->running = NULL;
+    if (status != RR_DONE)
+        return returned(calls, calls->late);
+    calls->bytes += call->nbytes;
+    record_end(calls);
+    return returned(calls, calls->done);
+}

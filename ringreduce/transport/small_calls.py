@@ -1,0 +1,194 @@
+"""Calls on one array wholly in C: found by array and option, run, and reported in one function.
+
+native/src/small_calls.c does it. A call runs once in Python, which checks it and then teaches it.
+Memory: what was taught lives as long as the `SmallCalls`; the caller owns the array again when
+`run` returns. Threads: one call at a time, which the caller sees to; `close` from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ringreduce.effects import native
+from ringreduce.effects.events import Events
+from ringreduce.pure.spans import CODES
+
+_pointer, _u32, _u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_CALLS = 64  # RR_SMALL_CALLS
+_FASTCALL = 0x0080  # METH_FASTCALL
+
+
+class Kind(IntEnum):
+    """RR_SMALL_COLLECTIVE, ..."""
+
+    COLLECTIVE = 1
+    SEND = 2
+    RECEIVE = 3
+
+
+class _SmallCall(ctypes.Structure):
+    _fields_ = (
+        ("dtype", _pointer),
+        ("option", _pointer),
+        ("count", _u64),
+        ("nbytes", _u64),
+        ("call", _pointer),
+    )
+
+
+class _SmallCalls(ctypes.Structure):
+    _fields_ = (
+        ("kind", _u32),
+        ("operation", _u32),
+        ("events", _pointer),
+        ("end", _pointer),
+        ("limits", _pointer),
+        ("array_type", _pointer),
+        ("done", _pointer),
+        ("late", _pointer),
+        ("unknown", _pointer),
+        ("release_gil", _pointer),
+        ("take_gil", _pointer),
+        ("hold", _pointer),
+        ("running", _pointer),
+        ("bytes", _u64),
+        ("known", _SmallCall * _CALLS),
+    )
+
+
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", _pointer),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+class _Array(ctypes.Structure):
+    """The part of a numpy array that native/src/python_api.h reads."""
+
+    _fields_ = (
+        ("references", ctypes.c_ssize_t),
+        ("type", _pointer),
+        ("data", _pointer),
+        ("dimensions", ctypes.c_int),
+        ("shape", ctypes.POINTER(ctypes.c_ssize_t)),
+        ("strides", _pointer),
+        ("base", _pointer),
+        ("dtype", _pointer),
+        ("flags", ctypes.c_int),
+    )
+
+
+class SmallCalls:
+    """The calls that one end knows: a group of a host's ranks, or one direction of a pair.
+
+    Attributes:
+        run: takes an array and an option, which is found by identity. True: the call is done.
+            None: nothing was begun, Python has to do it. False: it is begun and another rank is
+            late, so that Python has to continue it, with the same arguments.
+    """
+
+    run: Callable[[Any, Any], bool | None]
+
+    def __init__(self, kind: Kind, end: int, limits: int) -> None:
+        # An array owns the memory, so that the function finds and keeps it.
+        self._memory = np.zeros(ctypes.sizeof(_SmallCalls), np.uint8)
+        buffer: Any = self._memory
+        self._calls = calls = _SmallCalls.from_buffer(buffer)
+        python = ctypes.pythonapi
+        calls.kind, calls.end, calls.limits = kind, end, limits
+        calls.array_type = id(np.ndarray)
+        calls.done, calls.late, calls.unknown = id(True), id(False), id(None)
+        calls.release_gil = _address(python.PyEval_SaveThread)
+        calls.take_gil = _address(python.PyEval_RestoreThread)
+        calls.hold = _address(python.Py_IncRef)
+        # By slot: what must live as long as its addresses are there.
+        self._taught: dict[int, tuple[Any, ...]] = {}
+        make = _MAKE(("PyCFunction_NewEx", python))
+        self.run = make(ctypes.addressof(_method()), self._memory, None)
+
+    def record(self, events: Events, operation: str) -> None:
+        """Have calls recorded in `events`, which is kept, under the name of `operation`."""
+        self._events = events
+        self._calls.operation, self._calls.events = CODES[operation], events.address
+
+    def teach(self, array: np.ndarray, option: Any, address: int, call: Any) -> None:
+        """Have `run` do the call on arrays like this one, with `option`, from now on.
+
+        Args:
+            address: of the rr_call, or of a message's header.
+            call: owns what is there.
+        """
+        dtype = array.dtype
+        known = _SmallCall(id(dtype), id(option), array.size, array.nbytes, address)
+        learn = native.functions("rr_small_", {"learn": (_u32, [_pointer, _pointer])})["learn"]
+        slot = learn(self._memory.ctypes.data, ctypes.addressof(known))
+        self._taught[slot] = dtype, option, call
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays so far."""
+        return int(self._calls.bytes)
+
+    @property
+    def running(self) -> tuple[Any, ...] | None:
+        """The dtype, option and `call` of the running one; None for none. From any thread."""
+        if not (address := self._calls.running):
+            return None
+        first = ctypes.addressof(self._calls.known)
+        return self._taught.get((address - first) // ctypes.sizeof(_SmallCall))
+
+    def close(self) -> None:
+        """Have `run` begin no call any more, before its end is freed."""
+        self._calls.end = None
+
+
+_MAKE = ctypes.PYFUNCTYPE(ctypes.py_object, _pointer, ctypes.py_object, ctypes.py_object)
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, _pointer).value
+    assert address is not None
+    return address
+
+
+@cache
+def _method() -> _MethodDef:
+    """What Python must know of the C function, for as long as the process runs."""
+    run = native.functions("rr_small_", {"run": (_pointer, [_pointer, _pointer, _pointer])})["run"]
+    return _MethodDef(b"run", _address(run), _FASTCALL, None)
+
+
+@cache
+def are_possible() -> bool:
+    """Whether this Python and this numpy lay out their objects as native/src/python_api.h says."""
+    if sys.implementation.name != "cpython" or object.__basicsize__ != 2 * ctypes.sizeof(_pointer):
+        return False
+    array = np.zeros((2, 3), np.float32)
+    frozen = array[:, 1:]
+    frozen.flags.writeable = False
+    return all(
+        found.type == id(np.ndarray)
+        and found.data == of.ctypes.data
+        and found.dimensions == of.ndim
+        and tuple(found.shape[: of.ndim]) == of.shape
+        and found.dtype == id(of.dtype)
+        and found.flags & ~_OWNED == flags
+        for of, flags in ((array, _USUAL), (frozen, _ALIGNED))
+        for found in (_Array.from_address(id(of)),)
+    )
+
+
+# NPY_ARRAY_ALIGNED, NPY_ARRAY_OWNDATA, and RR_ARRAY_USUAL.
+_ALIGNED, _OWNED, _USUAL = 0x100, 0x4, 0x1 | 0x100 | 0x400

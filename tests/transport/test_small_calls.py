@@ -1,0 +1,178 @@
+"""Calls wholly in C: found only for the arrays that they were taught, and as exact as Python's."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
+from ringreduce.testing import ring_of_threads
+from ringreduce.transport.small_calls import Kind, SmallCalls, are_possible
+from ringreduce.vocabulary.errors import ArrayError, MismatchError
+from ringreduce.vocabulary.types import ReduceOp
+from tests import naive
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the native library")
+
+NATIVE = Path(__file__).parents[2] / "native" / "src"
+OPS = [ReduceOp.SUM, "mean", ReduceOp.MIN, "max", ReduceOp.PRODUCT]
+
+
+def test_this_python_and_numpy_are_laid_out_as_expected():
+    """On another interpreter this test fails and calls run in Python, which is slower only."""
+    assert are_possible()
+
+
+def test_our_declarations_are_those_of_python_and_numpy(tmp_path: Path):
+    headers = Path(sysconfig.get_path("include"))
+    compiler = shutil.which("cc")
+    if compiler is None or not (headers / "Python.h").exists():
+        pytest.skip("no C compiler, or no headers of Python")
+    same = [
+        f"_Static_assert(offsetof(rr_array, {ours}) == offsetof(PyArrayObject_fields, {theirs}) && "
+        f"sizeof(((rr_array *)0)->{ours}) == sizeof(((PyArrayObject_fields *)0)->{theirs}), "
+        f'"{ours}");'
+        for ours, theirs in (
+            ("data", "data"),
+            ("dimensions", "nd"),
+            ("shape", "dimensions"),
+            ("strides", "strides"),
+            ("base", "base"),
+            ("dtype", "descr"),
+            ("flags", "flags"),
+        )
+    ]
+    source = [
+        "#include <stddef.h>",
+        "#include <Python.h>",
+        "#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION",
+        "#include <numpy/arrayobject.h>",
+        f'#include "{NATIVE}/python_api.h"',
+        *same,
+        '_Static_assert(RR_ARRAY_USUAL == NPY_ARRAY_CARRAY, "flags");',
+        '_Static_assert(METH_FASTCALL == 0x80 && sizeof(rr_object) == sizeof(PyObject), "object");',
+        "void *(*save)(void) = (void *(*)(void))(PyThreadState *(*)(void))PyEval_SaveThread;",
+    ]
+    file = tmp_path / "check.c"
+    file.write_text("\n".join(source))
+    command = [compiler, "-fsyntax-only", f"-I{headers}", f"-I{np.get_include()}", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_that_were_taught_give_what_numpy_gives(size):
+    """Twice each, other arrays the second time; shapes of one length share what was taught."""
+    names = ["float32", "float16", "int8", "int64"]
+    shapes = [(0,), (1,), (size + 1,), (2, 3), (6,), (1009,)]
+
+    def work(comm: Communicator) -> None:
+        for name in names:
+            for shape in shapes:
+                for op in OPS:
+                    if op == "mean" and naive.DTYPES[name].kind == "i":
+                        continue
+                    for repeat in range(2):
+                        inputs = [
+                            (np.arange(np.prod(shape)) % 5 + rank + repeat)
+                            .reshape(shape)
+                            .astype(naive.DTYPES[name])
+                            for rank in range(size)
+                        ]
+                        own = inputs[comm.rank].copy()
+                        assert comm.all_reduce(own, op) is own
+                        how = op if isinstance(op, ReduceOp) else ReduceOp[op.upper()]
+                        expected = naive.all_reduce(how, [each.reshape(-1) for each in inputs])
+                        np.testing.assert_array_equal(own.reshape(-1), expected, strict=True)
+        small = comm._session.collectives.small
+        assert small is not None
+        assert small.nbytes > 0
+
+    ring_of_threads(size, work)
+
+
+def test_a_taught_call_is_counted_and_recorded_like_any_other():
+    def work(comm: Communicator) -> None:
+        before = comm.statistics()
+        for _ in range(10):
+            comm.all_reduce(np.ones(6, np.float32))
+        after = comm.statistics()
+        assert after.collectives - before.collectives == 10
+        assert after.seconds > before.seconds
+        assert after.bytes_sent - before.bytes_sent == 10 * 24
+        recorded = comm._session._recorder.entries()[-10:]
+        assert [(each.operation, each.nbytes) for each in recorded] == [("all_reduce", 24)] * 10
+        assert all(each.seconds is not None and each.seconds > 0 for each in recorded)
+        assert len({each.number for each in recorded}) == 10
+
+    ring_of_threads(2, work)
+
+
+def test_what_is_not_as_taught_is_for_python():
+    def work(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.all_reduce(np.ones(6, np.float32))
+        frozen = np.ones(6, np.float32)
+        frozen.flags.writeable = False
+        for bad in (frozen, np.ones(12, np.float32)[::2], [1.0] * 6, np.ones(6, ">f4"), None):
+            with pytest.raises(ArrayError):
+                comm.all_reduce(bad)
+        with pytest.raises(ArrayError, match="reduction operator"):
+            comm.all_reduce(np.ones(6, np.float32), "total")
+        derived = np.ones(6, np.float32).view(np.recarray)
+        assert comm.all_reduce(derived) is derived
+        np.testing.assert_array_equal(np.asarray(derived), np.full(6, comm.size))
+
+    ring_of_threads(2, work)
+
+
+def test_ranks_in_different_taught_calls_learn_of_it():
+    def work(comm: Communicator) -> None:
+        for count in (5, 6):
+            for _ in range(2):
+                comm.all_reduce(np.ones(count))
+        with pytest.raises(MismatchError, match=r"5 float64.*6 float64|6 float64.*5 float64"):
+            comm.all_reduce(np.ones(5 + comm.rank))
+        with pytest.raises(MismatchError):
+            comm.all_reduce(np.ones(5))
+
+    ring_of_threads(2, work)
+
+
+def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child():
+    def work(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.all_reduce(np.ones(3))
+        small = comm._session.collectives.small
+        assert small is not None
+        comm._session.is_inherited = True
+        with pytest.raises(Exception, match="fork"):
+            comm.all_reduce(np.ones(3))
+        comm._session.is_inherited = False
+        comm.close()
+        assert small.run(np.ones(3), ReduceOp.SUM) is None
+        with pytest.raises(Exception, match=r"after close\(\)"):
+            comm.all_reduce(np.ones(3))
+
+    ring_of_threads(2, work)
+
+
+def test_more_calls_than_are_kept_all_work():
+    """A call that takes another's slot frees what that one needed."""
+    small = SmallCalls(Kind.COLLECTIVE, 0, 0)
+    for count in range(1000):
+        small.teach(np.empty(count, np.int8), "sum", 1, object())
+    assert len(small._taught) <= 64
+
+    def work(comm: Communicator) -> None:
+        for count in [*range(200), *range(200)]:
+            array = np.full(count, comm.rank + 1)
+            np.testing.assert_array_equal(comm.all_reduce(array), np.full(count, 3))
+
+    ring_of_threads(2, work)
