@@ -180,8 +180,8 @@ BREAKAGES = (
     Breakage(
         "pairs-busy-with-each-other",
         "ringreduce/pure/liveness.py",
-        "return Doing(text, not is_with_this, sends)",
-        "return Doing(text, True, sends)",
+        "return Doing(text, not waits, waits)",
+        "return Doing(text, True, waits)",
         "Two ranks that both send first wait for ten minutes instead of the time limit.",
         ("tests/pure/test_liveness.py",),
     ),

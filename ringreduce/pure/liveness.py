@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
+from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Heartbeat, Left, Sent, Wait
+from ringreduce.pure.messages import Heartbeat, Left, Pending, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -82,12 +83,13 @@ class Doing(NamedTuple):
     Attributes:
         text: a clause such as ``rank 1 is alive, in user code for 3.2 s``.
         is_busy: it is alive and does something else, so it will come if it is given time.
-        sends: it waits in a send to the rank that asks.
+        waits: it waits in a message of another rank, that one perhaps in one of a third, and so on
+            to the rank that asks; empty if it does not.
     """
 
     text: str
     is_busy: bool
-    sends: bool
+    waits: tuple[Waits, ...]
 
 
 @dataclass(frozen=True)
@@ -252,14 +254,43 @@ class Board:
         """What another rank does; a rank of which nothing is known counts as busy."""
         seen, silent_s = self._seen.get(rank), self.silent_s(rank, now_s)
         last = "" if seen is None else _place(seen.heartbeat)
-        pending = None if seen is None else seen.heartbeat.pending
-        is_with_this = pending is not None and pending.peer == self._rank
-        sends = pending is not None and is_with_this and pending.sends
         if self.is_silent(rank, now_s):
             text = f"rank {rank} has shown no sign of life for {silent_s:.1f} s"
-            return Doing(f"{text} (last heard: {last})" if last else text, False, sends)
+            if between := self._left_between(rank):
+                named = " and ".join(map(str, between))
+                text = (
+                    f"nothing comes from rank {rank} any more, since ranks {named}, on both ways "
+                    "to it, have closed their communicators; let ranks close after the last message"
+                )
+            return Doing(f"{text} (last heard: {last})" if last else text, False, ())
         text = f"rank {rank} is alive" + (f", {last}" if last else "")
-        return Doing(text, not is_with_this, sends)
+        waits = self.waits(rank, now_s)
+        return Doing(text, not waits, waits)
+
+    def waits(self, rank: int, now_s: float) -> tuple[Waits, ...]:
+        """Ranks that wait for each other's messages, from `rank` on, the last for this one."""
+        found: list[Waits] = []
+        while rank != self._rank:
+            seen = self._seen.get(rank)
+            pending = None if seen is None else seen.heartbeat.pending
+            is_over = rank in self._left or len(found) > len(self._others)
+            if pending is None or is_over or self.is_silent(rank, now_s):
+                return ()
+            found.append(Waits(rank, pending))
+            rank = pending.peer
+        return tuple(found)
+
+    def cycle(self, pending: Pending | None, now_s: float) -> tuple[Waits, ...]:
+        """This rank, which waits in `pending`, and those that wait for each other and for it."""
+        waits = () if pending is None else self.waits(pending.peer, now_s)
+        return () if pending is None or not waits else (Waits(self._rank, pending), *waits)
+
+    def _left_between(self, rank: int) -> tuple[int, ...]:
+        """A rank that has left on each of the two ways to `rank`; empty if one is open."""
+        place = self._ring.index(rank)
+        ways = self._ring[1:place], self._ring[place + 1 :]
+        gone = [[each for each in way if each in self._left][:1] for way in ways]
+        return tuple(sorted(each for way in gone for each in way)) if all(gone) else ()
 
     def is_cut_off(self, now_s: float) -> bool:
         """Whether all of two or more other ranks are silent, which points at this one."""

@@ -15,6 +15,7 @@ import msgspec
 from ringreduce.pure import messages
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
+from ringreduce.pure.cycles import Cycles
 from ringreduce.pure.liveness import Board, Flow, Standing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import (
@@ -86,7 +87,7 @@ class Watch:
         self._warn_s, self._has_warned = 0.0, False
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
-        self._claims = Claims(len(self._neighbours))
+        self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
 
@@ -200,11 +201,11 @@ class Watch:
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
                 self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
                 continue
-            how = (
-                f"nothing was heard of it for {silent_s:.1f} s: it is cut off, or its host is down"
-                if silent_s >= TIMES.silent_s
-                else "its connection has ended, so it died"
-            )
+            how = "its connection has ended, so it died"
+            if silent_s >= TIMES.silent_s:
+                how = (
+                    f"nothing came from it for {silent_s:.1f} s: it or its host is cut off or down"
+                )
             return self.end(
                 PeerLostError(
                     f"lost rank {neighbour}: {how}",
@@ -250,6 +251,8 @@ class Watch:
                 actions += self.end(self._dead_error(*dead, standing))
             else:
                 actions += self._look_for_stalls(standing, flow, progress, now_s)
+                cycle = self.board.cycle(pending, now_s)
+                actions += self._cycles.look(cycle, progress, now_s)
         return actions
 
     def _own(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ringreduce.pure.cycles import Waits, describe
 from ringreduce.pure.liveness import Doing
-from ringreduce.pure.messages import Left, Listening
+from ringreduce.pure.messages import Left, Listening, Pending
 from ringreduce.pure.patience import Patience
 from ringreduce.vocabulary.errors import PeerTimeoutError
 
@@ -26,7 +27,7 @@ class Others(Protocol):
 class PeerPatience(Patience):
     """The limits of `patience` for a message of rank `peer`, whatever holds up this rank's calls.
 
-    `peer` is busy while it is alive and waits in no message of this rank.
+    `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
     """
 
     def __init__(self, patience: Patience, others: Others, peer: int) -> None:
@@ -41,9 +42,9 @@ class PeerPatience(Patience):
 def explain_timeout(error: PeerTimeoutError, others: Others, peer: int, *, sends: bool) -> None:
     """Add to the error of a message what `peer` does; `sends`: the message was for it."""
     doing = others.doing(peer)
-    if sends and doing.sends:
-        error.remedy = (
-            "Neither rank receives while both send: use async_op=True for one of the sends, or "
-            "receive first on one of the ranks."
-        )
+    if error.rank is not None and doing.waits:
+        own = Waits(error.rank, Pending(sends, peer, 0))
+        if (text := describe([own, *doing.waits])) is not None:
+            error.remedy = text
+            return
     error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"

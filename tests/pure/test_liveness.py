@@ -325,16 +325,15 @@ def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
 
 
 @pytest.mark.parametrize(
-    ("operation", "pending", "text", "is_busy", "sends"),
+    ("operation", "pending", "text", "is_busy"),
     [
-        ("", None, "rank 1 is alive, in user code after 5 calls", True, False),
-        ("barrier", None, "rank 1 is alive, in barrier after 5 calls", True, False),
+        ("", None, "rank 1 is alive, in user code after 5 calls", True),
+        ("barrier", None, "rank 1 is alive, in barrier after 5 calls", True),
         (
             "",
             Pending(False, 2, 7),
             "rank 1 is alive, in recv from rank 2, tag 7, after 5 calls",
             True,
-            False,
         ),
         # With this rank: neither waits for anything else.
         (
@@ -342,27 +341,58 @@ def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
             Pending(True, 0, 3),
             "rank 1 is alive, in send to rank 0, tag 3, after 5 calls",
             False,
-            True,
         ),
         (
             "",
             Pending(False, 0, 3),
             "rank 1 is alive, in recv from rank 0, tag 3, after 5 calls",
             False,
-            False,
         ),
     ],
 )
 def test_what_the_rank_does_that_a_message_waits_for(
-    operation: str, pending: Pending | None, text: str, is_busy: bool, sends: bool
+    operation: str, pending: Pending | None, text: str, is_busy: bool
 ) -> None:
     known = board()
     known.note(Heartbeat(1, 1, 5, operation, 0.5, pending=pending), 0.0, 10.1)
-    assert known.doing(1, 10.2) == (text, is_busy, sends)
+    waits = () if is_busy else ((1, pending),)
+    assert known.doing(1, 10.2) == (text, is_busy, waits)
     # Of the third rank nothing was heard yet; later, that it is silent.
-    assert known.doing(2, 10.2) == ("rank 2 is alive", True, False)
+    assert known.doing(2, 10.2) == ("rank 2 is alive", True, ())
     known.note(Heartbeat(1, 2, 5, operation, 0.5, pending=pending), 0.0, 15.0)
-    assert known.doing(2, 15.0) == ("rank 2 has shown no sign of life for 5.0 s", False, False)
+    assert known.doing(2, 15.0) == ("rank 2 has shown no sign of life for 5.0 s", False, ())
+
+
+def test_ranks_that_wait_for_each_other_are_followed_to_this_one() -> None:
+    known = board(4)
+    first, second = Pending(False, 2, 1), Pending(False, 0, 1)
+    known.note(Heartbeat(1, 1, 5, "", 0.5, pending=first), 0.0, 10.1)
+    assert known.doing(1, 10.2).is_busy
+    known.note(Heartbeat(2, 1, 5, "", 0.5, pending=second), 0.0, 10.1)
+    assert known.doing(1, 10.2)[1:] == (False, ((1, first), (2, second)))
+    own = Pending(False, 1, 1)
+    assert known.cycle(own, 10.2) == ((0, own), (1, first), (2, second))
+    assert known.cycle(None, 10.2) == ()
+    # Another rank has a part of it again.
+    known.note(Heartbeat(2, 2, 5, "", 0.5), 0.0, 10.3)
+    assert known.doing(1, 10.4).is_busy
+    assert known.cycle(own, 10.4) == ()
+
+
+def test_a_cycle_of_others_does_not_lead_to_this_rank() -> None:
+    known = board(3)
+    known.note(Heartbeat(1, 1, 5, "", 0.5, pending=Pending(False, 2, 1)), 0.0, 10.1)
+    known.note(Heartbeat(2, 1, 5, "", 0.5, pending=Pending(False, 1, 1)), 0.0, 10.1)
+    assert known.doing(1, 10.2).is_busy
+
+
+def test_a_rank_that_is_silent_or_has_left_waits_for_nobody() -> None:
+    known = board(3)
+    known.note(Heartbeat(1, 1, 5, "", 0.5, pending=Pending(False, 0, 1)), 0.0, 10.1)
+    assert known.waits(1, 10.2)
+    assert not known.waits(1, 15.0)
+    known.leave(Left(1, 5))
+    assert not known.waits(1, 10.2)
 
 
 def test_a_rank_in_a_recv_is_not_said_to_be_in_user_code() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ringreduce.pure import liveness, messages, watching
+from ringreduce.pure import cycles, liveness, messages, watching
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
@@ -19,6 +19,7 @@ from ringreduce.pure.messages import (
     Left,
     Listening,
     Message,
+    Pending,
     Value,
     Wait,
 )
@@ -37,7 +38,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (liveness, watching):
+    for module in (cycles, liveness, watching):
         monkeypatch.setattr(module, "TIMES", Times())
 
 
@@ -286,3 +287,35 @@ def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
     sender = Watch(2, 3, whole(3), 2.0, 0.0)
     assert sender.listen(listening) == [Send(payload)]
     assert not sender.receive(1, payload, 0.5)
+
+
+def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None:
+    """Ranks 0 and 2 of four: 1 and 3, which would pass on where 2 listens, have gone."""
+    watches = {rank: Watch(rank, 4, whole(4), 2.0, 0.0) for rank in (0, 2)}
+    assert sent(watches[2].listen(Listening(2, 0, 0, "tcp://127.0.0.1:4187")))
+    for watch in watches.values():
+        for rank in (1, 3):
+            watch.receive(rank, heartbeat(rank=rank), 0.2)
+            watch.receive(rank, messages.encode(Left(rank, 5)), 0.3)
+    for own, other in ((0, 2), (2, 0)):
+        # It may have something under way; then it is silent, and so waited for no longer.
+        assert watches[own].board.doing(other, 0.4).is_busy
+        doing = watches[own].board.doing(other, 2.0)
+        assert not doing.is_busy
+        assert doing.text.startswith(f"nothing comes from rank {other} any more, since ranks 1 and")
+    # One way is enough.
+    watch = Watch(0, 4, whole(4), 2.0, 0.0)
+    watch.receive(1, messages.encode(Left(1, 5)), 0.1)
+    assert "no sign of life" in watch.board.doing(2, 2.0).text
+
+
+def test_a_watch_warns_of_ranks_that_wait_for_each_other() -> None:
+    watch, own = a_watch(), Pending(False, 1, 7)
+    for tick in range(1, 30):
+        now_s = 0.25 * tick
+        theirs = Heartbeat(1, tick, 5, "", 0.0, pending=Pending(False, 0, 7))
+        watch.receive(1, messages.encode(Heartbeats(((theirs, 0.0),))), now_s)
+        actions = watch.beat(Here(), Flow(), "some bytes", now_s, "", own)
+        expected = tick == 21
+        assert len(logged(actions)) == expected
+        assert not expected or "rank 1 receives from rank 0" in logged(actions)[0]
