@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import NamedTuple
 
 import numpy as np
 
 from ringreduce.pure import wire
-from ringreduce.transport import libzmq, sodium
+from ringreduce.transport import frames, libzmq, records, sodium
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord, LinkRecord, TransferRecord
 from ringreduce.transport.segment import address_of
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.times import milliseconds
 
 
 class Of(NamedTuple):
@@ -96,6 +98,21 @@ class Sending(_End):
         self.socket.read_events()
         return self.socket.is_lost or not self.socket.is_open
 
+    def post(self, frame: int, nbytes: int) -> bool:
+        """Queue the frame at address `frame` behind all others; return whether that was possible.
+
+        It is borrowed.
+        """
+        return (
+            not self.is_lost() and frames.post(self.addresses[0], 0, frame, nbytes) == records.DONE
+        )
+
+    def flush(self, deadline: float) -> None:
+        """Wait until libzmq has written all, until `deadline` at most."""
+        assert self.socket is not None
+        while self.borrows and not self.is_lost() and time.monotonic() < deadline:
+            self.socket.read_events(wait_ms=1)
+
 
 class Receiving(_End):
     """From `peer`, which connects to `socket`, for the authenticator `domain`."""
@@ -113,3 +130,27 @@ class Receiving(_End):
             return True
         # Its last frames may still be on the way: they are not, if it never connected.
         return has_left and not self.socket.has_visitors and waited_s > TIMES.linger_s
+
+    def drain(self, has_left: bool, deadline: float) -> list[wire.Header]:
+        """The first frames of all messages that were not received; they are lost afterwards.
+
+        Of a peer that has left, waits for the goodbye behind the last of them, up to `deadline`.
+        """
+        found: list[wire.Header] = []
+        known, is_over = self.sequence, False
+        while time.monotonic() < deadline:
+            status = frames.skip(self.addresses[0], 0)
+            if status == records.DONE:
+                header = wire.decode(self.record.received)
+                if header.epoch == self.record.epoch and header.sequence >= known:
+                    found.append(header)
+                    known = header.sequence + 1
+            elif status != records.WAITING or is_over:
+                break
+            else:
+                self.socket.read_events()
+                # Once the connection has ended, all that was sent is here.
+                is_over = not has_left or not self.socket.has_visitors
+                if not is_over:
+                    self.socket.socket.poll(milliseconds(TIMES.ended_poll_s))
+        return found

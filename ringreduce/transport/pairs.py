@@ -361,7 +361,12 @@ class ZmqPairs:
         connected = [each for each in self._sending.values() if each.socket is not None]
         if not self._has_failed:
             self._say_goodbye(connected, goodbye)
-            self._find_unreceived()
+            deadline = time.monotonic() + TIMES.linger_s
+            for (peer, channel), receiving in self._receiving.items():
+                if channel == _MESSAGES:
+                    has_left = self._others.left(peer) is not None
+                    found = receiving.drain(has_left, deadline)
+                    self.unreceived += [Unreceived(peer, False, header) for header in found]
         # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
         curve = self._security.data.mechanism == "CURVE"
         for sending in connected:
@@ -373,30 +378,6 @@ class ZmqPairs:
         for end in (*self._sending.values(), *self._receiving.values()):
             end.forget_keys()
         self._lent.clear()
-
-    def _find_unreceived(self) -> None:
-        """Take what was sent to this rank off the sockets; of a rank that has left, all of it."""
-        deadline = time.monotonic() + TIMES.linger_s
-        for (peer, channel), receiving in self._receiving.items():
-            if channel != _MESSAGES:
-                continue
-            known, is_over, source = receiving.sequence, False, receiving.socket
-            while (status := frames.skip(receiving.addresses[0], 0)) != records.CONTROL:
-                if status == records.DONE:
-                    header = wire.decode(receiving.record.received)
-                    # Not another frame of the same message.
-                    if header.epoch == self._of.epoch and header.sequence >= known:
-                        self.unreceived.append(Unreceived(peer, False, header))
-                        known = header.sequence + 1
-                    continue
-                if status != records.WAITING or is_over:
-                    break
-                source.read_events()
-                is_over = self._others.left(peer) is None or not source.has_visitors
-                is_over = is_over or time.monotonic() >= deadline
-                if not is_over:
-                    # Its goodbye, which comes last, is on the way.
-                    source.socket.poll(milliseconds(TIMES.ended_poll_s))
 
     def _say_goodbye(self, connected: Sequence[Sending], goodbye: bytes) -> None:
         """Send `goodbye` behind all messages, and wait until all has been written."""
@@ -412,13 +393,6 @@ class ZmqPairs:
         frame = np.frombuffer(wire.encode(header).tobytes() + goodbye, np.uint8)
         self._lent.append(frame)
         address = frame.__array_interface__["data"][0]
-        posted = [
-            sending
-            for sending in connected
-            if not sending.is_lost()
-            and frames.post(sending.addresses[0], 0, address, frame.size) == records.DONE
-        ]
+        posted = [sending for sending in connected if sending.post(address, frame.size)]
         for sending in posted:
-            assert sending.socket is not None
-            while sending.borrows and not sending.is_lost() and time.monotonic() < deadline:
-                sending.socket.read_events(wait_ms=1)
+            sending.flush(deadline)
