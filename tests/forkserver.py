@@ -110,8 +110,10 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
+        # Its parent, the server, may collect it at any moment.
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def _look(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
