@@ -12,7 +12,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringreduce.bootstrap.messages import Table
@@ -22,7 +22,7 @@ from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator.ends import Announced, Ends, open_ends
-from ringreduce.effects.recorder import Recorder
+from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, place
@@ -53,7 +53,7 @@ class Job:
         hosts, domains: by rank, the name of its host, and of the memory that it can share.
         standby: where this rank can be met again; `standbys`: each rank, empty for nowhere.
         highest_group: of the groups that this rank has taken part in forming.
-        recorders: of the sessions that are open, by their groups.
+        flight: this rank's flight record; None until the job's session has it.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Job:
     standby: Standby
     standbys: tuple[str, ...]
     highest_group: int = 0
-    recorders: dict[int, Recorder] = field(default_factory=dict)
+    flight: FlightFile | None = None
 
     def place(self, membership: Membership) -> Placement:
         """Which members share memory."""

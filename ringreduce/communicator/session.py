@@ -8,6 +8,7 @@ elsewhere. All end when the session is closed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -103,11 +104,8 @@ class Session:
         self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self.events = Events()
-        self._recorder = Recorder(config.rank, config.size, self.events)
-        self._recorder.group = membership.name
-        # One file a rank: that of the whole job.
-        is_job = membership.group == 0
-        self._flight = FlightFile(config if is_job else replace(config, log_dir=""), self._recorder)
+        self._recorder = Recorder(config.rank, config.size, self.events, membership)
+        self._flight = self._open_flight(job)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self.collectives: Collectives = SharedMemoryCollectives(None)
         self._job = job
@@ -127,20 +125,34 @@ class Session:
             except BaseException as error:
                 if self.failure is None:  # Else `_break` has dumped it.
                     self._record(error)
-                self._flight.close()
+                self._close_flight()
                 raise
         self._life.advance(State.OPEN)
         registry.opened.add(self)
 
+    def _open_flight(self, job: Job | None) -> FlightFile:
+        """The flight record of this rank, which is the whole job's."""
+        if self.membership.group == 0:
+            return FlightFile(self.config, self._recorder)
+        if job is None or job.flight is None:
+            return FlightFile(replace(self.config, log_dir=""), self._recorder)
+        job.flight.add(self._recorder)
+        return job.flight
+
+    def _close_flight(self) -> None:
+        if self.membership.group == 0:
+            self._flight.close()
+        else:
+            self._flight.remove(self._recorder)
+
     def _form(self, formed: Formed) -> None:
         self._job = formed.job
-        self._job.recorders[self.membership.group] = self._recorder
+        self._job.flight = self._flight
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory = formed.shares_memory
         if self.collectives.small is not None:
             self.collectives.small.record(self.events, "all_reduce")
-        self._flight.transport = formed.transport
-        self._flight.elsewhere = self._elsewhere
+        self._recorder.transport = formed.transport
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
         registry.formed.add(self)
         try:
@@ -151,7 +163,7 @@ class Session:
                     self.collectives,
                     self,
                     membership=self.membership,
-                    elsewhere=self._elsewhere,
+                    elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
                     pending=self.messages.pending,
                     patience=formed.patience,
                     link_timeout_s=self.config.link_timeout_s,
@@ -169,15 +181,6 @@ class Session:
             raise
         finally:
             formed.finish()
-
-    def _elsewhere(self) -> str:
-        """The call of another group that this process is in; empty for none."""
-        assert self._job is not None
-        for group, recorder in list(self._job.recorders.items()):
-            operation = recorder.standing().operation
-            if group != self.membership.group and operation is not None:
-                return f"{operation} of {recorder.group}"
-        return ""
 
     @property
     def failure(self) -> RingReduceError | None:
@@ -534,10 +537,8 @@ class Session:
                     _log.warning("[%d/%d] %s", self.config.rank, self.config.size, text)
             if self._watcher is not None:
                 self._watcher.join()
-            self._flight.close()
+            self._close_flight()
             registry.formed.discard(self)
-            if self._job is not None:
-                self._job.recorders.pop(self.membership.group, None)
             if self.size > 1:
                 _log.info(
                     "[%d/%d] ring closed after %s",

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,17 @@ from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
-from ringreduce.pure.flight import FORMAT, NAME_MAX, Dump, Failure, cut, encode_dump, file_name
+from ringreduce.pure.flight import (
+    FORMAT,
+    GROUPS_MAX,
+    NAME_MAX,
+    Dump,
+    Failure,
+    Group,
+    cut,
+    encode_dump,
+    file_name,
+)
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
 
@@ -31,20 +40,17 @@ _VERSIONS_OF = ("numpy", "numba", "zmq", "tensorflow", "keras")
 
 
 class FlightFile:
-    """The flight record's file of one communicator; does nothing without a `log_dir`.
+    """The flight record's file of one rank of a job; without a `log_dir` nothing is written.
 
-    Made in the main thread with a `log_dir`, it is also written on SIGUSR1, unless the program
-    handles that signal itself.
-
-    Attributes:
-        transport: how the ranks reach each other, once that is known.
-        elsewhere: returns the call of another group that this process is in; empty for none.
+    It holds what `recorder`, of the whole job's communicator, says, and those of its groups. Made
+    in the main thread with a `log_dir`, it is also written on SIGUSR1, unless the program handles
+    that signal itself.
     """
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
-        self.transport = "none"
-        self.elsewhere: Callable[[], str] = str
         self._config, self._recorder = config, recorder
+        # By numbers; those that broke stay.
+        self._groups: dict[int, Recorder] = {}
         self._process = os.getpid()
         # Several threads may dump at once: the latest record has to stay. Reentrant, since a signal
         # handler may dump within a dump; then the outer one, a moment older, stays.
@@ -53,6 +59,27 @@ class FlightFile:
         self._folder = Path(config.log_dir).absolute() if config.log_dir else None
         if self._folder is not None:
             listener.add(self)
+
+    def add(self, group: Recorder) -> None:
+        """Record a group too, from now on."""
+        self._groups[group.membership.group] = group
+
+    def remove(self, group: Recorder) -> None:
+        """Record a group that was closed only if it broke."""
+        if group.first_error is None:
+            self._groups.pop(group.membership.group, None)
+            return
+        broken = [each for each in self._groups.values() if each.first_error is not None]
+        for each in broken[:-GROUPS_MAX]:
+            self._groups.pop(each.membership.group, None)
+
+    def elsewhere(self, recorder: Recorder) -> str:
+        """The call that this rank is in beside those of `recorder`; empty for none."""
+        for other in (self._recorder, *list(self._groups.values())):
+            operation = other.standing().operation
+            if other is not recorder and operation is not None:
+                return f"{operation} of {other.membership.name}"
+        return ""
 
     def dump(self, why: str) -> None:
         """Replace the file, whole or not at all, in some milliseconds; from any thread.
@@ -78,9 +105,11 @@ class FlightFile:
             listener.remove(self)
 
     def _taken(self, why: str) -> Dump:
-        recorder = self._recorder
-        standing = recorder.standing()
         when, now = time.time(), time.monotonic()
+        groups = sorted(self._groups.values(), key=_importance)[-GROUPS_MAX:]
+        # In user code since the last call of all.
+        last_s = max(each.standing().since_s for each in (self._recorder, *groups))
+        part = self._part(self._recorder, when - now, last_s)
         return Dump(
             format=FORMAT,
             why=cut(why),
@@ -92,49 +121,72 @@ class FlightFile:
             pid=os.getpid(),
             job=cut(self._config.job_id, NAME_MAX),
             versions=_versions(),
-            transport=self.transport,
-            calls=standing.calls,
-            operation=standing.operation,
-            nbytes=standing.nbytes,
-            since=when - (now - standing.since_s),
-            pending=self._pending(),
-            failure=self._failure(when - now),
-            peers=self._peers(),
-            entries=recorder.entries(),
             stacks=stacks(asking=(__file__, signals.__file__), unless=listener.thread),
+            groups=[
+                Group(
+                    number=each.membership.group,
+                    epoch=each.membership.epoch,
+                    members=list(each.membership.members),
+                    **self._part(each, when - now, last_s),
+                )
+                for each in groups
+            ],
+            **part,
         )
 
-    def _failure(self, wall: float) -> Failure | None:
-        first_error = self._recorder.first_error
-        if first_error is None:
-            return None
-        error = first_error.error
-        failure = Failure(
-            kind=type(error).__name__,
-            text=cut(str(error)),
-            when=wall + first_error.when_s,
-            standing=first_error.standing.operation,
-            trace=trace(error),
-        )
-        if isinstance(error, RingReduceError):
-            failure.peer, failure.origin = error.peer, error.origin
-            failure.operation, failure.sequence = error.operation, error.sequence
-            failure.step = error.step
-        return failure
+    def _part(self, recorder: Recorder, wall: float, last_s: float) -> dict[str, Any]:
+        """What `Dump` and `Group` have both; `wall` turns times into seconds since the epoch."""
+        standing = recorder.standing()
+        return {
+            "transport": recorder.transport,
+            "calls": standing.calls,
+            "operation": standing.operation,
+            "nbytes": standing.nbytes,
+            "since": wall + (last_s if standing.operation is None else standing.since_s),
+            "pending": self._pending(recorder),
+            "failure": _failure(recorder, wall),
+            "peers": _peers(recorder),
+            "entries": recorder.entries(),
+        }
 
-    def _pending(self) -> str | None:
-        pending = None if self._recorder.pending is None else self._recorder.pending()
-        return (self.elsewhere() or None) if pending is None else pending.describe()
+    def _pending(self, recorder: Recorder) -> str | None:
+        pending = None if recorder.pending is None else recorder.pending()
+        return (self.elsewhere(recorder) or None) if pending is None else pending.describe()
 
-    def _peers(self) -> list[dict[str, Any]]:
-        peers = self._recorder.peers
-        if peers is None:
-            return []
-        try:
-            return peers()
-        except Exception as error:  # Half a record is better than none.
-            _log.warning("could not ask for what other ranks did: %s", error)
-            return []
+
+def _importance(recorder: Recorder) -> tuple[bool, float]:
+    """Groups that broke come last, then those used last."""
+    return recorder.first_error is not None, recorder.standing().since_s
+
+
+def _failure(recorder: Recorder, wall: float) -> Failure | None:
+    first_error = recorder.first_error
+    if first_error is None:
+        return None
+    error = first_error.error
+    failure = Failure(
+        kind=type(error).__name__,
+        text=cut(str(error)),
+        when=wall + first_error.when_s,
+        standing=first_error.standing.operation,
+        trace=trace(error),
+    )
+    if isinstance(error, RingReduceError):
+        failure.peer, failure.origin = error.peer, error.origin
+        failure.operation, failure.sequence = error.operation, error.sequence
+        failure.step = error.step
+    return failure
+
+
+def _peers(recorder: Recorder) -> list[dict[str, Any]]:
+    peers = recorder.peers
+    if peers is None:
+        return []
+    try:
+        return peers()
+    except Exception as error:  # Half a record is better than none.
+        _log.warning("could not ask for what other ranks did: %s", error)
+        return []
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ringreduce.effects.events import Events
 from ringreduce.pure.flight import NAME_MAX, Call, cut
 from ringreduce.pure.liveness import Standing
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
 from ringreduce.pure.spans import CALLS_KEPT
 
@@ -31,8 +32,9 @@ class Recorder:
 
     Attributes:
         events: which it reads.
+        membership: who is in the communicator.
+        transport: how they reach each other, once that is known.
         first_error: None while the communicator works.
-        group: what messages call the communicator.
         peers: set once there is a watcher: returns what was last known of each rank, a dictionary
             with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
             ``since_s`` (seconds it had been there), ``pending`` (the send or recv that it waited
@@ -40,10 +42,10 @@ class Recorder:
         pending: set with `peers`: returns the send or recv that this rank waits in; None for none.
     """
 
-    def __init__(self, rank: int, size: int, events: Events) -> None:
+    def __init__(self, rank: int, size: int, events: Events, membership: Membership) -> None:
         self.rank, self.size = rank, size
+        self.membership, self.transport = membership, "none"
         self.first_error: FirstError | None = None
-        self.group = ""
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
         self.pending: Callable[[], Pending | None] | None = None
         self.events = events

@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import msgspec
 
 # Incremented by every change that an older reader would misunderstand.
-FORMAT = 1
+FORMAT = 2
 
 # A dump with every list at its limit stays below this.
 FILE_BYTES_MAX = 1 << 24
+# Those that broke, and those used last.
+GROUPS_MAX = 16
 TEXT_MAX = 4096
 NAME_MAX = 512
 FRAMES_MAX = 48
@@ -76,13 +78,37 @@ class Stack(msgspec.Struct):
     frames: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)]
 
 
+class Group(msgspec.Struct):
+    """A rank's part in one group; fields mean what they do in `Dump`, for this group alone.
+
+    Attributes:
+        number, epoch, members: as in `Membership`.
+    """
+
+    number: _Count
+    epoch: _Count
+    members: Annotated[list[_Rank], msgspec.Meta(min_length=1, max_length=1 << 20)]
+    transport: _Name
+    calls: _Count
+    operation: _Name | None
+    nbytes: _Count
+    since: _Time
+    pending: _Name | None = None
+    failure: Failure | None = None
+    peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
+    entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
+
+
 class Dump(msgspec.Struct):
     """One rank's flight record. Times are in seconds since the epoch; `iso` is `when` for people.
+
+    Calls, failure and peers are those of the whole job's communicator; `groups` has the others'.
 
     Attributes:
         why: what it was written for.
         job: the job's id, which tells records of several jobs apart.
-        calls, operation, nbytes, since: as in `Standing`.
+        calls, operation, nbytes, since: as in `Standing`; in user code, `since` is when the last
+            call of any group ended.
         pending: the send or recv that it waits in, or the call of a group, beside its collectives.
         failure: None while the communicator works.
         peers: what was last known of other ranks; see `Recorder.peers`.
@@ -109,6 +135,7 @@ class Dump(msgspec.Struct):
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
+    groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []
 
 
 def cut(text: str, length: int = TEXT_MAX) -> str:
@@ -147,6 +174,9 @@ def decode_dump(data: bytes) -> Dump:
         raise ValueError(f"truncated or not JSON: {error}") from error
     if dump.rank >= dump.size:
         raise ValueError(f"rank {dump.rank} of {dump.size}")
+    for group in dump.groups:
+        if dump.rank not in group.members or max(group.members) >= dump.size:
+            raise ValueError(f"rank {dump.rank} of {dump.size} in a group without it, or too large")
     return dump
 
 

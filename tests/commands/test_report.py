@@ -18,10 +18,12 @@ from ringreduce.commands.report.verdict import Verdict, judge, those
 from ringreduce.commands.report.view import show
 from ringreduce.pure.flight import (
     FILE_BYTES_MAX,
+    FORMAT,
     Call,
     Dump,
     Failure,
     Frame,
+    Group,
     Stack,
     decode_dump,
     encode_dump,
@@ -37,7 +39,7 @@ INSIDE = Frame("/x/ringreduce/ringreduce/communicator/communicator.py", 400, "_c
 def dump(rank: int, size: int = 4, calls: int = 17, **fields: Any) -> Dump:
     """A rank in user code for 20 s after `calls` calls, unless `fields` say otherwise."""
     defaults: dict[str, Any] = {
-        "format": 1,
+        "format": FORMAT,
         "why": "SIGUSR1",
         "when": NOW,
         "iso": "2027-01-15T08:00:00+00:00",
@@ -66,6 +68,8 @@ def failed(
     after_s: float = 0.0,
     calls: int = 17,
     nbytes: int = 4096,
+    groups: list[Group] | None = None,
+    since: float = NOW - 20,
     **failure: Any,
 ) -> Dump:
     """A rank that failed `after_s` after the first, in all_reduce unless `standing` is given."""
@@ -79,6 +83,8 @@ def failed(
         calls=calls,
         failure=Failure(kind=kind, when=NOW - 10 + after_s, **failure),
         entries=entries,
+        groups=groups or [],
+        since=since,
     )
 
 
@@ -92,6 +98,13 @@ def timed_out(rank: int, peer: int, **fields: Any) -> Dump:
 
 def verdict(*dumps: Dump, size: int = 4, **fields: Any) -> Verdict:
     return judge(Records(size, {d.rank: d for d in dumps}, **fields))
+
+
+def part(of: Dump, members: list[int], number: int = 1) -> Group:
+    """What `of` says, as that of a group."""
+    names = {*Group.__struct_fields__} & {*Dump.__struct_fields__}
+    fields = {name: getattr(of, name) for name in names}
+    return Group(number=number, epoch=0, members=members, **fields)
 
 
 # --- A rank's own error -----------------------------------------------------------------------
@@ -380,11 +393,11 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (b"", "truncated or not JSON"),
         (encode_dump(dump(1))[:-20], "truncated or not JSON"),
         (b"\x00\xff" * 100, "truncated or not JSON"),
-        (b'{"format": 1, "peers": ' + b"[" * 100_000, "truncated or not JSON"),
+        (b'{"format": 2, "peers": ' + b"[" * 100_000, "truncated or not JSON"),
         (b"[]", "no flight record"),
         (b"{}", "no flight record"),
-        (b'{"format": 2}', "format 2"),
-        (b'{"format": 1, "rank": 1}', "no flight record"),
+        (b'{"format": 1}', "format 1"),
+        (b'{"format": 2, "rank": 1}', "no flight record"),
         (encode_dump(dump(1, calls=-1)), "no flight record"),
         (encode_dump(dump(1, why="x" * 5000)), "no flight record"),
         (encode_dump(dump(1, when=1e300)), "no flight record"),
@@ -393,6 +406,8 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         (encode_dump(dump(1, versions=["3"])), "no flight record"),
         (encode_dump(dump(7)), "rank 7 of 4"),
         (encode_dump(dump(2)), "it speaks of rank 2"),
+        (encode_dump(dump(1, groups=[part(dump(1), [0, 2])])), "in a group without it"),
+        (encode_dump(dump(1, groups=[part(dump(1), [1, 4])])), "or too large"),
         (b" " * (FILE_BYTES_MAX + 1), "more than"),
     ],
 )
@@ -452,6 +467,88 @@ def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
         read_records(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder"):
         read_records(tmp_path / "none")
+
+
+# --- Groups -----------------------------------------------------------------------------------
+
+
+def test_the_group_that_broke_first_is_explained() -> None:
+    """Its ranks end with that error, which the job's ring has from them, later."""
+    ended = {"standing": None, "after_s": 1.0, "kind": "MismatchError"}
+    dumps = [
+        failed(
+            rank, **ended, groups=[part(failed(rank, "MismatchError", peer=peer, calls=5), ours)]
+        )
+        for rank, peer, ours in ((0, 2, [0, 2]), (2, 0, [0, 2]))
+    ]
+    dumps += [
+        lost(rank, 0, after_s=2.0, groups=[part(waiting(rank), [1, 3], 2)]) for rank in (1, 3)
+    ]
+    found = verdict(*dumps)
+    assert found.culprits == (0, 2)
+    assert found.text.startswith(
+        "In the group of ranks 0 and 2, ranks 0 and 2 disagree with each other. MismatchError: "
+    )
+
+
+def test_an_exception_of_the_program_goes_before_what_it_broke_in_a_group() -> None:
+    in_group = part(lost(0, 1, after_s=-1.0), [0, 1])
+    raised = failed(1, "ValueError", standing=None, text="no such shard")
+    found = verdict(lost(0, 1, groups=[in_group], after_s=0.5), raised, size=2)
+    assert found.culprits == (1,)
+    assert found.text.startswith("Rank 1 is the culprit: its own error came first, in user code")
+
+
+def test_a_killed_rank_is_named_in_its_group() -> None:
+    dumps = [
+        dump(rank, groups=[part(lost(rank, 3), [2, 3])] if rank == 2 else []) for rank in range(3)
+    ]
+    found = verdict(*dumps)
+    assert found.culprits == (3,)
+    assert found.text.startswith(
+        "In the group of ranks 2 and 3, rank 3 is the culprit: rank 2 lost it, and it left no "
+    )
+
+
+def test_a_rank_whose_call_in_a_group_has_just_failed_is_not_said_to_be_in_user_code() -> None:
+    in_group = part(lost(0, 2), [0, 2])
+    ended_s = in_group.entries[0].started + in_group.entries[0].seconds
+    told = {"standing": None, "origin": 1}
+    just = lost(0, 2, **told, since=ended_s, groups=[in_group])
+    assert "Rank 0 stood in all_reduce of the group of ranks 0 and 2, which failed, after 17" in (
+        verdict(just, lost(1, 2), size=3).text
+    )
+    later = lost(0, 2, **told, since=ended_s + 1, groups=[in_group])
+    assert "Rank 0 stood in user code after 17" in verdict(later, lost(1, 2), size=3).text
+
+
+def test_a_rank_that_holds_up_a_group_is_found_where_nothing_has_failed() -> None:
+    """Rank 1 keeps rank 0 waiting in the job, and is itself kept waiting by rank 2 in a group."""
+    held = part(waiting(1, calls=3), [1, 2])
+    asleep = dump(2, groups=[part(dump(2, calls=3), [1, 2])])
+    found = verdict(waiting(0), dump(1, groups=[held]), asleep, size=3)
+    assert found.culprits == (2,)
+    assert found.text.startswith(
+        "In the group of ranks 1 and 2, rank 2 is the culprit: it was in user code for 20.0 s"
+    )
+
+
+def test_a_rank_that_has_closed_a_group_is_in_user_code_for_it() -> None:
+    found = verdict(dump(0, groups=[part(waiting(0, calls=2), [0, 1])]), dump(1), size=2)
+    assert found.culprits == (1,)
+    assert "while rank 0 waits in all_reduce #2 for 20.0 s" in found.text
+
+
+def test_groups_at_rest_are_not_shown_others_are() -> None:
+    busy, idle = part(waiting(0), [0, 1]), part(dump(0), [0, 2], 2)
+    lines = shown(Records(3, {0: dump(0, groups=[busy, idle]), 1: dump(1), 2: dump(2)}))
+    assert "The whole job:" in lines
+    assert [line.rstrip() for line in lines[-4:]] == [
+        "The group of ranks 0 and 1:",
+        "rank  calls  state",
+        "   0     17  in all_reduce #17 for 20.0 s",
+        "   1      0  in user code for 20.0 s, at train.py:12",
+    ]
 
 
 # --- What is shown ----------------------------------------------------------------------------

@@ -19,11 +19,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringreduce import Communicator, Config, MismatchError, RendezvousError, RingReduceError
+from ringreduce import (
+    Communicator,
+    Config,
+    MismatchError,
+    PeerLostError,
+    RendezvousError,
+    RingReduceError,
+)
+from ringreduce.commands.report.records import read_records
+from ringreduce.commands.report.verdict import judge
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
-from ringreduce.pure.flight import Dump, decode_dump, file_name
+from ringreduce.pure.flight import GROUPS_MAX, Dump, decode_dump, file_name
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.testing import ring_of_threads
 from tests.processes import Process, clean_environment, wait_until
 
@@ -40,9 +50,12 @@ def read(directory: Path, rank: int = 0) -> Dump:
 
 
 @contextlib.contextmanager
-def flight_file(directory: Path, recorder: Recorder | None = None) -> Iterator[FlightFile]:
-    file = FlightFile(Config(log_dir=str(directory)), recorder or Recorder(0, 1, Events()))
-    with contextlib.closing(file):
+def flight_file(
+    directory: Path, recorder: Recorder | None = None, size: int = 1
+) -> Iterator[FlightFile]:
+    config = Config(size=size, rendezvous="127.0.0.1:1", log_dir=str(directory))
+    recorder = recorder or Recorder(0, size, Events(), whole(size))
+    with contextlib.closing(FlightFile(config, recorder)) as file:
         yield file
 
 
@@ -73,12 +86,79 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert dump.transport != "none"
 
 
-def test_a_call_of_a_group_is_recorded_beside_those_of_the_job(tmp_path: Path) -> None:
-    with flight_file(tmp_path) as file:
-        for where in ("", "all_reduce of the group of ranks 2 and 3"):
-            file.elsewhere = lambda where=where: where
-            file.dump("asked")
-            assert read(tmp_path).pending == (where or None)
+def in_group(number: int) -> Recorder:
+    return Recorder(0, 4, Events(), Membership((0, 3), number))
+
+
+def test_a_call_of_a_group_is_recorded_with_those_of_the_job(tmp_path: Path) -> None:
+    with flight_file(tmp_path, size=4) as file:
+        group = in_group(1)
+        file.add(group)
+        group.events.begin("all_reduce", 80)
+        file.dump("asked")
+        dump = read(tmp_path)
+        assert dump.pending == "all_reduce of the group of ranks 0 and 3"
+        [part] = dump.groups
+        assert (part.number, part.members, part.operation, part.nbytes) == (
+            *(1, [0, 3], "all_reduce", 80),
+        )
+        group.events.end()
+        file.dump("asked")
+        dump = read(tmp_path)
+        assert dump.pending is None
+        assert [call.operation for call in dump.groups[0].entries] == ["all_reduce"]
+        # In user code since that call, not since the last one of the job.
+        ended = dump.groups[0].entries[0]
+        assert dump.since == dump.groups[0].since >= ended.started
+
+
+def test_a_closed_group_is_recorded_only_if_it_broke(tmp_path: Path) -> None:
+    with flight_file(tmp_path, size=4) as file:
+        for number in range(3):
+            group = in_group(number + 1)
+            file.add(group)
+            if number == 1:
+                group.fail(PeerLostError("lost rank 3", peer=3))
+            if number < 2:
+                file.remove(group)
+        file.dump("asked")
+    dump = read(tmp_path)
+    assert [part.number for part in dump.groups] == [3, 2]
+    assert dump.groups[1].failure is not None
+    assert dump.groups[1].failure.peer == 3
+
+
+def test_the_groups_that_broke_and_those_used_last_are_kept(tmp_path: Path) -> None:
+    with flight_file(tmp_path, size=4) as file:
+        for number in range(2 * GROUPS_MAX):
+            group = in_group(number + 1)
+            file.add(group)
+            if number == 0:
+                group.fail(PeerLostError("lost rank 3", peer=3))
+        file.dump("asked")
+    numbers = [part.number for part in read(tmp_path).groups]
+    assert numbers == [*range(GROUPS_MAX + 2, 2 * GROUPS_MAX + 1), 1]
+
+
+def test_a_group_that_breaks_leaves_a_record_on_its_ranks(tmp_path: Path) -> None:
+    def work(communicator):
+        group = communicator.split(communicator.rank % 2)
+        if communicator.rank % 2 == 0:
+            with pytest.raises(MismatchError):
+                group.all_reduce(np.ones(4 + communicator.rank, np.float32))
+        communicator.barrier()
+
+    ring_of_threads(3, work, log_dir=str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {file_name(0), file_name(2)}
+    for rank in (0, 2):
+        dump = read(tmp_path, rank)
+        [group] = dump.groups
+        assert (dump.failure, group.members) == (None, [0, 2])
+        assert group.failure is not None
+        assert dump.why == f"MismatchError: {group.failure.text}"
+        assert [call.operation for call in group.entries] == ["barrier", "all_reduce"]
+        assert group.entries[-1].error == dump.why
+    assert judge(read_records(tmp_path)).culprits == (0, 2)
 
 
 def test_stacks_show_where_user_code_is(tmp_path: Path) -> None:
@@ -113,7 +193,7 @@ def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
         else:
             file.dump("y" * 100_000)
 
-    recorder = Recorder(0, 1, Events())
+    recorder = Recorder(0, 1, Events(), whole(1))
     recorder.events.begin("barrier", 0)
     recorder.fail(ValueError("x" * 100_000))
     with flight_file(tmp_path, recorder) as file:
@@ -125,7 +205,7 @@ def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
 
 
 def test_what_is_known_of_peers_is_asked_for(tmp_path: Path) -> None:
-    recorder = Recorder(0, 1, Events())
+    recorder = Recorder(0, 1, Events(), whole(1))
     recorder.peers = lambda: [{"rank": 1, "calls": 3, "operation": None, "what": object}]
     with flight_file(tmp_path, recorder) as file:
         file.dump("asked")
@@ -133,7 +213,7 @@ def test_what_is_known_of_peers_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_peers_that_cannot_be_asked_do_not_prevent_the_record(tmp_path: Path) -> None:
-    recorder = Recorder(0, 1, Events())
+    recorder = Recorder(0, 1, Events(), whole(1))
     recorder.peers = lambda: 1 / 0  # type: ignore[assignment, return-value]
     with flight_file(tmp_path, recorder) as file:
         file.dump("asked")
@@ -171,7 +251,7 @@ def test_a_record_is_json_that_anybody_can_read(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    FlightFile(Config(), Recorder(0, 1, Events())).dump("asked")
+    FlightFile(Config(), Recorder(0, 1, Events(), whole(1))).dump("asked")
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 

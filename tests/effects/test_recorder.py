@@ -11,6 +11,7 @@ import pytest
 from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.liveness import Standing
+from ringreduce.pure.membership import whole
 from ringreduce.pure.spans import CALLS_KEPT
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError
@@ -18,7 +19,7 @@ from ringreduce.vocabulary.errors import MismatchError, PeerLostError
 
 def recorded(calls: int) -> Recorder:
     """A recorder that has seen so many calls."""
-    recorder = Recorder(0, 2, Events())
+    recorder = Recorder(0, 2, Events(), whole(2))
     for number in range(calls):
         recorder.events.begin("all_reduce", number)
         recorder.events.end()
@@ -46,7 +47,7 @@ def test_a_call_that_runs_is_the_last_entry_and_has_no_seconds_yet() -> None:
 
 
 def test_times_are_those_of_the_call() -> None:
-    recorder = Recorder(0, 2, Events())
+    recorder = Recorder(0, 2, Events(), whole(2))
     before = time.time(), time.monotonic()
     recorder.events.begin("barrier", 0)
     recorder.events.end()
@@ -155,7 +156,7 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
 
 def test_beginning_and_ending_cost_little_beside_a_small_collective() -> None:
     """About 0.4 us where it was measured; a small collective takes 4 us in shared memory."""
-    recorder = Recorder(0, 2, Events())
+    recorder = Recorder(0, 2, Events(), whole(2))
 
     def one_round() -> float:
         started = time.perf_counter()

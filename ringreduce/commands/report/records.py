@@ -3,37 +3,81 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ringreduce.commands.launch.tracebacks import last_words
-from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, decode_dump
+from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump
+from ringreduce.pure.membership import Membership
 from ringreduce.vocabulary.errors import ConfigError
 
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
 _LOG_TAIL_BYTES = 1 << 14
+# What a dump says of the whole job and of each group.
+_PARTS = sorted({*Group.__struct_fields__} & {*Dump.__struct_fields__})
 
 
 @dataclass(frozen=True)
 class Records:
-    """The flight records of one job of `size` ranks.
+    """The flight records of one job of `size` ranks, or what they say of one of its groups.
 
     Attributes:
         dumps: by rank; ranks without a readable record are absent.
         skipped: file names, and why they were not used.
         log_tails: what the log of each rank without a record ends with.
+        group: None: of the whole job.
     """
 
     size: int
     dumps: Mapping[int, Dump]
     skipped: Mapping[str, str] = field(default_factory=dict)
     log_tails: Mapping[int, str] = field(default_factory=dict)
+    group: Membership | None = None
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that take part."""
+        return range(self.size) if self.group is None else sorted(self.group.members)
 
     @property
     def missing(self) -> list[int]:
         """Ranks without a readable record."""
-        return [rank for rank in range(self.size) if rank not in self.dumps]
+        return [rank for rank in self.ranks if rank not in self.dumps]
+
+    def groups(self) -> list[Records]:
+        """The same of each group that a record has, in the order in which they were formed."""
+        found = {membership_of(each) for dump in self.dumps.values() for each in dump.groups}
+        return [
+            self._of_group(each)
+            for each in sorted(found, key=lambda g: (g.epoch, g.group, g.members))
+        ]
+
+    def _of_group(self, group: Membership) -> Records:
+        dumps = {
+            rank: _in_group(dump, group)
+            for rank, dump in self.dumps.items()
+            if rank in group.members
+        }
+        return replace(self, dumps=dumps, group=group)
+
+
+def membership_of(group: Group) -> Membership:
+    """Who is in the group of a record."""
+    return Membership(tuple(group.members), group.number, group.epoch)
+
+
+def _in_group(dump: Dump, group: Membership) -> Dump:
+    """What a rank's record says of a group; of one that it has closed, that it is in user code."""
+    part = next((each for each in dump.groups if membership_of(each) == group), None)
+    if part is None:
+        fields: dict[str, Any] = {"calls": 0, "operation": None, "nbytes": 0, "entries": []}
+        return msgspec.structs.replace(dump, failure=None, groups=[], **fields)
+    fields = {name: getattr(part, name) for name in _PARTS}
+    return msgspec.structs.replace(dump, groups=[], **fields)
 
 
 def read_records(folder: Path) -> Records:

@@ -4,36 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import PurePath
 
-from ringreduce.commands.report.records import Records, clean, shorten
+from ringreduce.commands.report.records import Records, clean, membership_of, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
 
 # Ranks of a job at work are in different calls too; only one in its call this long hangs.
 _STILL_S = 1.0
+# Two readings of one time differ less.
+_SAME_S = 1e-3
 _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The culprits (one rank, those that disagree, or none), and a paragraph that explains it."""
+    """The culprits (one rank, those that disagree, or none), and a paragraph that explains it.
+
+    Attributes:
+        of: the records that show it: the job's, or those of the group in which it began.
+    """
 
     culprits: tuple[int, ...]
     text: str
+    of: Records
 
 
 def judge(records: Records) -> Verdict:
     """Find the culprit and word the paragraph."""
-    facts = [_facts_of(dump) for dump in records.dumps.values()]
-    finding = find_culprit(facts, unknown=records.missing, still_s=_STILL_S)
-    why = _capital(_WORDS[finding.reason](records, finding))
+    shown, finding = _first_cause(records)
+    why = _WORDS[finding.reason](shown, finding)
+    if shown.group is not None:
+        why = f"in {shown.group.name}, {why}"
     done = {*finding.culprits} | (
         {*finding.witnesses} if finding.reason in _PLACES_WITNESSES else set()
     )
-    rest = _standings(records, [rank for rank in range(records.size) if rank not in done])
-    return Verdict(finding.culprits, f"{why} {rest}".rstrip())
+    rest = _standings(shown, [rank for rank in shown.ranks if rank not in done])
+    return Verdict(finding.culprits, f"{_capital(why)} {rest}".rstrip(), shown)
+
+
+def _first_cause(records: Records) -> tuple[Records, Finding]:
+    """The job or the group in which it began, and what is found there.
+
+    A group that breaks makes its ranks leave the job, and breaks other groups by that. A rank that
+    holds one up may be held up itself, in a call of another.
+    """
+    parts = [records, *records.groups()]
+    found = [(part, _find(part)) for part in parts]
+    failed = [each for each in found if _failed_s(each[0]) < inf]
+    if failed:
+        return min(
+            failed, key=lambda each: (each[1].reason is not Reason.OWN_ERROR, _failed_s(each[0]))
+        )
+    found = [each for each in found if each[1].culprits] or found[:1]
+    waiting = {
+        rank for part in parts for rank, dump in part.dumps.items() if dump.operation is not None
+    }
+    return next((each for each in found if not waiting & {*each[1].culprits}), found[0])
+
+
+def _find(records: Records) -> Finding:
+    facts = [_facts_of(dump) for dump in records.dumps.values()]
+    return find_culprit(facts, unknown=records.missing, still_s=_STILL_S)
+
+
+def _failed_s(records: Records) -> float:
+    """When the first rank failed."""
+    failures = [dump.failure for dump in records.dumps.values()]
+    return min((failure.when for failure in failures if failure is not None), default=inf)
 
 
 def _facts_of(dump: Dump) -> Facts:
@@ -197,8 +237,17 @@ def _standings(records: Records, ranks: Sequence[int]) -> str:
 
 
 def _outside(dump: Dump) -> str:
-    """Where a rank stands that is in no collective."""
-    return "user code" if dump.pending is None else f"{clean(dump.pending)},"
+    """Where a rank stands that is in no collective of its communicator."""
+    if dump.pending is not None:
+        return f"{clean(dump.pending)},"
+    for group in dump.groups:
+        last = group.entries[-1] if group.entries else None
+        if last is None or last.error is None or last.seconds is None:
+            continue
+        # Nothing has ended after that call, so its error is what the rank deals with.
+        if abs(last.started + last.seconds - dump.since) < _SAME_S:
+            return f"{clean(last.operation)} of {membership_of(group).name}, which failed,"
+    return "user code"
 
 
 def _call_of(dump: Dump) -> str | None:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringreduce.commands.report.records import Records, clean, shorten
-from ringreduce.commands.report.verdict import judge, state_of
+from ringreduce.commands.report.verdict import Verdict, judge, state_of
 from ringreduce.vocabulary.config import color_wanted
 
 # Limits the table if one record is left of thousands, or a record's job size is wrong.
@@ -19,7 +19,23 @@ def show(records: Records, console: Console | None = None) -> None:
     console = console or Console(highlight=False, no_color=not color_wanted())
     verdict = judge(records)
     console.print(Text(verdict.text))
-    console.print()
+    # The whole job, and the groups that say more than that they were at rest.
+    parts = [each for each in records.groups() if each == verdict.of or _is_in_use(each)]
+    for part in (records, *parts):
+        console.print()
+        if parts:
+            name = "the whole job" if part.group is None else part.group.name
+            console.print(Text(f"{name[:1].upper()}{name[1:]}:"))
+        _show_table(part, verdict, console)
+    for name, why in records.skipped.items():
+        console.print(Text(f"skipped {name}: {why}"))
+
+
+def _is_in_use(records: Records) -> bool:
+    return any(dump.failure or dump.operation for dump in records.dumps.values())
+
+
+def _show_table(records: Records, verdict: Verdict, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("rank", justify="right")
     table.add_column("calls", justify="right")
@@ -40,8 +56,6 @@ def show(records: Records, console: Console | None = None) -> None:
         # As Text, so that brackets from a file are not markup.
         table.add_row(*map(Text, cells[: 4 if has_errors else 3]), style=style)
     console.print(table)
-    hidden = records.size - table.row_count
+    hidden = len(records.ranks) - table.row_count
     if hidden:
         console.print(Text(f"and {hidden} more ranks without a record"))
-    for name, why in records.skipped.items():
-        console.print(Text(f"skipped {name}: {why}"))
