@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,12 +48,12 @@ def run(
     report.describe(header, f"{workers} ranks")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows")
-        command = [
-            *(sys.executable, "-m", "bench.worker", collective, "--dtype", dtype, "--op", op),
+        arguments = [
+            *("-m", "bench.worker", collective, "--dtype", dtype, "--op", op),
             *("--warmup", str(warmup), "--rows", str(file), "--sizes", *map(str, size_range)),
             *(["--registered"] if registered else []),
         ]
-        code = supervisor.run(command, workers, transport=transport)
+        code = supervisor.run(arguments, workers, transport=transport)
         if code:
             return code
         rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.turns import TURN_TIMEOUT_S, Process
-from ringreduce.commands.launch.supervisor import default_threads
+from ringreduce.commands.launch.local import default_threads
 from ringreduce.effects import native
 from ringreduce.vocabulary.config import Config, worker_environment
 

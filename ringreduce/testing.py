@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -109,9 +108,7 @@ def ring_of_processes(
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
     """
     output, errors = io.StringIO(), io.StringIO()
-    code = supervisor.run(
-        [sys.executable, *arguments], size, timeout_s=timeout_s, stdout=output, stderr=errors
-    )
+    code = supervisor.run(arguments, size, timeout_s=timeout_s, stdout=output, stderr=errors)
     return JobResult(code, output.getvalue(), errors.getvalue())
 
 

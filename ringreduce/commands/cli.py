@@ -14,8 +14,16 @@ from ringreduce._version import __version__
 from ringreduce.commands.launch import supervisor
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
-from ringreduce.commands.launch.program import worker_command
-from ringreduce.vocabulary.config import SETTINGS, Config, log_dir_wanted
+from ringreduce.commands.launch.hosts import Host, parse_hosts, share_out
+from ringreduce.commands.launch.program import check_program
+from ringreduce.commands.launch.spread import read_hostfile, spread_over
+from ringreduce.vocabulary.config import (
+    SETTINGS,
+    Config,
+    chosen_variables,
+    forwarded_environment,
+    log_dir_wanted,
+)
 from ringreduce.vocabulary.errors import RingReduceError
 
 app = typer.Typer(
@@ -23,6 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel training over a ring of processes.",
 )
+
+
+_SEVERAL_HOSTS = "Several hosts"
 
 
 def _number(metavar: str, least: int, help: str, *flags: str, default: str | None = None) -> Any:
@@ -92,7 +103,7 @@ def _root(
 @app.command(
     context_settings={"allow_interspersed_args": False},
     no_args_is_help=True,
-    help="Run a script as N workers on this host that form a ring.\n\n"
+    help="Run a script as N workers that form a ring, on this host or on several.\n\n"
     "Every line they print begins with the rank that wrote it. When one fails, all are stopped, "
     "and the first failure in time is shown and gives the exit code.",
 )
@@ -101,7 +112,33 @@ def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")
     ] = None,
-    workers: Annotated[int, _number("N", 1, "Workers to start.", "-n", "--workers")] = 1,
+    workers: Annotated[
+        int | None,
+        _number(
+            "N", 1, "Workers to start.", "-n", "--workers", default="1, or all slots of the hosts"
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "-H",
+            "--hosts",
+            help="Hosts, and how many workers each has. They are reached by ssh, and have the same "
+            "folder, Python and ringreduce.",
+            metavar="HOST:SLOTS,...",
+            show_default="this one",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a host on each line, as HOST slots=N or HOST:N.",
+            metavar="FILE",
+            show_default="none",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
@@ -153,13 +190,65 @@ def run(
         ),
     ] = None,
     encryption: Annotated[str | None, _setting("encryption")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A variable for the workers; NAME alone: as it is here. Other hosts get those of "
+            "ringreduce, and PYTHONPATH, in any case.",
+            metavar="NAME=VALUE",
+            show_default="none",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the ranks meet: an address of the first host that all hosts reach, with or "
+            "without a port.",
+            metavar="HOST:PORT",
+            show_default="the first host's name, any free port",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
+    ssh: Annotated[
+        str,
+        typer.Option(
+            help="The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
+            metavar="COMMAND",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = "ssh",
+    python: Annotated[
+        str,
+        typer.Option(
+            help="Python on the hosts.",
+            metavar="PROGRAM",
+            show_default="this one's path",
+            rich_help_panel=_SEVERAL_HOSTS,
+        ),
+    ] = sys.executable,
 ) -> None:
     """Start the workers, and leave with the job's exit code."""
-    if stdin is not None and stdin >= workers:
-        raise typer.BadParameter(f"{stdin}; accepted: 0 to {workers - 1}", param_hint="--stdin")
+    program = ["-m"] * module + [script, *(arguments or [])]
+    spread = None
+    if hosts is not None or hostfile is not None:
+        if stdin is not None:
+            raise typer.BadParameter("only on one host, without -H", param_hint="--stdin")
+        found = _hosts(hosts, hostfile)
+        spread = spread_over(share_out(found, workers), ssh, python, rendezvous)
+        size = spread.size
+        variables = forwarded_environment(env or ())
+    else:
+        check_program(program)
+        size = workers or 1
+        variables = chosen_variables(env or ())
+    if stdin is not None and stdin >= size:
+        raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
     code = supervisor.run(
-        worker_command([script, *(arguments or [])], is_module=module),
-        workers,
+        program,
+        size,
+        spread=spread,
+        variables=variables,
         threads=threads_per_worker,
         max_restarts=max_restarts,
         output=output,
@@ -172,6 +261,13 @@ def run(
         encryption=encryption,
     )
     raise typer.Exit(code)
+
+
+def _hosts(names: str | None, file: Path | None) -> list[Host]:
+    """The hosts of -H or of --hostfile."""
+    if names is not None and file is not None:
+        raise typer.BadParameter("give it or --hostfile, not both", param_hint="-H")
+    return read_hostfile(file) if file is not None else parse_hosts(names or "")
 
 
 @app.command(

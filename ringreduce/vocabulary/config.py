@@ -25,6 +25,9 @@ from ringreduce.vocabulary.times import Times
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
 
 
+_SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
+
+
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
     """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, for tests. ConfigError unless 0.01..100."""
     text = (os.environ if environment is None else environment).get("RINGREDUCE_TIME_SCALE", "1")
@@ -337,6 +340,7 @@ def worker_environment(
     threads: int,
     *,
     decided: Collection[str] = (),
+    variables: Mapping[str, str] | None = None,
     columns: int | None = None,
     skips_breakpoints: bool = False,
 ) -> dict[str, str]:
@@ -347,12 +351,14 @@ def worker_environment(
         threads: compute threads it may use. Thread variables that the user has set are kept.
         decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
             others stay as in the environment.
+        variables: added to the environment, before what `config` and `decided` say.
         columns: width of the terminal that shows its lines; None: as in the environment.
         skips_breakpoints: whether ``breakpoint()`` does nothing, since another has the keyboard.
     """
     # A launcher that is itself a worker must not pass on its own rank.
     places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
-    environment = {name: value for name, value in os.environ.items() if name not in places}
+    environment = {**os.environ, **(variables or {})}
+    environment = {name: value for name, value in environment.items() if name not in places}
     ours = places | {_variable(name) for name in decided}
     environment |= {name: text for name, text in config.to_environment().items() if name in ours}
     for name in _THREAD_VARIABLES:
@@ -365,6 +371,49 @@ def worker_environment(
     if skips_breakpoints:
         environment["PYTHONBREAKPOINT"] = "0"
     return environment
+
+
+def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
+    """What ranks on other hosts get of this process's environment.
+
+    The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
+    which travels apart; nor what holds for this host or process alone.
+
+    Raises:
+        ConfigError: a variable in `names` is not set here, or no name.
+    """
+    own = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
+    own |= {"RINGREDUCE_HOST_ID", *_SECRET}
+    prefix = "RINGREDUCE_"
+    variables = {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in own}
+    return variables | chosen_variables(names)
+
+
+def chosen_variables(names: Collection[str]) -> dict[str, str]:
+    """The variables of NAME or NAME=VALUE. Raises ConfigError as `forwarded_environment`."""
+    variables = {}
+    for each in names:
+        name, is_given, value = each.partition("=")
+        if not name or any(letter.isspace() for letter in name):
+            raise ConfigError(
+                f"--env {each[:80]!r} names no variable; accepted: NAME or NAME=VALUE"
+            )
+        if not is_given and name not in os.environ:
+            raise ConfigError(
+                f"--env {name}: it is not set here", remedy=f"Give it a value: --env {name}=VALUE."
+            )
+        variables[name] = value if is_given else os.environ[name]
+    return variables
+
+
+def import_path() -> dict[str, str]:
+    """The variable that Python needs to find this package, if it is set."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if os.environ.get(name)}
+
+
+def environment_without_secret() -> dict[str, str]:
+    """This process's environment, for programs that need not know the job's secret."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRET}
 
 
 def color_wanted() -> bool:

@@ -93,6 +93,15 @@ class Times:
     partial_line_s: float = 10.0
     # To read output that a dead worker's children still hold open.
     drain_s: float = 0.5
+    # For ssh to connect, and Python to start there from a slow file system.
+    agent_start_s: float = 60.0
+    # Between two messages that show an agent that its launcher lives ...
+    agent_ping_s: float = 5.0
+    # ... and without any for this long it ends its ranks. Long enough for a launcher that is
+    # stopped for a moment (Ctrl-Z).
+    agent_silent_s: float = 60.0
+    # For an agent, and ssh, to end after their ranks were killed.
+    agent_end_s: float = 5.0
 
     def scaled(self, factor: float) -> Times:
         """The same with every value multiplied by `factor`."""

@@ -21,7 +21,7 @@ import typer
 
 import ringreduce
 from ringreduce.commands.cli import app
-from ringreduce.commands.launch.supervisor import default_threads
+from ringreduce.commands.launch.local import default_threads
 from ringreduce.testing import ring_of_processes
 from tests.launching import RANK, WAITS, numbers, run, script
 from tests.processes import DEADLINE_S, clean_environment, launcher, wait_gone
@@ -259,7 +259,7 @@ def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
     shown = " ".join(" ".join(line.strip("\u2502 ").split()) for line in lines)
     for words in (
         "When one fails, all are stopped, and the first failure in time is shown",
-        "[default: 1]",
+        "[default: (1, or all slots of the hosts)]",
         "[default: (cores / N)]",
         "[default: (30)]",
         "[default: (auto)]",

@@ -40,9 +40,12 @@ LAYERS = {
 }
 DECIDES = [
     "ringreduce.commands.launch.conclusion",
+    "ringreduce.commands.launch.exchange",
     "ringreduce.commands.launch.failure",
     "ringreduce.commands.launch.holding",
+    "ringreduce.commands.launch.hosts",
     "ringreduce.commands.launch.output",
+    "ringreduce.commands.launch.ssh",
     "ringreduce.commands.launch.startup",
     "ringreduce.commands.launch.tracebacks",
     "ringreduce.commands.report.verdict",
@@ -179,7 +182,11 @@ def test_only_the_integrations_import_tensorflow_or_keras() -> None:
 
 
 def test_only_the_launcher_starts_processes() -> None:
-    assert importers_of("subprocess", "multiprocessing") == {"ringreduce.commands.launch.processes"}
+    launch = "ringreduce.commands.launch"
+    assert importers_of("subprocess", "multiprocessing") == {
+        f"{launch}.processes",
+        f"{launch}.remote",
+    }
 
 
 def test_only_functions_and_results_of_own_children_are_pickled() -> None:

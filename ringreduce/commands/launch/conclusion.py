@@ -24,7 +24,7 @@ def conclude(
             rank that the launcher stopped may have one too.
         tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
     """
-    lines = [f"rank {cause.rank} failed first ({cause.describe()}); all workers were stopped"]
+    lines = [f"{cause.who} failed first ({cause.describe()}); all workers were stopped"]
     if cause.rank in held:
         lines += _indented(held[cause.rank])
     elif cause.exception:
@@ -49,14 +49,15 @@ def others(
     for rank in ranks:
         if rank == cause.rank:
             continue
+        who = failed[rank].who if rank in failed else f"rank {rank}"
         how = failed[rank].describe() if rank in failed else "stopped"
         text = held.get(rank, ())
         exception = failed[rank].exception if rank in failed else exception_in(text)
         if tracebacks == "all":
-            lines += [f"then rank {rank} ({how}):" if text else f"then rank {rank} ({how})"]
+            lines += [f"then {who} ({how}):" if text else f"then {who} ({how})"]
             lines += _indented(text)
         else:
-            lines.append(f"then rank {rank} ({how})" + (f": {exception}" if exception else ""))
+            lines.append(f"then {who} ({how})" + (f": {exception}" if exception else ""))
     return lines
 
 

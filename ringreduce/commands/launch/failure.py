@@ -29,13 +29,23 @@ class Failure:
         returncode: its exit code, or minus the signal that killed it.
         time_s: when it failed, on the launcher's `time.monotonic`.
         traceback: lines of the last traceback that it printed, and lines after it; empty for none.
+        was_stopped: whether the launcher stopped it, after its traceback.
+        host: the name of its host; empty where all ranks are on the launcher's.
+        lost: how the connection to its host ended, if that is why it counts as failed.
     """
 
     rank: int
     returncode: int
     time_s: float
     traceback: tuple[str, ...]
-    was_stopped: bool = False  # by the launcher, after its traceback
+    was_stopped: bool = False
+    host: str = ""
+    lost: str = ""
+
+    @property
+    def who(self) -> str:
+        """``rank 3``, or ``rank 3 on node2``."""
+        return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
     def is_consequence(self) -> bool:
@@ -56,6 +66,8 @@ class Failure:
         """``exit code 3``, or ``killed by signal 9 (SIGKILL)``."""
         if self.was_stopped:
             return "stopped while it ended"
+        if self.lost:
+            return f"its host was lost: {self.lost}"
         if self.returncode > 0:
             return f"exit code {self.returncode}"
         try:

@@ -101,7 +101,7 @@ def launch(
         _write(sent, function, args)
         results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
         job = supervise(
-            [sys.executable, str(Path(call.__file__))],
+            [str(Path(call.__file__))],
             size,
             inherited=[(sent.fileno(), result.fileno()) for result in results],
             threads=threads_per_worker,

@@ -1,6 +1,7 @@
 """One attempt at a job: its workers, from their start to their end, and how it failed.
 
-One loop in one thread waits for output, signals and exits together.
+One loop in one thread waits for output, signals and exits together, of the ranks of this host or of
+agents on others.
 """
 
 from __future__ import annotations
@@ -12,19 +13,29 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ringreduce.commands.launch.conclusion import conclude, others, wanted_keyboard
 from ringreduce.commands.launch.display import Display
+from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Lost, Output, Said
 from ringreduce.commands.launch.failure import Failure, first_cause
+from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.logs import Logs
-from ringreduce.commands.launch.processes import Guard, Stream, Worker
+from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
+from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.terminal import Terminal
-from ringreduce.vocabulary.config import TIMES, Config, configured_secret, worker_environment
+from ringreduce.commands.launch.worker import Host, Worker
+from ringreduce.vocabulary.config import TIMES, configured_secret
+from ringreduce.vocabulary.errors import ConfigError
+
+# What ssh itself returns when it fails.
+_LOST_CODE = 255
 
 
 @dataclass(frozen=True)
@@ -32,23 +43,28 @@ class Plan:
     """What a job runs, in every attempt.
 
     Attributes:
-        threads: compute threads of each worker.
+        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own.
+        threads: compute threads of each worker; None: its host's cores shared out.
         output: whose lines are shown as they come (`display.OUTPUTS`).
         tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
         stdin_rank: the rank that gets the launcher's standard input, or its terminal.
         choices: fields of `Config` that the user chose.
         inherited: for each rank, descriptors that its process gets, and whose numbers stand after
             the command's arguments; empty: none.
+        variables: added to the workers' environment.
+        spread: the hosts; None: this one alone, without ssh.
     """
 
-    command: Sequence[str]
+    arguments: Sequence[str]
     size: int
-    threads: int
+    threads: int | None
     output: str
     tracebacks: str
     stdin_rank: int | None
     choices: Mapping[str, Any]
     inherited: Sequence[Sequence[int]] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    spread: Spread | None = None
 
 
 class Job:
@@ -71,10 +87,10 @@ class Job:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
         self._display = Display(screen, logs, plan.size, plan.output, plan.stdin_rank)
-        self._terminal: Terminal | None = None
-        # They ask workers for flight records, and must not kill one that has no communicator yet,
-        # and so no handler.
-        self._record_signals = (signal.SIGUSR1,) if "log_dir" in plan.choices else ()
+        # Whether SIGUSR1 asks workers for flight records.
+        self._keeps_records = "log_dir" in plan.choices
+        self._hosts: list[Host] = []
+        self._agents: list[RemoteHost] = []
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
@@ -91,7 +107,10 @@ class Job:
             self._watch()
         finally:
             self._stop(grace_s=0.0)
-            self._take_terminal_back()
+            for host in self._hosts:
+                host.leave()
+            for host in self._hosts:
+                host.close()
             self._selector.close()
         self._display.end_lines()
         cause = self.cause
@@ -120,66 +139,82 @@ class Job:
     def _start(self) -> None:
         plan = self._plan
         choices = dict(plan.choices)
-        # Workers read the user's own secret from the environment.
-        if not configured_secret():
-            choices["secret"] = secrets.token_hex(32)
+        # Workers read the user's own secret from the environment, on other hosts from here.
+        secret = configured_secret()
+        if not secret or plan.spread is not None:
+            choices["secret"] = secret or secrets.token_hex(32)
+        assignment = Assignment(
+            arguments=list(plan.arguments),
+            first_rank=0,
+            count=plan.size,
+            size=plan.size,
+            job_id=secrets.token_hex(8),
+            restart=self._attempt,
+            choices=choices,
+            variables=dict(plan.variables),
+            threads=plan.threads,
+            columns=self._screen.columns,
+            keeps_records=self._keeps_records,
+        )
+        if plan.spread is None:
+            self._start_here(assignment)
+        else:
+            self._reach(assignment, plan.spread)
+
+    def _start_here(self, assignment: Assignment) -> None:
+        plan = self._plan
+        host = LocalHost(assignment, self._selector, self._guard)
+        self._hosts.append(host)
         # Rank 0 inherits the listening socket, so that no other program can take the port, and a
         # rank that connects early waits instead of being refused.
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.size)) as listener:
             listener.setblocking(False)
-            job_id = secrets.token_hex(8)
-            for rank in range(plan.size):
-                meeting = (listener.fileno(),) if rank == 0 else ()
-                own = plan.inherited[rank] if plan.inherited else ()
-                config = Config(
-                    rank=rank,
-                    size=plan.size,
-                    local_rank=rank,
-                    local_size=plan.size,
-                    rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
-                    rendezvous_fd=meeting[0] if meeting else None,
-                    job_id=job_id,
-                    restart=self._attempt,
-                    **choices,
+            has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
+            try:
+                host.start(
+                    listener.getsockname()[1],
+                    listener,
+                    stdin_rank=plan.stdin_rank,
+                    inherited=plan.inherited,
+                    columns=lambda: self._screen.columns,
                 )
-                has_stdin = rank == plan.stdin_rank
-                if has_stdin and Terminal.is_possible():
-                    self._terminal = Terminal(self._screen.columns)
-                    self._selector.register(
-                        self._terminal.keyboard, selectors.EVENT_READ, self._terminal.read_keys
-                    )
-                worker = Worker(
-                    rank,
-                    [*plan.command, *map(str, own)],
-                    worker_environment(
-                        config,
-                        plan.threads,
-                        decided=choices,
-                        columns=self._screen.columns,
-                        skips_breakpoints=plan.stdin_rank not in (None, rank),
-                    ),
-                    has_stdin=has_stdin,
-                    terminal=self._terminal if has_stdin else None,
-                    inherited=(*meeting, *own),
-                    ignored=self._record_signals,
-                )
-                self._workers.append(worker)
-                self._guard.add(worker)
-                for stream in worker.streams:
-                    self._selector.register(
-                        stream.file, selectors.EVENT_READ, partial(self._read, stream)
-                    )
+            finally:
+                self._workers += [
+                    Worker(rank, host, is_raw=has_terminal and rank == plan.stdin_rank)
+                    for rank in host.started
+                ]
+
+    def _reach(self, assignment: Assignment, spread: Spread) -> None:
+        """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
+        for share in spread.shares:
+            own = msgspec.structs.replace(
+                assignment,
+                first_rank=share.first_rank,
+                count=share.count,
+                meeting_host=spread.meeting_host,
+                meeting_port=spread.meeting_port,
+                is_reached_by_others=spread.is_wide,
+            )
+            host = RemoteHost(share.host, own, spread.reach, self._selector, self._guard)
+            self._hosts.append(host)
+            self._agents.append(host)
+            self._workers += [Worker(rank, host, host.name) for rank in host.ranks]
+
+    def _start_agents(self) -> None:
+        """Start all ranks, if that has not been done, once every agent is ready."""
+        ports = [agent.port for agent in self._agents if not agent.has_started]
+        if ports and None not in ports:
+            for agent in self._agents:
+                agent.start(ports[0] or 0)
 
     def _watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
         while self._running():
             self._read_all()
+            self._start_agents()
             while self._signals:
                 self._pass_on(self._signals.popleft())
-            self._reap()
-            if self._terminal is not None:
-                self._terminal.resize(self._screen.columns)
-                self._terminal.pass_keys()
+            self._poll()
             self._display.tick(releases=not self._failures())
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self._stop(TIMES.grace_s)
@@ -194,47 +229,49 @@ class Job:
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
-            key.data()
+            for event in key.data():
+                self._take(event)
 
-    def _read(self, stream: Stream) -> bool:
-        """Show what has arrived on a stream; return whether there may be more now."""
-        lines = stream.read()
-        if lines is not None:
-            self._display.update(stream.source, lines, stream.partial)
-        if stream.has_ended and not stream.file.closed:
-            self._selector.unregister(stream.file)
-            stream.file.close()
-        return lines is not None and not stream.has_ended
+    def _poll(self) -> None:
+        for host in self._hosts:
+            for event in host.poll():
+                self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            source, lines, partial = self._workers[event.rank].take(event)
+            self._display.update(source, lines, partial)
+        elif isinstance(event, Ended):
+            self._end_worker(self._workers[event.rank], event.returncode)
+        elif isinstance(event, Said):
+            self._screen.say(f"{event.host}: {event.text}")
+        elif isinstance(event, Lost):
+            self._lose(event)
+
+    def _end_worker(self, worker: Worker, returncode: int, lost: str = "") -> None:
+        worker.end(returncode, lost)
+        if worker.failure() is None and self._stop_s is None:
+            self._display.release([worker.rank])
+
+    def _lose(self, event: Lost) -> None:
+        """Note that an agent is gone, and its ranks with it."""
+        agent = next(agent for agent in self._agents if agent.name == event.host)
+        for rank in agent.ranks:
+            if self._workers[rank].alive:
+                self._end_worker(self._workers[rank], _LOST_CODE, event.why)
+        if not agent.has_started and self._stop_s is None:
+            raise ConfigError(f"cannot start on {event.host}: {event.why}")
 
     def _pass_on(self, number: int) -> None:
         repeated = self.ended_by is not None and number in STOPPING
         for worker in self._running():
-            if number in self._record_signals:
+            if number == signal.SIGUSR1 and self._keeps_records:
                 worker.ask_for_record()
             else:
                 worker.send(signal.SIGKILL if repeated else number)
         if number in STOPPING and not repeated:
             self.ended_by = number
             self._stop_s = time.monotonic() + TIMES.grace_s
-
-    def _reap(self) -> None:
-        for worker in self._running():
-            if worker.reap():
-                for stream in worker.streams:
-                    # Its last lines decide whether its failure is the cause.
-                    while self._read(stream):
-                        pass
-                self._guard.remove(worker)
-                if worker.rank == self._plan.stdin_rank:
-                    self._take_terminal_back()
-                if worker.failure() is None and self._stop_s is None:
-                    self._display.release([worker.rank])
-
-    def _take_terminal_back(self) -> None:
-        if self._terminal is not None:
-            self._selector.unregister(self._terminal.keyboard)
-            self._terminal.close()
-            self._terminal = None
 
     def _failures(self) -> list[Failure]:
         found = [failure for worker in self._workers if (failure := worker.failure())]
@@ -258,7 +295,7 @@ class Job:
 
     def _have_recorded(self) -> bool:
         """Whether the running workers have had time to write flight records."""
-        if not self._record_signals:
+        if not self._keeps_records:
             return True
         now = time.monotonic()
         if self._asked_s is None:
@@ -271,13 +308,13 @@ class Job:
     def _stop(self, grace_s: float) -> None:
         """Ask the workers that still run to end; `_watch` kills them after `grace_s`."""
         self._stop_s = time.monotonic() + grace_s
-        self._reap()  # Workers that have ended were not stopped by the launcher.
+        self._poll()  # Workers that have ended were not stopped by the launcher.
         self._end(signal.SIGTERM)
         if grace_s == 0:
             self._end(signal.SIGKILL)
             while self._running():
-                self._reap()
-                time.sleep(0.01)
+                self._read_all()
+                self._poll()
 
     def _end(self, number: int) -> None:
         for worker in self._running():

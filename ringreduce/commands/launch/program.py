@@ -1,4 +1,4 @@
-"""The command line of every worker; finds out first whether there is such a program."""
+"""Finds out whether there is the program that workers are to run, before any is started."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from pathlib import Path
 from ringreduce.vocabulary.errors import ConfigError
 
 
-def worker_command(program: Sequence[str], *, is_module: bool) -> list[str]:
-    """Python with `program`: a script, or a module's name, and arguments.
+def check_program(arguments: Sequence[str]) -> None:
+    """Check that Python can run `arguments`: a script, or ``-m`` and a module, and its own.
 
     Raises:
         ConfigError: there is no such script or module.
     """
-    name = program[0]
-    if is_module:
-        _check_module(name)
-        return [sys.executable, "-m", *program]
+    first, *more = arguments
+    if first == "-m" and more:
+        _check_module(more[0])
     # Python's own options may stand before the script.
-    if not name.startswith("-"):
-        _check_script(name)
-    return [sys.executable, *program]
+    elif not first.startswith("-"):
+        _check_script(first)
 
 
 def _check_script(name: str) -> None:

@@ -33,11 +33,12 @@ class Source:
 
 
 class Screen:
-    """Shows the lines of `size` workers, which begin with the rank."""
+    """Shows the lines of workers, which begin with a label: the rank, and perhaps its host."""
 
-    def __init__(self, size: int, stdout: TextIO, stderr: TextIO) -> None:
+    def __init__(self, labels: Sequence[str], stdout: TextIO, stderr: TextIO) -> None:
         self._stdout, self._stderr = stdout, stderr
-        self._width = len(str(size - 1))
+        self._labels = labels
+        self._width = max(map(len, labels))
         self._live: tuple[Source, str] | None = None
 
     @property
@@ -115,7 +116,7 @@ class Screen:
             self._live = None
 
     def _mark(self, rank: int, target: TextIO) -> str:
-        mark = f"[{rank:>{self._width}}]"
+        mark = f"[{self._labels[rank]:>{self._width}}]"
         if target.isatty() and color_wanted():
             mark = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{mark}{_NO_COLOR}"
         return mark + " "

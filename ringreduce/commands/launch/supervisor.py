@@ -1,28 +1,27 @@
-"""Runs a job on this host, again after a failure if that is wanted."""
+"""Runs a job, again after a failure if that is wanted."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-
+from ringreduce.commands.launch.hosts import labels
 from ringreduce.commands.launch.job import Job, Plan
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
+from ringreduce.commands.launch.spread import Spread
 
 _WEEK_S = 7 * 24 * 3600.0
 
 
-def run(command: Sequence[str], size: int, **options: Any) -> int:
-    """Run `command` as `size` local workers and print what failed; return the job's exit code.
+def run(arguments: Sequence[str], size: int, **options: Any) -> int:
+    """Run Python with `arguments` as `size` workers; print what failed, return the exit code.
 
     0 when all workers ended with 0, 128 plus its number after a signal that ends the job, else
     the code of the first failure, as a shell shows it; after restarts, that of the last attempt.
@@ -30,11 +29,11 @@ def run(command: Sequence[str], size: int, **options: Any) -> int:
     Args:
         options: as for `supervise`, which says the rest.
     """
-    return supervise(command, size, **options).conclude()
+    return supervise(arguments, size, **options).conclude()
 
 
 def supervise(
-    command: Sequence[str],
+    arguments: Sequence[str],
     size: int,
     *,
     inherited: Sequence[Sequence[int]] = (),
@@ -45,17 +44,19 @@ def supervise(
     output: str = "all",
     tracebacks: str = "cause",
     stdin_rank: int | None = None,
+    variables: Mapping[str, str] | None = None,
+    spread: Spread | None = None,
     **choices: Any,
 ) -> Job:
-    """Run `command` as `size` local workers of one job; return the last attempt.
+    """Run Python with `arguments` as `size` workers of one job; return the last attempt.
 
     No worker is left then. In the main thread, signals are passed on to the workers.
 
     Args:
-        command: program and arguments, the same for all.
+        arguments: a script, or ``-m`` and a module's name, and the program's own; for all alike.
         size: number of workers.
         inherited: as in `Plan`.
-        threads: compute threads for each; by default `default_threads(size)`.
+        threads: compute threads for each; by default its host's cores shared out.
         stdout, stderr: where lines go; the process's own by default.
         max_restarts: how often all workers are started again after a failure, with another job
             id and secret; ``RINGREDUCE_RESTART`` counts. A signal to the launcher ends the job.
@@ -65,12 +66,15 @@ def supervise(
         stdin_rank: the rank that gets this process's standard input. If that is a terminal, the
             rank has it to itself, with Ctrl-C, until it ends. All ranks get time limits of a week
             unless `choices` has others, so that a debugger may wait.
+        variables: added to the workers' environment.
+        spread: the hosts on which the workers run; by default this one.
         choices: fields of `Config` for the workers; None: as the environment has it. With
             `log_dir`, their lines are also written there, to ``rank-0.log`` and so on; what is
             kept of the k-th restart goes to its folder ``restart-k``.
 
     Raises:
-        ConfigError: `log_dir` cannot be written to, or a setting is out of range.
+        ConfigError: `log_dir` cannot be written to, a setting is out of range, or a host of
+            `spread` cannot be used; the text says which and why.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     if stdin_rank is not None:
@@ -78,16 +82,19 @@ def supervise(
     if "timeout_s" in choices:
         choices.setdefault("join_timeout_s", choices["timeout_s"])
     plan = Plan(
-        command,
+        arguments,
         size,
-        threads or default_threads(size),
+        threads,
         output,
         tracebacks,
         stdin_rank,
         choices,
         inherited,
+        variables or {},
+        spread,
     )
-    screen = Screen(size, stdout or sys.stdout, stderr or sys.stderr)
+    names = labels(spread.shares) if spread else [str(rank) for rank in range(size)]
+    screen = Screen(names, stdout or sys.stdout, stderr or sys.stderr)
     with queued_signals() as signals, Guard() as guard:
         attempt = 0
         while True:
@@ -104,15 +111,6 @@ def supervise(
             job.conclude()
             attempt += 1
             screen.say(f"starting again, {attempt} of {max_restarts}")
-
-
-def default_threads(size: int) -> int:
-    """Compute threads for each of `size` workers: this process's cores shared out, at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = psutil.cpu_count() or 1
-    return max(1, cores // size)
 
 
 def _folder_of(attempt: int, folder: Path) -> Path:

@@ -1,0 +1,201 @@
+"""Runs the ranks of a host for a launcher on another one, which reaches it through ssh.
+
+Standard input and output are the connection (`exchange`). When that ends, however it ends, the
+ranks are killed, with their children: the launcher ended, or nobody can see them any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+
+from ringreduce._version import __version__
+from ringreduce.commands.launch.exchange import (
+    MAGIC,
+    Assignment,
+    Ended,
+    Event,
+    Hello,
+    Order,
+    Orders,
+    Output,
+    Ready,
+    Refused,
+    Report,
+    Signal,
+    Start,
+    encode,
+)
+from ringreduce.commands.launch.local import LocalHost
+from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.program import check_program
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ConfigError, RingReduceError
+
+_PIECE_BYTES = 1 << 16
+
+
+class _EndedError(Exception):
+    """The connection to the launcher has ended."""
+
+
+class _Connection:
+    """The launcher's end of standard input and output."""
+
+    def __init__(self) -> None:
+        # What else writes to standard output must not get into a record.
+        self._output = os.dup(1)
+        os.dup2(2, 1)
+        self._orders = Orders()
+        self._waiting: list[Order] = []
+        self._heard_s = time.monotonic()
+        self._write(MAGIC + encode(Hello(__version__)))
+
+    def send(self, report: Report) -> None:
+        """Send a record; waits while the connection is full. Raises `_EndedError`."""
+        self._write(encode(report))
+
+    def take(self) -> list[Order]:
+        """The orders that have arrived; called when standard input is readable.
+
+        Raises `_EndedError` at its end.
+        """
+        data = os.read(0, _PIECE_BYTES)
+        if not data:
+            raise _EndedError
+        self._heard_s = time.monotonic()
+        return self._orders.feed(data)
+
+    def wait(self, kind: type[Order]) -> Order:
+        """The next record of this kind. Raises `_EndedError`."""
+        while True:
+            for order in self.take():
+                if isinstance(order, kind):
+                    return order
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing came from the launcher for long, as when a network was cut."""
+        return time.monotonic() - self._heard_s >= TIMES.agent_silent_s
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._output, data) :]
+        except OSError:
+            raise _EndedError from None
+
+
+def main() -> None:
+    """Run what the launcher assigns, until that has ended or the launcher has."""
+    # It ends by its standard input, after its ranks. Not SIG_IGN, which they would inherit.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    with contextlib.suppress(_EndedError):
+        connection = _Connection()
+        assignment = connection.wait(Assignment)
+        assert isinstance(assignment, Assignment)
+        try:
+            check_program(assignment.arguments)
+            listener = _listen(assignment)
+        except RingReduceError as error:
+            connection.send(Refused(str(error)))
+            return
+        connection.send(Ready(listener.getsockname()[1] if listener else 0))
+        start = connection.wait(Start)
+        assert isinstance(start, Start)
+        _run(connection, assignment, start.port, listener)
+
+
+def _run(
+    connection: _Connection,
+    assignment: Assignment,
+    port: int,
+    listener: socket.socket | None,
+) -> None:
+    with Guard() as guard, selectors.DefaultSelector() as selector:
+        host = LocalHost(assignment, selector, guard)
+        try:
+            host.start(port, listener)
+            if listener is not None:
+                listener.close()
+            selector.register(0, selectors.EVENT_READ)
+            _watch(connection, host, selector)
+        finally:
+            for rank in host.ranks:
+                host.send(rank, signal.SIGKILL)
+            host.close()
+
+
+def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSelector) -> None:
+    """Report what the ranks do, and pass signals on, until all have ended."""
+    running = set(host.ranks)
+    while running:
+        events: list[Event] = []
+        for key, _ in selector.select(TIMES.poll_s):
+            if key.fileobj == 0:
+                _obey(connection, host)
+            else:
+                events += key.data()
+        events += host.poll()
+        for event in events:
+            if isinstance(event, Ended):
+                running.discard(event.rank)
+            assert isinstance(event, Output | Ended)
+            connection.send(event)
+        if connection.is_silent:
+            print("nothing came from the launcher for long", file=sys.stderr)
+            return
+
+
+def _obey(connection: _Connection, host: LocalHost) -> None:
+    for order in connection.take():
+        if isinstance(order, Signal):
+            host.send(order.rank, order.number, alone=order.alone)
+
+
+def _listen(assignment: Assignment) -> socket.socket | None:
+    """The socket at which the ranks meet, if rank 0 is here.
+
+    Raises ConfigError if its address is of no use.
+    """
+    if assignment.first_rank > 0 or assignment.size == 1:
+        return None
+    host, port = assignment.meeting_host, assignment.meeting_port
+    remedy = (
+        "Name an address of this host, which all hosts reach, with --rendezvous ADDRESS or "
+        "--rendezvous ADDRESS:PORT."
+    )
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        address = str(target[0])
+        if assignment.is_reached_by_others and _is_loopback(address):
+            raise ConfigError(
+                f"{host}, where the ranks are to meet, is {address} here, which other hosts "
+                "cannot reach",
+                remedy=remedy,
+            )
+        listener = socket.create_server(
+            (address, port), family=family, backlog=max(128, assignment.size)
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at {host}"
+            f"{f' port {port}' if port else ''}: {error.strerror or error}",
+            remedy=remedy,
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The ranks of one host as processes: started, read and ended."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO
+
+import psutil
+
+from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
+from ringreduce.commands.launch.processes import Guard, Process
+from ringreduce.commands.launch.terminal import Terminal
+from ringreduce.vocabulary.config import Config, worker_environment
+
+_PIECE_BYTES = 1 << 16
+
+
+class LocalHost:
+    """Ranks that are children of this process, the launcher or an agent.
+
+    Args:
+        selector: gets their outputs, and a callable that returns what they bring.
+    """
+
+    def __init__(
+        self, assignment: Assignment, selector: selectors.BaseSelector, guard: Guard
+    ) -> None:
+        self._assignment, self._selector, self._guard = assignment, selector, guard
+        self._processes: dict[int, Process] = {}
+        self._terminal: Terminal | None = None
+        self._terminal_rank: int | None = None
+        self._columns: Callable[[], int | None] = lambda: None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run there."""
+        return self._assignment.ranks
+
+    @property
+    def started(self) -> list[int]:
+        """The ranks that were started: all of them unless `start` failed."""
+        return list(self._processes)
+
+    def start(
+        self,
+        port: int,
+        listener: socket.socket | None,
+        *,
+        stdin_rank: int | None = None,
+        inherited: Sequence[Sequence[int]] = (),
+        columns: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Start the ranks, which meet at the assignment's host and `port`.
+
+        Args:
+            listener: of that port, for rank 0 to inherit.
+            stdin_rank: the rank that gets this process's standard input, or its terminal.
+            inherited: for each rank, descriptors that it gets, and whose numbers stand after the
+                command's arguments; empty: none.
+            columns: width of the terminal's part that shows a rank's lines.
+        """
+        given = self._assignment
+        self._columns = columns
+        # Signals that ask for flight records, and must not kill a rank that has no communicator
+        # yet, and so no handler.
+        ignored = (signal.SIGUSR1,) if given.keeps_records else ()
+        for rank in given.ranks:
+            meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
+            own = inherited[rank] if inherited else ()
+            config = Config(
+                rank=rank,
+                size=given.size,
+                local_rank=rank - given.first_rank,
+                local_size=given.count,
+                rendezvous=address(given.meeting_host, port),
+                rendezvous_fd=meeting[0] if meeting else None,
+                job_id=given.job_id,
+                restart=given.restart,
+                **given.choices,
+            )
+            has_stdin = rank == stdin_rank
+            terminal = self._open_terminal(rank) if has_stdin and Terminal.is_possible() else None
+            process = Process(
+                [sys.executable, *given.arguments, *map(str, own)],
+                worker_environment(
+                    config,
+                    given.threads or default_threads(given.count),
+                    decided=given.choices,
+                    variables=given.variables,
+                    columns=given.columns,
+                    skips_breakpoints=stdin_rank not in (None, rank),
+                ),
+                has_stdin=has_stdin,
+                terminal=terminal,
+                inherited=(*meeting, *own),
+                ignored=ignored,
+            )
+            self._processes[rank] = process
+            self._guard.add(process.pid)
+            for is_error, file in enumerate(process.outputs):
+                self._selector.register(
+                    file, selectors.EVENT_READ, partial(self._read, rank, bool(is_error), file)
+                )
+
+    def poll(self) -> list[Event]:
+        """The ranks that have ended, after all that they wrote; passes keys on."""
+        events: list[Event] = []
+        for rank, process in self._processes.items():
+            if process.returncode is None and process.reap():
+                # Its last lines decide whether its failure is the cause.
+                for is_error, file in enumerate(process.outputs):
+                    while last := self._read(rank, bool(is_error), file):
+                        events += last
+                assert process.returncode is not None
+                events.append(Ended(rank, process.returncode))
+                self._guard.remove(process.pid)
+                if rank == self._terminal_rank:
+                    self._take_terminal_back()
+        if self._terminal is not None:
+            self._terminal.resize(self._columns())
+            self._terminal.pass_keys()
+        return events
+
+    def send(self, rank: int, number: int, *, alone: bool = False) -> None:
+        """Send a signal to a rank's processes, or to the rank `alone`."""
+        if rank in self._processes:
+            self._processes[rank].send(number, alone=alone)
+
+    def leave(self) -> None:
+        """Give the terminal back."""
+        self._take_terminal_back()
+
+    def close(self) -> None:
+        """Close the outputs that are still open, as when a rank's child has one."""
+        for process in self._processes.values():
+            for file in process.outputs:
+                file.close()
+
+    def _read(self, rank: int, is_error: bool, file: IO[bytes]) -> list[Event]:
+        """What has arrived on a stream, if anything."""
+        if file.closed:
+            return []
+        try:
+            data = file.read(_PIECE_BYTES)
+        except OSError:
+            data = b""  # So a terminal ends that no process has open.
+        if data is None:
+            return []
+        if not data:
+            self._selector.unregister(file)
+            file.close()
+        return [Output(rank, is_error, data)]
+
+    def _open_terminal(self, rank: int) -> Terminal:
+        self._terminal, self._terminal_rank = Terminal(self._columns()), rank
+        self._selector.register(self._terminal.keyboard, selectors.EVENT_READ, self._read_keys)
+        return self._terminal
+
+    def _read_keys(self) -> list[Event]:
+        if self._terminal is not None:
+            self._terminal.read_keys()
+        return []
+
+    def _take_terminal_back(self) -> None:
+        if self._terminal is not None:
+            self._selector.unregister(self._terminal.keyboard)
+            self._terminal.close()
+            self._terminal = None
+
+
+def address(host: str, port: int) -> str:
+    """``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def default_threads(size: int) -> int:
+    """Compute threads for each of `size` workers: this process's cores shared out, at least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = psutil.cpu_count() or 1
+    return max(1, cores // size)

@@ -1,0 +1,243 @@
+"""The ranks of another host: an agent there (`agent.py`), reached through ssh.
+
+All that crosses is in `exchange`; ssh carries and encrypts it. The secret and the environment go
+over standard input, since every user of a host can read the arguments of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import IO
+
+from ringreduce._version import __version__
+from ringreduce.commands.launch.exchange import (
+    Alive,
+    Assignment,
+    Ended,
+    Event,
+    Hello,
+    Lost,
+    Order,
+    Ready,
+    Refused,
+    Reports,
+    Said,
+    Signal,
+    Start,
+    encode,
+)
+from ringreduce.commands.launch.hosts import Host
+from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.ssh import Reach
+from ringreduce.vocabulary.config import TIMES, environment_without_secret
+from ringreduce.vocabulary.errors import ConfigError
+
+_PIECE_BYTES = 1 << 16
+_SAID_LINES = 20
+
+
+class RemoteHost:
+    """An agent's ranks.
+
+    Args:
+        selector: gets its outputs, and a callable that returns what they bring.
+
+    Attributes:
+        name: the host's, for people.
+        port: where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
+        has_started: whether its ranks were started.
+
+    Raises:
+        ConfigError: there is no such program as ssh.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        assignment: Assignment,
+        reach: Reach,
+        selector: selectors.BaseSelector,
+        guard: Guard,
+    ) -> None:
+        self.name, self._assignment, self._reach = host.name, assignment, reach
+        self.port: int | None = None
+        self.has_started = False
+        self._said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._selector, self._guard = selector, guard
+        self._running = set(assignment.ranks)
+        self._killed: set[int] = set()
+        self._reports, self._lines = Reports(), LineBuffer()
+        self._unsent = b""
+        self._begun_s = self._sent_s = time.monotonic()
+        self._is_over = False
+        self._why = ""
+        # Since when it should have ended.
+        self._due_s: float | None = None
+        command = reach.command(host)
+        try:
+            # Apart from the terminal's Ctrl-C: the ranks must get it, over this connection.
+            self._process = subprocess.Popen(
+                command,
+                env=environment_without_secret(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot run {command[0]!r} to reach {host.name}: {error.strerror}",
+                remedy="Install OpenSSH's client, or name another program with --ssh.",
+            ) from None
+        guard.add(self._process.pid)
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._stdin = process.stdin
+        os.set_blocking(self._stdin.fileno(), False)
+        self._outputs = ((process.stdout, self._take_reports), (process.stderr, self._take_lines))
+        for pipe, take in self._outputs:
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, selectors.EVENT_READ, partial(self._read, pipe, take))
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that run there."""
+        return self._assignment.ranks
+
+    def start(self, port: int) -> None:
+        """Start its ranks, which meet at `port`."""
+        self.has_started = True
+        self._send(Start(port))
+
+    def send(self, rank: int, number: int, *, alone: bool = False) -> None:
+        """Send a signal to a rank's processes, or to the rank `alone`."""
+        if not self.has_started:
+            # Nothing runs yet that could end by itself.
+            if number not in (signal.SIGUSR1, signal.SIGUSR2):
+                self._abandon("it was not needed any more")
+            return
+        if number == signal.SIGKILL:
+            if rank in self._killed:
+                return
+            self._killed.add(rank)
+            self._due_s = self._due_s or time.monotonic()
+        self._send(Signal(rank, number, alone))
+
+    def poll(self) -> list[Event]:
+        """Keep the connection alive; whether it was lost."""
+        if self._is_over:
+            return []
+        now_s = time.monotonic()
+        if now_s - self._sent_s >= TIMES.agent_ping_s:
+            self._send(Alive())
+        self._flush()
+        if self.port is None and now_s - self._begun_s >= TIMES.agent_start_s:
+            self._abandon(f"it was not ready within {TIMES.agent_start_s:g} s")
+        if self._due_s is not None and now_s - self._due_s >= TIMES.agent_end_s:
+            self._abandon("its ranks did not end")
+        if self._process.poll() is None:
+            return []
+        self._is_over = True
+        events = self._drain()
+        self._guard.remove(self._process.pid)
+        return [*events, Lost(self.name, self._describe_end())] if self._running else events
+
+    def leave(self) -> None:
+        """Begin to close; the ranks have ended."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def close(self) -> None:
+        """Wait for ssh to end, and end it if it does not."""
+        self.leave()
+        try:
+            self._process.wait(TIMES.agent_end_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe, _ in self._outputs:
+            pipe.close()
+        if not self._is_over:
+            self._guard.remove(self._process.pid)
+            self._is_over = True
+
+    def _abandon(self, why: str) -> None:
+        """End the connection; the agent then ends its ranks."""
+        self._why = self._why or why
+        self._process.kill()
+
+    def _describe_end(self) -> str:
+        code = self._process.returncode
+        if self._why or not self.has_started:
+            return self._why or self._reach.explain(code, self._said)
+        last = next((line for line in reversed(self._said) if line.strip()), "")
+        return f"{last or 'the connection ended'} (exit code {code})"
+
+    def _drain(self) -> list[Event]:
+        """What is left in the pipes, which a process that ssh has started may still have open."""
+        events: list[Event] = []
+        for pipe, take in self._outputs:
+            while not pipe.closed and (data := pipe.read(_PIECE_BYTES)):
+                events += take(data)
+        return events
+
+    def _read(self, pipe: IO[bytes], take: Callable[[bytes], list[Event]]) -> list[Event]:
+        """What a pipe that is readable brings."""
+        data = pipe.read(_PIECE_BYTES)
+        if data is None:
+            return []
+        if not data:
+            self._selector.unregister(pipe)
+            pipe.close()
+            # ssh ends with its streams.
+            self._due_s = self._due_s or time.monotonic()
+        return take(data)
+
+    def _take_reports(self, data: bytes) -> list[Event]:
+        try:
+            events = self._reports.feed(data)
+        except ConfigError as error:
+            self._abandon(error.message)
+            return []
+        for event in events:
+            if isinstance(event, Ended):
+                self._running.discard(event.rank)
+            elif isinstance(event, Hello) and event.version != __version__:
+                self._abandon(
+                    f"it has ringreduce {event.version}, and this host has {__version__}. Install "
+                    "the same version on all"
+                )
+            elif isinstance(event, Hello):
+                self._send(self._assignment)
+            elif isinstance(event, Refused):
+                self._abandon(event.text)
+            elif isinstance(event, Ready):
+                self.port = event.port
+        return list(events)
+
+    def _take_lines(self, data: bytes) -> list[Event]:
+        lines = self._lines.feed(data)
+        self._said.extend(lines)
+        return [Said(self.name, line) for line in lines if line.strip()]
+
+    def _send(self, order: Order) -> None:
+        self._sent_s = time.monotonic()
+        self._unsent += encode(order)
+        self._flush()
+
+    def _flush(self) -> None:
+        # A closed connection shows when it is read.
+        with contextlib.suppress(OSError, ValueError):
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]

@@ -1,0 +1,87 @@
+"""The hosts of a job that are reached through ssh, as the user's options name them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
+from ringreduce.commands.launch.ssh import Reach
+from ringreduce.vocabulary.config import host_and_port, import_path
+from ringreduce.vocabulary.errors import ConfigError
+
+# A host takes about 60 bytes.
+_HOSTFILE_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which hosts have which ranks, how the hosts are reached, and where the ranks meet.
+
+    Attributes:
+        meeting_host, meeting_port: of the first host; port 0: any free one.
+    """
+
+    shares: Sequence[Share]
+    reach: Reach
+    meeting_host: str
+    meeting_port: int
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(share.count for share in self.shares)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether rank 0 must be reached from another host."""
+        return not all(share.host.is_loopback for share in self.shares[1:])
+
+
+def spread_over(shares: Sequence[Share], ssh: str, python: str, rendezvous: str | None) -> Spread:
+    """What the options say.
+
+    Args:
+        ssh: a command as in a shell.
+        rendezvous: ``host``, ``host:port``, or None for the first host's name and any port.
+
+    Raises:
+        ConfigError: `ssh` or `rendezvous` cannot be read.
+    """
+    try:
+        command = shlex.split(ssh)
+    except ValueError as error:
+        raise ConfigError(f"--ssh {ssh[:80]!r} cannot be read: {error}") from None
+    if not command:
+        raise ConfigError("--ssh is empty", remedy="Name a program, such as ssh.")
+    own_name = socket.gethostname()
+    names = {"localhost", own_name, own_name.partition(".")[0]}
+    host, port = _meeting(shares[0].host, rendezvous)
+    reach = Reach(command, names, os.getcwd(), python, import_path())
+    return Spread(shares, reach, host, port)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a file. Raises ConfigError, which names the line that is wrong."""
+    try:
+        if path.stat().st_size > _HOSTFILE_BYTES_MAX:
+            raise ConfigError(f"the hostfile {path} is longer than {_HOSTFILE_BYTES_MAX} bytes")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the hostfile {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the hostfile {path} is no text") from None
+    return parse_hostfile(text, str(path))
+
+
+def _meeting(first: Host, rendezvous: str | None) -> tuple[str, int]:
+    if rendezvous is None:
+        return first.name, 0
+    name = rendezvous.strip("[]")
+    if (name == rendezvous and name.count(":") != 1) or rendezvous.endswith("]"):
+        return name, 0
+    return host_and_port(rendezvous)

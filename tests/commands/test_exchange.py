@@ -1,0 +1,71 @@
+"""What launcher and agents send each other: whole records out of any pieces, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ringreduce.commands.launch.exchange import (
+    MAGIC,
+    Ended,
+    Hello,
+    Orders,
+    Output,
+    Ready,
+    Reports,
+    Signal,
+    Start,
+    encode,
+)
+from ringreduce.vocabulary.errors import ConfigError
+
+REPORTS = [
+    Hello("1.0"),
+    Ready(4000),
+    Output(1, True, b"\0x\n"),
+    Output(0, False, b""),
+    Ended(1, -9),
+]
+ORDERS = [Start(4000), Signal(1, 15), Signal(0, 10, alone=True)]
+
+
+@given(cuts=st.lists(st.integers(0, 300), max_size=8), noise=st.binary(max_size=40))
+def test_reports_arrive_whole_after_what_a_login_shell_wrote(cuts: list[int], noise: bytes) -> None:
+    assume((noise + MAGIC).index(MAGIC) == len(noise))
+    data = noise + MAGIC + b"".join(map(encode, REPORTS))
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    reports = Reports()
+    found = [each for a, b in pairwise(bounds) for each in reports.feed(data[a:b])]
+    assert found == REPORTS
+
+
+def test_orders_arrive_whole_byte_by_byte() -> None:
+    orders = Orders()
+    data = b"".join(map(encode, ORDERS))
+    assert [one for byte in data for one in orders.feed(bytes([byte]))] == ORDERS
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\x01\xc1",
+        b"\0\0\0\x03abc",
+        encode(Start(4000)),
+        b"GET / HTTP/1.1\r\n",
+    ],
+    ids=["length", "msgpack", "type", "order", "text"],
+)
+def test_what_no_agent_sends_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigError, match="ringreduce does not send"):
+        Reports().feed(MAGIC + data)
+
+
+def test_without_an_agent_nothing_is_kept_but_the_last_bytes() -> None:
+    reports = Reports()
+    for _ in range(100):
+        assert reports.feed(b"noise" * 1000) == []
+    assert len(reports._before) <= len(MAGIC)

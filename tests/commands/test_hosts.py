@@ -1,0 +1,222 @@
+"""Hosts as users name them, who has which ranks, and the command that reaches a host. Pure."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.commands.launch.hosts import (
+    Host,
+    labels,
+    parse_hostfile,
+    parse_hosts,
+    share_out,
+)
+from ringreduce.commands.launch.spread import read_hostfile, spread_over
+from ringreduce.commands.launch.ssh import Reach
+from ringreduce.vocabulary.errors import ConfigError
+
+REACH = Reach(["ssh"], {"localhost"}, "/work", "/usr/bin/python3", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [Host("a", "a", 1)]),
+        ("a:2,b:3", [Host("a", "a", 2), Host("b", "b", 3)]),
+        ("me@a.example.org:2", [Host("me@a.example.org", "a.example.org", 2)]),
+        (
+            "10.0.0.4:2, 10.0.0.5:2",
+            [Host("10.0.0.4", "10.0.0.4", 2), Host("10.0.0.5", "10.0.0.5", 2)],
+        ),
+        ("[fd00::4]:2", [Host("fd00::4", "fd00::4", 2)]),
+    ],
+)
+def test_hosts_have_names_and_slots(text: str, hosts: list[Host]) -> None:
+    assert parse_hosts(text) == hosts
+
+
+def test_a_hostfile_is_read_in_the_forms_of_mpi_and_horovod() -> None:
+    text = "# ours\na slots=2\n\nb:3  # big\n  c\nd slots=1 max_slots=4\n"
+    found = [(host.name, host.slots) for host in parse_hostfile(text, "hosts")]
+    assert found == [("a", 2), ("b", 3), ("c", 1), ("d", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "'' is no host"),
+        ("a,,b", "'' is no host"),
+        ("a:0", "'0' is no number of slots for a"),
+        ("a:-1", "'-1' is no number of slots for a"),
+        ("a:two", "'two' is no number of slots for a"),
+        ("a:", "'' is no number of slots for a"),
+        ("a:2,b:1,a:1", "the host a is named twice. Name it once, with all its slots: a:3."),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is no host"),
+        ("me@-x", "'me@-x' is no host"),
+        ("a; rm -rf x", "'a; rm -rf x' is no host"),
+        ("$(id)", "is no host"),
+        ("a\nb", "is no host"),
+        ("fd00::4:2", "an IPv6 address in brackets"),
+        ("\N{LATIN SMALL LETTER E WITH ACUTE}", "is no host"),
+    ],
+)
+def test_what_is_no_host_is_refused_and_named(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_hosts(text)
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "the hostfile hosts names no host"),
+        ("# nothing\n\n", "the hostfile hosts names no host"),
+        ("a slots=0", "'0' is no number of slots for a, in line 1 of hosts"),
+        ("a\nb cpus=2", "line 2 of hosts has 'cpus=2'"),
+        ("a 2", "line 1 of hosts has '2'"),
+        ("a:2 slots=3", "'a:2:3' is no host, in line 1"),
+        ("a\na", "the host a is named twice"),
+        ("a; rm", "line 1 of hosts has 'rm'"),
+    ],
+)
+def test_what_is_no_hostfile_is_refused_with_its_line(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_hostfile(text, "hosts")
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [None, b"\xff\xfe", b"a\n" * (1 << 20)])
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "hosts"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"the hostfile {path} "):
+        read_hostfile(path)
+
+
+def shares(text: str, count: int | None = None) -> list[tuple[str, int, int]]:
+    found = share_out(parse_hosts(text), count)
+    return [(share.host.name, share.first_rank, share.count) for share in found]
+
+
+def test_all_slots_are_filled_in_order() -> None:
+    assert shares("a:2,b:1,c:3") == [("a", 0, 2), ("b", 2, 1), ("c", 3, 3)]
+
+
+def test_fewer_ranks_fill_the_first_hosts() -> None:
+    assert shares("a:2,b:2,c:2", 3) == [("a", 0, 2), ("b", 2, 1)]
+
+
+def test_more_ranks_than_slots_are_refused() -> None:
+    with pytest.raises(ConfigError, match="5 workers are asked for, and the hosts have 4 slots"):
+        shares("a:2,b:2", 5)
+
+
+@given(slots=st.lists(st.integers(1, 9), min_size=1, max_size=9), data=st.data())
+def test_every_rank_is_on_one_host(slots: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, sum(slots)))
+    hosts = [Host(f"h{index}", f"h{index}", number) for index, number in enumerate(slots)]
+    found = share_out(hosts, count)
+    ranks = [rank for one in found for rank in range(one.first_rank, one.first_rank + one.count)]
+    assert ranks == list(range(count))
+    assert all(one.count <= one.host.slots for one in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "marks"),
+    [
+        ("node1.example.org:2,node2.example.org", ["node1:0", "node1:1", "node2:2"]),
+        ("n.one.org,n.two.org", ["n.one.org:0", "n.two.org:1"]),
+        ("10.0.0.4,10.0.0.5", ["10.0.0.4:0", "10.0.0.5:1"]),
+    ],
+)
+def test_lines_are_marked_with_short_names_that_differ(text: str, marks: list[str]) -> None:
+    assert labels(share_out(parse_hosts(text), None)) == marks
+
+
+# --- Reaching a host ------------------------------------------------------------------------
+
+
+def test_ssh_never_asks_and_gives_up_in_seconds() -> None:
+    command = REACH.command(Host("me@a", "a", 1))
+    assert command[0] == "ssh"
+    assert "BatchMode=yes" in command
+    assert "ConnectTimeout=10" in command
+    assert command[-2:] == ["me@a", "cd /work && exec /usr/bin/python3 -m " + AGENT]
+
+
+AGENT = "ringreduce.commands.launch.agent"
+
+
+def test_the_users_own_options_stand_before_ours_and_win() -> None:
+    spread = spread_over(share_out(parse_hosts("a"), None), "ssh -p 2 -i 'my key'", "p", None)
+    assert spread.reach.command(Host("a", "a", 1))[:5] == ["ssh", "-p", "2", "-i", "my key"]
+
+
+def test_this_host_by_its_own_name_needs_no_ssh() -> None:
+    assert REACH.command(Host("localhost", "localhost", 1))[:2] == ["sh", "-c"]
+    assert REACH.command(Host("me@localhost", "localhost", 1))[0] == "ssh"
+
+
+@given(
+    directory=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
+    path=st.text(st.characters(exclude_characters="\0", codec="utf-8")),
+)
+def test_the_other_ends_shell_reads_the_words_that_were_meant(directory: str, path: str) -> None:
+    reach = Reach(["ssh"], (), directory, "py thon", {"PYTHONPATH": path})
+    words = shlex.split(reach.command(Host("a", "a", 1))[-1])
+    meant = ["env", f"PYTHONPATH={path}", "py thon", "-m", AGENT]
+    assert words == ["cd", directory, "&&", "exec", *meant]
+
+
+def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s $HOME; `id` "x" !\\ *'
+    folder.mkdir()
+    text = Reach(["ssh"], (), str(folder), "pwd", {}).command(Host("a", "a", 1))[-1]
+    done = subprocess.run(["sh", "-c", text.replace("-m " + AGENT, "")], capture_output=True)
+    assert done.stdout.decode() == f"{folder}\n"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "said", "why"),
+    [
+        (255, ["ssh: connect to host b port 22: Connection refused"], "ssh failed"),
+        (127, ["sh: 1: exec: /usr/bin/python3: not found"], "there is no program /usr/bin/python3"),
+        (2, ["sh: 1: cd: can't cd to /work"], "there is no folder /work"),
+        (1, ["/usr/bin/python3: No module named ringreduce"], "has no ringreduce there"),
+        (1, ["ModuleNotFoundError: No module named 'msgspec'"], "has no ringreduce there"),
+        (7, ["something else", ""], "no agent started (exit code 7): something else"),
+    ],
+)
+def test_what_ssh_and_the_shell_say_becomes_what_to_do(
+    returncode: int, said: list[str], why: str
+) -> None:
+    assert why in REACH.explain(returncode, said)
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "meeting"),
+    [
+        (None, ("a", 0)),
+        ("10.0.0.4", ("10.0.0.4", 0)),
+        ("10.0.0.4:5000", ("10.0.0.4", 5000)),
+        ("fd00::4", ("fd00::4", 0)),
+        ("[fd00::4]", ("fd00::4", 0)),
+        ("[fd00::4]:5000", ("fd00::4", 5000)),
+    ],
+)
+def test_ranks_meet_on_the_first_host(rendezvous: str | None, meeting: tuple[str, int]) -> None:
+    spread = spread_over(share_out(parse_hosts("a:2,b:2"), None), "ssh", "python", rendezvous)
+    assert (spread.meeting_host, spread.meeting_port) == meeting
+
+
+@pytest.mark.parametrize("ssh", ["", "ssh 'x"])
+def test_an_ssh_that_is_no_command_is_refused(ssh: str) -> None:
+    with pytest.raises(ConfigError, match="--ssh"):
+        spread_over(share_out(parse_hosts("a"), None), ssh, "python", None)

@@ -1,0 +1,270 @@
+"""``ringreduce run -H``: jobs of several hosts, by an ssh that runs its command on this one.
+
+The stand-in for ssh does with a command what ssh does: a shell runs it, in another folder. With a
+real sshd: `test_ssh.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringreduce.commands.launch.exchange import MAGIC, Hello, encode
+from tests.launching import RANK, WAITS, numbers, script
+from tests.processes import Process, clean_environment, launcher, wait_gone
+
+SSH = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+case $1 in
+    unknown) echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255;;
+    old) cat old; exec cat > /dev/null;;
+esac
+echo "Welcome to $1, where a login shell writes something"
+echo $$ >> started
+cd / && exec sh -c "$2"
+"""
+HOSTS = ("-H", "127.0.0.2:2,127.0.0.3:2")
+
+
+def job(directory: Path, *arguments: str, **environment: str) -> Process:
+    """``ringreduce run``, with the stand-in for ssh in a file of `directory`."""
+    path = directory / "ssh"
+    path.write_text(SSH)
+    path.chmod(0o755)
+    command = ("run", "--ssh", shlex.quote(str(path)), *arguments)
+    return launcher(directory, *command, environment=clean_environment(**environment))
+
+
+def started(directory: Path) -> list[int]:
+    """What ran as ssh, by their numbers: each has become an agent."""
+    return [int(line) for line in (directory / "started").read_text().split()]
+
+
+def family(pids: list[int]) -> list[int]:
+    """These processes and all that they have started."""
+    return [*pids, *(child.pid for pid in pids for child in psutil.Process(pid).children(True))]
+
+
+def knows(pid: int, secret: str) -> bool:
+    """Whether a process shows it in its arguments or its environment."""
+    process = Path("/proc", str(pid))
+    try:
+        texts = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    except OSError:  # It has ended, or is another user's.
+        return False
+    return secret.encode() in texts
+
+
+def test_ranks_of_all_hosts_know_their_place_and_the_program_its_arguments(tmp_path: Path) -> None:
+    text = """
+        import json, os, sys
+        names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "JOB_ID", "RENDEZVOUS", "TIMEOUT_S"
+        own = [os.environ["RINGREDUCE_" + name] for name in names]
+        others = [os.environ.get(name) for name in ("GIVEN", "TAKEN", "KEPT")]
+        print(json.dumps([own, sys.argv[1:], os.getcwd(), others]))
+        print("err", file=sys.stderr)
+        """
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    words = ["two words", "", "*", "$HOME", "'\"`id`\\", "\N{EURO SIGN}"]
+    options = (*HOSTS, "-n", "3", "--env", "GIVEN=a b", "--env", "TAKEN", "--timeout", "7")
+    variables = {"TAKEN": "$x", "RINGREDUCE_TIMEOUT_S": "8"}
+    with job(folder, *options, script(folder, text), *words, **variables) as run:
+        assert run.wait() == 0, run.stderr
+    lines = sorted(run.stdout.splitlines())
+    marks = [line.partition(" ")[0] for line in lines]
+    assert marks == ["[127.0.0.2:0]", "[127.0.0.2:1]", "[127.0.0.3:2]"]
+    assert sorted(run.stderr.splitlines()) == [f"{mark} err" for mark in marks]
+    found = [json.loads(line.partition(" ")[2]) for line in lines]
+    assert [own[:4] for own, *_ in found] == [
+        ["0", "3", "0", "2"],
+        ["1", "3", "1", "2"],
+        ["2", "3", "0", "1"],
+    ]
+    assert len({tuple(own[4:]) for own, *_ in found}) == 1
+    assert found[0][0][5].startswith("127.0.0.2:")
+    assert found[0][0][6] == "7.0"
+    for _, arguments, directory, others in found:
+        assert arguments == words
+        assert directory == str(folder)
+        assert others == ["a b", "$x", None]
+
+
+def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path) -> None:
+    name = script(tmp_path, WAITS)
+    with job(tmp_path, *HOSTS, name) as run:
+        run.wait_shown("pid", times=4)
+        ranks = numbers(run.stdout)
+        variables = psutil.Process(ranks[0]).environ()
+        secret = variables["RINGREDUCE_SECRET"]
+        assert [pid for pid in psutil.pids() if knows(pid, secret)] == sorted(ranks)
+        everybody = family(started(tmp_path))
+        assert set(ranks) < set(everybody)
+        run.signal(signal.SIGINT)
+        assert run.wait() == 128 + signal.SIGINT
+        assert "ringreduce: stopped by SIGINT" in run.stderr
+        assert run.stderr.count("KeyboardInterrupt") == 4
+        wait_gone(everybody)
+
+
+def test_a_users_own_secret_reaches_the_ranks_but_not_ssh(tmp_path: Path) -> None:
+    secret = "a secret of the user's own"
+    name = script(tmp_path, WAITS)
+    with job(tmp_path, *HOSTS, name, RINGREDUCE_SECRET=secret) as run:
+        run.wait_shown("pid", times=4)
+        ranks = {*numbers(run.stdout), run.pid}
+        assert {pid for pid in psutil.pids() if knows(pid, secret)} == ranks
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+
+
+def test_a_failure_is_named_with_its_host_and_ends_all_hosts(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "if rank == 3:\n    raise ValueError('bad data')\n" + WAITS)
+    with job(tmp_path, *HOSTS, name) as run:
+        assert run.wait() == 1
+        assert "ringreduce: rank 3 on 127.0.0.3 failed first (exit code 1)" in run.stderr
+        assert "ringreduce:   ValueError: bad data" in run.stderr
+        wait_gone([*started(tmp_path), *numbers(run.stdout)])
+
+
+def test_a_lost_connection_ends_the_job_and_leaves_no_process(tmp_path: Path) -> None:
+    child = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
+    name = script(tmp_path, child + WAITS)
+    with job(tmp_path, *HOSTS, name) as run:
+        run.wait_shown("pid", times=8)
+        everybody = family(started(tmp_path))
+        os.kill(max(started(tmp_path)), signal.SIGKILL)
+        assert run.wait() == 255
+        assert "failed first (its host was lost: " in run.stderr
+        wait_gone(everybody)
+
+
+@pytest.mark.full
+def test_a_killed_launcher_leaves_no_process_on_any_host(tmp_path: Path) -> None:
+    deaf = "import signal\nfor n in (1, 2, 15):\n    signal.signal(n, signal.SIG_IGN)\n"
+    with job(tmp_path, *HOSTS, script(tmp_path, deaf + WAITS)) as run:
+        run.wait_shown("pid", times=4)
+        everybody = family([run.pid])
+        assert set(started(tmp_path)) < set(everybody)
+        run.signal(signal.SIGKILL)
+        wait_gone(everybody)
+
+
+@pytest.mark.full
+def test_a_ring_forms_over_hosts_and_starts_again_after_a_failure(tmp_path: Path) -> None:
+    text = """
+        import os, ringreduce, numpy
+        ring = ringreduce.init()
+        total = ring.all_reduce(numpy.full(3, ring.rank + 1.0))
+        if os.environ["RINGREDUCE_RESTART"] == "0":
+            raise ValueError("bad data")
+        print("total", int(total[0]), flush=True)
+        """
+    options = (*HOSTS, "--max-restarts", "1", "--log-dir", "logs")
+    with job(tmp_path, *options, script(tmp_path, text)) as run:
+        assert run.wait() == 0, run.stderr
+        assert numbers(run.stdout, "total") == [10, 10, 10, 10]
+        assert "ringreduce: starting again, 1 of 1" in run.stderr
+        assert (tmp_path / "logs" / "restart-1" / "rank-3.log").read_text() == "total 10\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "complaints"),
+    [
+        pytest.param(
+            "127.0.0.2,unknown",
+            [
+                "ringreduce: unknown: ssh: Could not resolve hostname unknown: Name or service",
+                "ringreduce: cannot start on unknown: ssh failed, as it says above",
+            ],
+            id="unknown",
+        ),
+        pytest.param(
+            "old",
+            ["ringreduce: cannot start on old: it has ringreduce 0.0, and this host has "],
+            id="old",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "localhost,two",
+            [
+                "cannot start on localhost: localhost, where the ranks are to meet, is 127.0.0.1 ",
+                "--rendezvous ADDRESS",
+            ],
+            id="loopback",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_named_and_nothing_starts(
+    tmp_path: Path, hosts: str, complaints: list[str]
+) -> None:
+    (tmp_path / "old").write_bytes(MAGIC + encode(Hello("0.0")))
+    with job(tmp_path, "-H", hosts, "--max-restarts", "3", script(tmp_path, "print('ran')")) as run:
+        assert run.wait() == 2
+        assert run.stdout == ""
+        for complaint in complaints:
+            assert complaint in run.stderr
+        assert run.stderr.count("cannot start on") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["missing.py"], "there is no script 'missing.py' in "),
+        (["--python", "/no/python", "script.py"], "there is no program /no/python"),
+        (["--python", "/bin/false", "script.py"], "no agent started (exit code 1)"),
+        (["--rendezvous", "192.0.2.1", "script.py"], "the ranks cannot meet at 192.0.2.1"),
+        (["--rendezvous", "no.such.name.invalid", "script.py"], "cannot meet at no.such.name"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_a_host_lacks_is_said(tmp_path: Path, options: list[str], complaint: str) -> None:
+    script(tmp_path, "print('ran')")
+    with job(tmp_path, *HOSTS, *options) as run:
+        assert run.wait() == 2
+        assert run.stdout == ""
+        assert "ringreduce: cannot start on 127.0.0." in run.stderr
+        assert complaint in run.stderr
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"")
+    with job(tmp_path, "-H", "old", script(tmp_path, "print('ran')")) as run:
+        while not psutil.Process(run.pid).children(recursive=True):
+            pass
+        everybody = family([run.pid])
+        run.signal(signal.SIGINT)
+        assert run.wait() == 128 + signal.SIGINT
+        wait_gone(everybody)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["-H", "a", "--hostfile", "b"], "give it or --hostfile, not both"),
+        (["-H", "a:2", "-n", "3"], "3 workers are asked for, and the hosts have 2 slots"),
+        (["-H", "a:2", "--stdin", "0"], "only on one host"),
+        (["-H", "a", "--ssh", "/no/ssh"], "cannot run '/no/ssh' to reach a"),
+        (["-H", "a", "--env", "NOT_SET"], "--env NOT_SET: it is not set here"),
+        (["-H", "a", "--env", "=x"], "--env '=x' names no variable"),
+        (["--hostfile", "missing"], "the hostfile missing cannot be read: No such file"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, options: list[str], complaint: str
+) -> None:
+    name = script(tmp_path, "print('ran')")
+    with launcher(tmp_path, "run", *options, name) as run:
+        assert run.wait() == 2
+        assert complaint in " ".join(run.stderr.split())
