@@ -32,8 +32,8 @@ class Members:
         self._config, self._own = config, own
         self._hellos = {own.rank: own}
         self._refused: list[str] = []
-        # The socket's names of those ranks, to answer them.
-        self.identities: list[bytes] = []
+        # Those ranks by the socket's names for them, to answer them.
+        self.identities: dict[bytes, int] = {}
 
     @property
     def complete(self) -> bool:
@@ -58,7 +58,7 @@ class Members:
         else:
             self._compare(hello)
             self._hellos[hello.rank] = hello
-            self.identities.append(identity)
+            self.identities[identity] = hello.rank
             return None
         self.note(why)
         if len(self._refused) > _REFUSALS_ANSWERED:
@@ -142,4 +142,5 @@ class Members:
             memory=tuple(hello.memory for hello in hellos),
             keys=tuple(hello.key for hello in hellos),
             material=secrets.token_bytes(MATERIAL_BYTES) if own.key else b"",
+            networks=tuple(hello.networks for hello in hellos),
         )

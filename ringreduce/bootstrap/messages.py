@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from ringreduce.pure.networks import are_networks
+
+# Addresses that a rank reports; it sends to few ranks, at a few addresses each.
+_FAILED_MAX = 512
 # Texts from others are cut to this length in errors and logs.
 _SHOWN_CHARACTERS = 200
 # What decoding raises: ValueError for text that is not UTF-8, RecursionError for endless depth.
@@ -31,6 +37,7 @@ class Hello(msgspec.Struct, tag=True):
     # These may differ; "" if unknown.
     python: str = ""
     numpy: str = ""
+    networks: tuple[str, ...] = ()
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
@@ -45,6 +52,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
         memory: name of the memory that each rank can share; empty for none.
         keys: each rank's public key; empty without a secret.
         material: 32 random bytes, of which the keys of frames are made; empty without a secret.
+        networks: all addresses of each rank, with prefixes; it listens on the same ports at each.
     """
 
     job: int
@@ -55,6 +63,7 @@ class Table(msgspec.Struct, tag=True, frozen=True):
     memory: tuple[str, ...]
     keys: tuple[str, ...]
     material: bytes
+    networks: tuple[tuple[str, ...], ...]
 
 
 class Refusal(msgspec.Struct, tag=True):
@@ -65,10 +74,45 @@ class Refusal(msgspec.Struct, tag=True):
     peer: int | None
 
 
+class Failed(msgspec.Struct, array_like=True, frozen=True):
+    """An address of rank `peer` that the sender could not connect to, and why not."""
+
+    peer: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    address: Annotated[str, msgspec.Meta(max_length=64)]
+    why: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Reached(msgspec.Struct, tag=True, frozen=True):
+    """A rank has the table, and can reach all that it sends to, but for these."""
+
+    failed: Annotated[tuple[Failed, ...], msgspec.Meta(max_length=_FAILED_MAX)]
+
+
+class Agreed(msgspec.Struct, tag=True, frozen=True):
+    """The first rank's answer once every rank can reach all that it sends to."""
+
+
 def read_hello(data: bytes) -> Hello | None:
     """The hello in `data`; None if it is something else."""
     try:
-        return msgspec.msgpack.decode(data, type=Hello)
+        hello = msgspec.msgpack.decode(data, type=Hello)
+    except _UNREADABLE:
+        return None
+    return hello if are_networks(hello.networks) else None
+
+
+def read_reached(data: bytes) -> Reached | None:
+    """The report in `data`; None if it is something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=Reached)
+    except _UNREADABLE:
+        return None
+
+
+def read_agreement(data: bytes) -> Agreed | Refusal | None:
+    """The first rank's answer to the reports; None if it is no such."""
+    try:
+        return msgspec.msgpack.decode(data, type=Agreed | Refusal)
     except _UNREADABLE:
         return None
 
@@ -82,9 +126,11 @@ def read_answer(data: bytes, size: int) -> Table | Refusal | None:
     if isinstance(answer, Table):
         columns = [
             *(answer.addresses, answer.controls, answer.standbys),
-            *(answer.hosts, answer.memory, answer.keys),
+            *(answer.hosts, answer.memory, answer.keys, answer.networks),
         ]
         if any(len(column) != size for column in columns):
+            return None
+        if not all(map(are_networks, answer.networks)):
             return None
     return answer
 

@@ -9,10 +9,12 @@ With a secret, messages are encrypted and can be sent only by those that have it
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import socket as sockets
 import time
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -22,10 +24,13 @@ from zmq.utils.monitor import parse_monitor_message
 from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
 from ringreduce.bootstrap.messages import Hello, Refusal, Table, read_answer, read_hello
+from ringreduce.bootstrap.settlement import Settlement
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
-from ringreduce.transport.address import endpoint, listens_on_loopback, resolve, unreachable
+from ringreduce.transport.address import endpoint, is_loopback, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
+from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
@@ -60,7 +65,10 @@ class Meeting:
         control: where its control channel listens.
         standby: where it can be met later; empty: nowhere.
         memory: name of its memory for ranks of the same host; empty: not shared.
+        networks: its addresses, with prefixes.
         security: this rank's keys.
+        listeners: where the first rank listens, with descriptors that listen already; None: at
+            `config.rendezvous`.
 
     Raises:
         RendezvousError: the first rank cannot listen on the rendezvous address.
@@ -75,7 +83,9 @@ class Meeting:
         control: str,
         standby: str,
         memory: str,
+        networks: tuple[str, ...],
         security: Security,
+        listeners: Mapping[str, int] | None = None,
     ) -> None:
         self._config, self._security = config, security
         self._count, self._first = membership.size, membership.members[0]
@@ -100,6 +110,7 @@ class Meeting:
             key=security.public,
             python=platform.python_version(),
             numpy=np.__version__,
+            networks=networks,
         )
         self._members = Members(config, own)
         self._context = zmq.Context(io_threads=1)
@@ -114,7 +125,7 @@ class Meeting:
         try:
             if self._is_first:
                 self._authenticator = security.serve_meeting(self._socket, self._context)
-                _listen(self._socket, config)
+                _listen(self._socket, config, listeners)
             else:
                 self._connect(own)
         except BaseException:
@@ -148,7 +159,8 @@ class Meeting:
         if table is not None and self._security.data.mechanism == "NULL":
             # A rank that shares memory with all has no data sockets.
             announced = filter(None, (*table.addresses, *table.controls, *table.standbys))
-            if not all(map(listens_on_loopback, announced)):
+            offered = itertools.chain.from_iterable(map(hosts_of, table.networks))
+            if not all(map(listens_on_loopback, announced)) or not all(map(is_loopback, offered)):
                 raise RendezvousError(
                     "was told of a rank that listens on the network, and the job has no secret",
                     rank=self._config.rank,
@@ -156,6 +168,11 @@ class Meeting:
                     remedy="Give all ranks the same RINGREDUCE_SECRET.",
                 )
         return table
+
+    def settlement(self, unreached: Sequence[Unreached], hosts: Mapping[int, str]) -> Settlement:
+        """What follows once `advance` has returned the table; see there."""
+        identities = self._members.identities if self._is_first else None
+        return Settlement(self._socket, self._config, self._first, identities, unreached, hosts)
 
     def close(self) -> None:
         """Close this rank's side; on the first after sending answers, at most `TIMES.linger_s`."""
@@ -254,28 +271,7 @@ class Meeting:
         return self._config.rank == self._first
 
     def _error(self, text: str, remedy: str) -> RendezvousError:
-        rank, size = self._config.rank, self._config.size
-        return RendezvousError(text, rank=rank, size=size, peer=self._first, remedy=remedy)
-
-
-def bind_address(config: Config) -> str:
-    """Address for this rank's sockets to listen on, any free port.
-
-    The rendezvous's host on rank 0, elsewhere that of the interface that leads to it, so that a
-    job on one host listens on the loopback interface alone.
-
-    Raises:
-        RendezvousError: the rendezvous host's name does not resolve or cannot be reached.
-    """
-    family, target = resolve(config)
-    if config.rank == 0:
-        return endpoint(target[0], "*")
-    try:
-        with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
-            probe.connect(target)  # Chooses a route and sends nothing.
-            return endpoint(probe.getsockname()[0], "*")
-    except OSError as error:
-        raise unreachable(config, error) from error
+        return RendezvousError(text, **self._config.who, peer=self._first, remedy=remedy)
 
 
 class _Failures:
@@ -299,7 +295,12 @@ class _Failures:
         unwatch(self._socket, self._events)
 
 
-def _listen(socket: zmq.Socket[bytes], config: Config) -> None:
+def _listen(socket: zmq.Socket[bytes], config: Config, listeners: Mapping[str, int] | None) -> None:
+    for address, descriptor in (listeners or {}).items():
+        socket.setsockopt(zmq.USE_FD, descriptor)
+        socket.bind(address)
+    if listeners is not None:
+        return
     _, (host, port) = resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
         os.set_inheritable(config.rendezvous_fd, False)  # This process's children must not get it.

@@ -13,7 +13,8 @@ from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.others import Others
-from ringreduce.transport.pairs import Part, ZmqPairs
+from ringreduce.transport.pair_ends import Part
+from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink

@@ -29,7 +29,7 @@ from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.others import Others
-from ringreduce.transport.pairs import Part
+from ringreduce.transport.pair_ends import Part
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.

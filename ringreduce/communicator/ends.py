@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ringreduce.bootstrap.rendezvous import bind_address
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import message_bytes_max
 from ringreduce.pure.patience import Patience
-from ringreduce.transport.control import Control
+from ringreduce.transport.connections import distances
+from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.interfaces import hosts_of
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import NativeError, RendezvousError
+from ringreduce.vocabulary.endpoints import port_range
+from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class Ends:
     link: ZmqLink | None
     control: Control
     security: Security
-    bind: str
+    bind: Bind
 
     @property
     def announced(self) -> Announced:
@@ -48,11 +52,37 @@ class Ends:
         address = "" if self.link is None else self.link.address
         return Announced(address, self.control.address, self.shared.name if self.shared else "")
 
+    def read_events(self) -> None:
+        """Process the events of all connections."""
+        if self.link is not None:
+            self.link.read_events()
+        self.control.read_events()
+
+
+def bind_of(config: Config, networks: Sequence[str]) -> Bind:
+    """Where a rank with these addresses listens.
+
+    Raises:
+        ConfigError: ``ports`` are too few.
+    """
+    data = 0 if config.transport == "shm" else len(distances(config.size, config.streams))
+    # Control channels to its neighbours, and the standby port.
+    needed = data + min(CONTROL_CHANNELS, config.size - 1) + 1
+    ports = port_range(config.ports) if config.ports else None
+    if ports is not None and len(ports) < needed:
+        raise ConfigError(
+            f"needs {needed} ports, and RINGREDUCE_PORTS={config.ports} has {len(ports)}",
+            **config.who,
+            remedy="Widen the range: all ranks of a host share it.",
+        )
+    return Bind(hosts_of(networks), ports, needed)
+
 
 def open_ends(
     config: Config,
     membership: Membership,
     security: Security,
+    bind: Bind,
     undo: contextlib.ExitStack,
     transport: str = "shm+zmq",
 ) -> Ends:
@@ -61,7 +91,6 @@ def open_ends(
     shared = _shared_memory(config, patience) if "shm" in transport else None
     if shared is not None:
         undo.callback(shared.close)
-    bind = bind_address(config)
     link: ZmqLink | None = None
     if "zmq" in transport:
         link = ZmqLink(

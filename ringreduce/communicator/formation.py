@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringreduce.bootstrap.messages import Table
-from ringreduce.bootstrap.rendezvous import Meeting, bind_address
+from ringreduce.bootstrap.rendezvous import Meeting
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
-from ringreduce.communicator.ends import Announced, Ends, open_ends
+from ringreduce.communicator.ends import Announced, Ends, bind_of, open_ends
+from ringreduce.communicator.reaching import reached
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
@@ -29,7 +30,10 @@ from ringreduce.pure.placement import Placement, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
+from ringreduce.transport.interfaces import own_networks
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.standby import Standby
 from ringreduce.transport.zeromq import ZmqLink
@@ -52,6 +56,8 @@ class Job:
         security: this rank's keys and the others'.
         hosts, domains: by rank, the name of its host, and of the memory that it can share.
         standby: where this rank can be met again; `standbys`: each rank, empty for nowhere.
+        networks, bind: this rank's addresses, with prefixes, and where it listens.
+        routes: the addresses at which this rank reaches the others.
         highest_group: of the groups that this rank has taken part in forming.
         flight: this rank's flight record; None until the job's session has it.
     """
@@ -62,6 +68,9 @@ class Job:
     domains: tuple[str, ...]
     standby: Standby
     standbys: tuple[str, ...]
+    networks: tuple[str, ...]
+    bind: Bind
+    routes: Routes
     highest_group: int = 0
     flight: FlightFile | None = None
 
@@ -105,14 +114,22 @@ class Formed:
 def form(config: Config) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
     membership, security = whole(config.size), Security.of(config)
-    with undone_if_it_fails(config, membership) as undo:
-        ends = open_ends(config, membership, security, undo)
-        standby = Standby(bind_address(config))
+    networks = own_networks(config)
+    bind = bind_of(config, networks)
+    with undone_if_it_fails(config, membership, bind) as undo:
+        ends = open_ends(config, membership, security, bind, undo)
+        standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
-        meeting, table = meet(config, membership, ends, security, standby.address, undo)
+        meeting, table = meet(config, membership, ends, security, networks, standby.address, undo)
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
-        job = Job(table.job, security, table.hosts, domains, standby, table.standbys)
+        routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
+        job = Job(
+            *(table.job, security, table.hosts, domains, standby, table.standbys),
+            networks=networks,
+            bind=bind,
+            routes=routes,
+        )
         placement = job.place(membership)
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
@@ -139,8 +156,10 @@ def meet(
     membership: Membership,
     ends: Ends,
     security: Security,
+    networks: tuple[str, ...],
     standby: str,
     undo: contextlib.ExitStack,
+    listeners: Mapping[str, int] | None = None,
 ) -> tuple[Meeting, Table]:
     """Meet the other members at `config.rendezvous`; the meeting is closed once all are connected.
 
@@ -154,13 +173,13 @@ def meet(
         control=control,
         standby=standby,
         memory=memory,
+        networks=networks,
         security=security,
+        listeners=listeners,
     )
     undo.callback(meeting.close)
     while (table := meeting.advance()) is None:
-        if ends.link is not None:
-            ends.link.read_events()
-        ends.control.read_events()
+        ends.read_events()
     return meeting, table
 
 
@@ -190,9 +209,9 @@ def form_group(
     """
     security = job.security.for_group(membership)
     placement = job.place(membership)
-    with undone_if_it_fails(config, membership) as undo:
+    with undone_if_it_fails(config, membership, job.bind) as undo:
         with _failure_announced(exchange):
-            ends = open_ends(config, membership, security, undo, placement.transport)
+            ends = open_ends(config, membership, security, job.bind, undo, placement.transport)
         material = secrets.token_bytes(MATERIAL_BYTES)
         found = _others(exchange((*ends.announced, material, "")), config)
         by_rank = {rank: found[rank] for rank in membership.members}
@@ -225,10 +244,12 @@ def take_no_part(config: Config, exchange: _Exchange) -> None:
 
 
 @contextlib.contextmanager
-def undone_if_it_fails(config: Config, membership: Membership) -> Iterator[contextlib.ExitStack]:
+def undone_if_it_fails(
+    config: Config, membership: Membership, bind: Bind
+) -> Iterator[contextlib.ExitStack]:
     """Room for the sockets of a ring, and what closes them after an error."""
     channels = len(distances(membership.size, config.streams)) + CONTROL_CHANNELS
-    count = descriptors.needed(membership.size, channels, config.streams)
+    count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
     descriptors.reserve(count, rank=config.rank, size=config.size)
     with (
         descriptors.shortage_explained(rank=config.rank, size=config.size),
@@ -248,6 +269,10 @@ def connect(
 ) -> Formed:
     """Connect to the members; close what they do not need. While it waits it calls `check`."""
     placement = job.place(membership)
+    hosts = dict(enumerate(job.hosts))
+    announced = reached(
+        config, job.routes, hosts, membership, placement, ends, announced, meeting, check
+    )
     ends.control.connect({rank: each.control for rank, each in announced.items()})
     collectives = _collectives(config, job, membership, placement, ends, announced, check)
     collectives.pairs = ZmqPairs(
@@ -257,6 +282,7 @@ def connect(
         security=ends.security,
         membership=membership,
         job=job.number,
+        routes=job.routes,
     )
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -25,8 +26,9 @@ from ringreduce.communicator.formation import (
 )
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
-from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ArrayError, ClosedError, ConfigError
+from ringreduce.transport.routes import Routes
+from ringreduce.vocabulary.config import TIMES, Config
+from ringreduce.vocabulary.errors import ArrayError, ClosedError, ConfigError, RendezvousError
 
 _log = logging.getLogger(__name__)
 
@@ -93,16 +95,21 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
             remedy="Rings are formed anew on Linux alone.",
         )
     security = job.security.for_group(membership)
-    with undone_if_it_fails(config, membership) as undo:
-        ends = open_ends(config, membership, security, undo, job.place(membership).transport)
-        descriptor = None
+    routes = job.routes.anew()
+    with undone_if_it_fails(config, membership, job.bind) as undo:
+        transport = job.place(membership).transport
+        ends = open_ends(config, membership, security, job.bind, undo, transport)
+        listeners = None
         if first == config.rank:
-            descriptor = job.standby.open()
+            listeners = job.standby.open()
             undo.callback(job.standby.shut)
-        here = replace(config, rendezvous=address.removeprefix("tcp://"), rendezvous_fd=descriptor)
-        meeting, table = meet(here, membership, ends, security, job.standby.address, undo)
+        else:
+            address = _led_to_first(config, routes, first, address)
+        here = replace(config, rendezvous=address.removeprefix("tcp://"))
+        own = job.networks, job.standby.address
+        meeting, table = meet(here, membership, ends, security, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
-        renewed = replace(job, security=security)
+        renewed = replace(job, security=security, routes=routes)
         formed = connect(
             config, renewed, membership, ends, announced_in(table, membership), meeting
         )
@@ -112,3 +119,20 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
         *(config.rank, config.size, membership.epoch, list(membership.members)),
     )
     return formed
+
+
+def _led_to_first(config: Config, routes: Routes, first: int, address: str) -> str:
+    """The `address` of the standby port of rank `first`, as this rank reaches it once it opens."""
+    deadline = time.monotonic() + config.join_timeout_s
+    # What comes before the port is open gets no answer.
+    while unreached := routes.find({first: address}, lambda: None, TIMES.reconnect_s, 0.0):
+        if time.monotonic() >= deadline:
+            tried = "; ".join(f"{each.address}: {each.why}" for each in unreached)
+            raise RendezvousError(
+                f"cannot reach rank {first}, where the ring is formed anew, in "
+                f"{config.join_timeout_s:g} s ({tried})",
+                **config.who,
+                peer=first,
+                remedy=f"Read rank {first}'s log first.",
+            )
+    return routes.lead(first, address)

@@ -28,7 +28,7 @@ import numpy as np
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 HEADER_BYTES = 64
 # The words above as they are in memory.
 _LAYOUT = np.dtype(

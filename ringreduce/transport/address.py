@@ -6,7 +6,8 @@ import ipaddress
 import re
 import socket
 
-from ringreduce.vocabulary.config import Config, host_and_port
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import RendezvousError
 
 _ENDPOINT = re.compile(r"tcp://(\[[^\]]*\]|[^:]*):")
@@ -40,6 +41,12 @@ def unreachable(config: Config, error: Exception) -> RendezvousError:
 def endpoint(host: str, port: int | str) -> str:
     """``tcp://host:port``, with an IPv6 address in brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def split_host(address: str) -> tuple[str, str]:
+    """Host and port, or ports, of ``tcp://host:port``."""
+    host, _, ports = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), ports
 
 
 def is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ use the sockets by address; frames pass through Python only when a call ends bad
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket as sockets
 import sys
@@ -17,6 +18,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.transport import door
+from ringreduce.transport.address import endpoint
+from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
 from ringreduce.vocabulary.errors import RendezvousError
@@ -35,14 +38,17 @@ class Incoming:
     `socket` (PULL) waits for at most `slice_ms`. At most `queue` frames wait to be read; TCP holds
     the others back. `events` becomes readable when `read_events` has something to process.
 
+    Attributes:
+        endpoints: where it listens, on the same port at each address; `address` is the first.
+
     Raises:
-        RendezvousError: the address cannot be bound.
+        RendezvousError: an address cannot be bound, or no port is free.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        bind: str,
+        bind: Bind,
         frame_bytes_max: int,
         slice_ms: int,
         admission: Admission,
@@ -52,16 +58,11 @@ class Incoming:
         self.socket = context.socket(zmq.PULL)
         admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
-        seen = (
-            zmq.EVENT_LISTENING
-            | zmq.EVENT_ACCEPTED
-            | zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-        )
+        seen = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.events = watch(self.socket, int(seen))
         self._visitors: set[int] = set()  # connections to our port, by descriptor
         self._has_visitor_left = False
-        self._listener = -1  # descriptor of the listening socket
+        self._listeners: list[int] = []  # descriptors of the listening sockets
         self._is_proven = False  # whether a peer has proven that the key is its own
         self._asks = admission.mechanism != "NULL"
         # The kernel sizes its buffers: fixed ones are slower up to 512 KiB and no faster above
@@ -70,17 +71,20 @@ class Incoming:
         self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
-        self.socket.setsockopt(zmq.IPV6, int("[" in bind))
-        try:
-            self.socket.bind(bind)
-        except zmq.ZMQError as error:
-            raise RendezvousError(
-                f"cannot listen on {bind}: {error.strerror}",
-                rank=admission.rank,
-                size=admission.size,
-                remedy="The rendezvous host must be one of rank 0's own addresses.",
-            ) from error
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
+        self.endpoints: list[str] = []
+        with contextlib.ExitStack() as opened:
+            listening = listen(bind, rank=admission.rank, size=admission.size)
+            for listener in listening:
+                opened.enter_context(listener)
+            for listener in listening:
+                address = endpoint(*listener.getsockname()[:2])
+                self.socket.setsockopt(zmq.USE_FD, listener.fileno())
+                self.socket.bind(address)
+                # libzmq closes it.
+                self._listeners.append(listener.detach())
+                self.endpoints.append(address)
+        self.address = self.endpoints[0]
 
     def read_events(self) -> None:
         """Process the events of all connections."""
@@ -89,9 +93,7 @@ class Incoming:
 
     def _note(self, event: Any) -> None:
         kind, descriptor = event["event"], event["value"]
-        if kind == zmq.EVENT_LISTENING:
-            self._listener = descriptor
-        elif kind == zmq.EVENT_ACCEPTED:
+        if kind == zmq.EVENT_ACCEPTED:
             self._visitors.add(descriptor)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_proven = self._asks
@@ -112,7 +114,8 @@ class Incoming:
                 return False
             self.read_events()
         self.read_events()
-        door.shut(self._listener)
+        for listener in self._listeners:
+            door.shut(listener)
         return True
 
     def is_lost(self, source: int, quiet: bool) -> bool:

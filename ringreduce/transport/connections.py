@@ -24,6 +24,7 @@ from ringreduce.transport.channel import (
     split_ports,
 )
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import NO_SOURCE, ChannelRecord
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
@@ -50,7 +51,7 @@ class Connections:
     def __init__(
         self,
         *,
-        bind: str,
+        bind: Bind,
         frame_bytes_max: int,
         streams: int,
         security: Security,
@@ -176,7 +177,8 @@ class Connections:
     def close_inherited(self) -> None:
         """In a forked child: forget the keys, and close its copies of the connections."""
         self._forget_keys()
-        inherited.close_connections(end.address for end in self._ends())
+        ends = [endpoint for pulling in self.incoming for endpoint in pulling.endpoints]
+        inherited.close_connections(ends + [pushing.address for pushing in self.outgoing])
 
     def stop_admitting(self) -> None:
         """Close the authenticator: all further connections are refused."""

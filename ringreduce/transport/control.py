@@ -23,6 +23,7 @@ import zmq
 from ringreduce.pure.membership import Membership
 from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
@@ -35,7 +36,7 @@ _QUEUE = 1000
 
 
 class Control:
-    """This rank's side of the control channel, listening on `bind`, such as ``tcp://127.0.0.1:*``.
+    """This rank's side of the control channel, listening on `bind`.
 
     A message longer than `message_bytes_max` is refused unread, and its connection ends. So does a
     connection on which the other system has not acknowledged data for `link_timeout_s`; the system
@@ -51,7 +52,7 @@ class Control:
     def __init__(
         self,
         *,
-        bind: str,
+        bind: Bind,
         message_bytes_max: int,
         link_timeout_s: float,
         security: Security,
@@ -185,7 +186,7 @@ class Control:
 
     def close_inherited(self) -> None:
         """In a forked child: close its copies of the connections, and nothing else."""
-        own = [pulling.address for pulling in self._incoming.values()]
+        own = [each for pulling in self._incoming.values() for each in pulling.endpoints]
         inherited.close_connections(own + [p.address for p in self._outgoing.values()])
 
     def wake(self) -> None:

@@ -10,19 +10,25 @@ from collections.abc import Iterator
 
 import zmq
 
+from ringreduce.pure.networks import OFFERED_MAX
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
-# Of a pair of sockets: the two, two monitors with two ends each, a listener, two connections.
-_PER_CHANNEL = 9
+# Of a pair of sockets: the two, two monitors with two ends each, two connections, an attempt at
+# each address before; and listeners.
+_PER_CHANNEL = 8 + OFFERED_MAX
 # A connection at the rendezvous; one connection, a segment and a spare within the host.
 _PER_RANK = 4
 # Contexts, their threads, the authenticator, the rendezvous, and what the program opens meanwhile.
 _ALWAYS = 64
 
 
-def needed(size: int, channels: int, streams: int) -> int:
-    """Most descriptors that a rank of a ring of `size` opens while it forms."""
-    return _ALWAYS + _PER_CHANNEL * channels + 2 * streams + _PER_RANK * size
+def needed(size: int, channels: int, streams: int, addresses: int = 1) -> int:
+    """Most descriptors that a rank of a ring of `size` opens while it forms.
+
+    It listens at so many `addresses`.
+    """
+    per_channel = _PER_CHANNEL + addresses
+    return _ALWAYS + per_channel * channels + 2 * streams + _PER_RANK * size
 
 
 def reserve(count: int, *, rank: int, size: int) -> None:

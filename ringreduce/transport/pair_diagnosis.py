@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.pure import wire
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.networks import Unreached
 from ringreduce.pure.notification import goodbye_error, left_error
 from ringreduce.pure.patience import Limit, Patience
 from ringreduce.transport import records
@@ -79,6 +80,16 @@ class PairDiagnosis:
         if wait.is_message:
             explain_timeout(error, self.others, peer, sends=is_sending)
         return error
+
+    def unreached(self, end: Sending, wait: Wait, failed: Sequence[Unreached]) -> RingReduceError:
+        """The error of a call whose peer listens where this rank cannot connect."""
+        tried = "; ".join(f"{each.address}: {each.why}" for each in failed)
+        return PeerLostError(
+            f"cannot connect to rank {end.peer} ({tried})",
+            **self.where(end, wait),
+            remedy="Let these hosts connect to each other at all ports of RINGREDUCE_PORTS, or at "
+            "any.",
+        )
 
     def lost(self, end: Sending | Receiving, wait: Wait) -> RingReduceError:
         """The error of a call whose peer has gone."""

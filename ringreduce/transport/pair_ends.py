@@ -27,6 +27,13 @@ class Of(NamedTuple):
     epoch: int
 
 
+class Part(NamedTuple):
+    """A part of an all-to-all: the place of the rank that it goes to or comes from, and memory."""
+
+    place: int
+    memory: np.ndarray
+
+
 class _End:
     """One direction, used by one thread at a time.
 
@@ -71,6 +78,11 @@ class _End:
         words[2] = (words[2] & 0xFFFFFFFF) | sender << 32
         words[3], words[4] = sequence, memory.size
         transfer.memory, transfer.nbytes = address_of(memory), memory.nbytes
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Of this end's connection, once there is one."""
+        return [self.address] if self.address else []
 
     def forget_keys(self) -> None:
         """Seal and open nothing from now on."""
@@ -122,6 +134,11 @@ class Receiving(_End):
         self.socket, self.address, self.domain = socket, socket.address, domain
         self.channel.receiver = socket.socket.underlying
         self.is_locked = False
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where this end listens."""
+        return self.socket.endpoints
 
     def is_lost(self, has_left: bool, waited_s: float) -> bool:
         """Whether nothing more can come; `has_left`: the peer has closed its communicator."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -35,9 +34,11 @@ from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, inherited, libzmq, records, sodium, transfer
 from ringreduce.transport.calls import Traffic
 from ringreduce.transport.channel import Incoming, Outgoing
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.others import Others, PeerPatience
 from ringreduce.transport.pair_diagnosis import PairDiagnosis, Wait
-from ringreduce.transport.pair_ends import Of, Receiving, Sending
+from ringreduce.transport.pair_ends import Of, Part, Receiving, Sending
+from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Interruption
 from ringreduce.vocabulary.config import TIMES
@@ -49,36 +50,31 @@ _MESSAGES, _PARTS = range(PAIR_CHANNELS)
 _FIRST_CHANNEL = 1 << 16
 
 
-class Part(NamedTuple):
-    """A part of an all-to-all: the place of the rank that it goes to or comes from, and memory."""
-
-    place: int
-    memory: np.ndarray
-
-
 class ZmqPairs:
     """This rank's connections with single ranks, made on demand.
 
     Args:
-        bind: where to listen, such as ``tcp://127.0.0.1:*``.
+        bind: where to listen.
         segment_bytes: payload of a full frame, equal on all ranks.
         patience: how long the call of a collective may wait.
         security: this rank, and who may connect.
         membership: whose places calls name; `job` is in every frame.
+        routes: at which address each rank is reached.
     """
 
     def __init__(
         self,
         *,
-        bind: str,
+        bind: Bind,
         segment_bytes: int,
         patience: Patience,
         security: Security,
         membership: Membership,
         job: int,
+        routes: Routes,
     ) -> None:
         self._bind, self._patience, self._security = bind, patience, security
-        self._membership, self._rank = membership, security.rank
+        self._membership, self._rank, self._routes = membership, security.rank, routes
         self._diagnosis = PairDiagnosis(security.rank, security.size, membership)
         self._of = Of(segment_bytes, security.seals, job, membership.epoch)
         self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, ABORT_BYTES_MAX)
@@ -250,18 +246,23 @@ class ZmqPairs:
             if sending.is_lost():
                 raise self._diagnosis.lost(sending, wait)
             return
-        with self._changed, descriptors.shortage_explained(**self._where):
-            while (address := self._addresses.get((sending.peer, sending.number))) is None:
+        with self._changed:
+            while (found := self._addresses.get((sending.peer, sending.number))) is None:
                 self._look(sending, None, wait)
                 self._changed.wait(TIMES.poll_s)
-            sending.address = address
+        failed = self._routes.find({sending.peer: found}, lambda: self._look(sending, None, wait))
+        if failed:
+            raise self._diagnosis.unreached(sending, wait, failed)
+        with self._changed, descriptors.shortage_explained(**self._where):
+            sending.address = address = self._routes.lead(sending.peer, found)
             admission = self._security.data.of_channel(_FIRST_CHANNEL + sending.number)
             sending.socket = Outgoing(self._opened(), address, sending.peer, admission)
             sending.channel.sender = sending.socket.socket.underlying
 
     def _opened(self) -> zmq.Context[zmq.Socket[bytes]]:
         """The context, with room for another socket; under the lock."""
-        descriptors.reserve(descriptors.needed(0, 1, 1), **self._where)
+        count = descriptors.needed(0, 1, 1, len(self._bind.hosts))
+        descriptors.reserve(count, **self._where)
         if self._context is None:
             if self._is_closed or self._interruption.is_set:
                 raise self._interruption.error(**self._where)
@@ -347,7 +348,7 @@ class ZmqPairs:
         ends = [*self._sending.values(), *self._receiving.values()]
         for end in ends:
             end.forget_keys()
-        inherited.close_connections(end.address for end in ends if end.address)
+        inherited.close_connections(address for end in ends for address in end.endpoints)
 
     def close(self, goodbye: bytes = b"") -> None:
         """Say goodbye and free everything, after about a second at most; no call may be running."""

@@ -8,59 +8,62 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 
 from ringreduce.transport import door, inherited
 from ringreduce.transport.address import endpoint
-
-_BACKLOG = 128
+from ringreduce.transport.listening import Bind, listen
 
 
 class Standby:
-    """A port at the address of `bind`, such as ``tcp://127.0.0.1:*``, open only on request.
+    """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`.
 
     Attributes:
-        address: ``tcp://host:port``; empty where the system cannot shut a port, and there is none.
+        address: ``tcp://host:port``, of the first address; empty where the system cannot shut a
+            port, and there is none.
 
     Raises:
-        OSError: the address cannot be bound, or no socket is available.
+        RendezvousError: an address cannot be bound, or no port is free.
+        OSError: no socket is available.
     """
 
-    def __init__(self, bind: str) -> None:
-        host = bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
+        self._listeners = listen(bind, rank=rank, size=size)
         self.address = ""
-        if not door.shut(self._listener.fileno()):
-            self._listener.close()
+        if not all([door.shut(listener.fileno()) for listener in self._listeners]):
+            self.close_inherited()
             return
-        self.address = endpoint(host, self._listener.getsockname()[1])
+        self.address = endpoint(*self._listeners[0].getsockname()[:2])
         inherited.watch(self)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._listener.fileno() < 0
+        return self._listeners[0].fileno() < 0
 
-    def open(self) -> int:
-        """Let others connect; return a descriptor of the listening socket, which the caller owns.
+    def open(self) -> dict[str, int]:
+        """Let others connect; return where it listens, each with a descriptor for the caller.
 
         Raises:
             OSError: there is no port.
         """
-        door.open_again(self._listener.fileno())
-        return os.dup(self._listener.fileno())
+        opened = {}
+        for listener in self._listeners:
+            door.open_again(listener.fileno())
+            opened[endpoint(*listener.getsockname()[:2])] = os.dup(listener.fileno())
+        return opened
 
     def shut(self) -> None:
         """Let nobody connect any more."""
         with contextlib.suppress(OSError):  # It was closed meanwhile.
-            door.shut(self._listener.fileno())
+            for listener in self._listeners:
+                door.shut(listener.fileno())
 
     def close(self) -> None:
         """Close the port for good; calling it again does nothing."""
         inherited.unwatch(self)
-        self._listener.close()
+        self.close_inherited()
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copy."""
-        self._listener.close()
+        """In a forked child: close its copies."""
+        for listener in self._listeners:
+            listener.close()

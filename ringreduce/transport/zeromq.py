@@ -26,6 +26,7 @@ from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import Diagnosis
 from ringreduce.transport.flow import FlowMeter
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import DONE, DRAINING, WAITING, LinkRecord
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Interruption, Stall
@@ -38,8 +39,8 @@ _Loop = Callable[[int, int, int], int]
 class ZmqLink:
     """One-way channels over ZeroMQ: to the next ranks, and from the previous ones.
 
-    It listens on `bind`, such as ``tcp://127.0.0.1:*``, before the ranks have met, for a ring of
-    `members_max` of them; `connect` then names its members and closes the sockets not needed.
+    It listens on `bind` before the ranks have met, for a ring of `members_max` of them; `connect`
+    then names its members and closes the sockets not needed.
 
     Args:
         segment_bytes: payload of a full frame, equal on all ranks.
@@ -58,7 +59,7 @@ class ZmqLink:
     def __init__(
         self,
         *,
-        bind: str,
+        bind: Bind,
         segment_bytes: int,
         patience: Patience,
         streams: int = 1,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.launched import find_place, take_place
 from ringreduce.vocabulary.secret import check_secret, read_secret
@@ -174,6 +175,20 @@ class Config:
         "at most 255 characters",
         lambda value: len(value) <= 255,
     )
+    iface: str = _choice(
+        "",
+        "which addresses of this host ranks of other hosts may use: interfaces (`eth0`, `ib*`), "
+        "CIDR blocks, or exclusions (`^docker0`), separated by commas; empty: all but loopback, "
+        "link-local ones and virtual bridges",
+        "names of interfaces and CIDR blocks, each excluded by a ^ before it, separated by commas",
+        are_patterns,
+    )
+    ports: str = _choice(
+        "",
+        "ports to listen on, as first-last; empty: any free ones",
+        "first-last with ports of 1 to 65535, such as 20000-20063",
+        lambda value: not value or port_range(value) is not None,
+    )
     log_dir: str = _choice(
         "", "folder for flight records (`ringreduce report`), made if needed; empty: none"
     )
@@ -318,21 +333,6 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
         return secret
     path = variables.get("RINGREDUCE_SECRET_FILE")
     return read_secret(path) if path else ""
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[ipv6]:port``, port 1 to 65535; else ConfigError."""
-    host, _, port = address.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    digits = port.isascii() and port.isdecimal() and len(port) <= 5
-    if not host or len(host) > 255 or not digits or not 1 <= int(port) <= 65535:
-        raise ConfigError(
-            f"rendezvous is {address[:80]!r}, from the argument rendezvous or the variable "
-            "RINGREDUCE_RENDEZVOUS; accepted: host:port with a port of 1 to 65535, "
-            "such as 127.0.0.1:4000"
-        )
-    return host, int(port)
 
 
 def worker_environment(

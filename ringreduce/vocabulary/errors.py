@@ -96,10 +96,11 @@ class RingReduceError(Exception):
                 who, where = f"{who}{where},", ""
             text = f"{who} {text}"
         text += where
-        if not text.endswith((".", "!", "?")):
+        if not text.endswith((".", "!", "?", "\n")):
             text += "."
         if self.remedy is not None:
-            text += f" {self.remedy}"
+            # Below a table.
+            text += self.remedy if text.endswith("\n") else f" {self.remedy}"
         return text
 
 

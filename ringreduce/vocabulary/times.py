@@ -78,6 +78,11 @@ class Times:
     # To connect to a rank whose port opens at about the same time: the system itself tries again
     # only after a second.
     reconnect_s: float = 0.25
+    # To find out at which address a rank can be reached: TCP repeats a lost first packet after one
+    # second, and again after two more.
+    reach_s: float = 5.0
+    # Meanwhile each of a rank's addresses has this start before the next.
+    lead_s: float = 0.25
     # Other ranks wait this much longer than rank 0, whose answer names the missing ranks.
     answer_s: float = 0.5
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,12 +18,19 @@ import pytest
 import zmq
 
 from ringreduce._version import __version__
-from ringreduce.bootstrap.rendezvous import bind_address
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.ends import bind_of
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.interfaces import own_networks
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import MismatchError, PeerError, RendezvousError, RingReduceError
+from ringreduce.vocabulary.errors import (
+    ConfigError,
+    MismatchError,
+    PeerError,
+    RendezvousError,
+    RingReduceError,
+)
 
 _REPLY_MS = 10_000
 
@@ -443,15 +451,83 @@ def test_answer_that_is_no_welcome_is_refused(service, text):
 @pytest.mark.parametrize(
     ("rank", "address", "bound"),
     [
-        (0, "127.0.0.1:4000", "tcp://127.0.0.1:*"),
-        (1, "127.0.0.1:4000", "tcp://127.0.0.1:*"),
-        (0, "127.0.0.2:4000", "tcp://127.0.0.2:*"),
-        (0, "[::1]:4000", "tcp://[::1]:*"),
+        (0, "127.0.0.1:4000", "127.0.0.1/8"),
+        (1, "127.0.0.1:4000", "127.0.0.1/8"),
+        (0, "127.0.0.2:4000", "127.0.0.2/8"),
+        (0, "[::1]:4000", "::1/128"),
     ],
 )
 def test_job_on_one_host_listens_on_loopback_only(rank, address, bound):
     config = Config(rank=rank, size=2, rendezvous=address, job_id="ours")
-    assert bind_address(config) == bound
+    assert own_networks(config) == (bound,)
+
+
+def several_addresses(config: Config) -> tuple[str, ...]:
+    """As of a host with three networks, on loopback."""
+    last = () if config.rank == 2 else ("127.0.0.3/8",)
+    return ("127.0.0.1/8", "127.0.0.2/8", *last)
+
+
+@pytest.mark.parametrize("settings", [{"transport": "zmq", "encryption": "on"}, {}])
+def test_ranks_with_several_addresses(monkeypatch, settings):
+    monkeypatch.setattr("ringreduce.communicator.formation.own_networks", several_addresses)
+
+    def work(comm):
+        listening = comm._session._watcher._control._incoming.values()
+        counts = {len(pulling.endpoints) for pulling in listening}
+        group = comm.split(comm.rank == 2)
+        parts = comm.all_to_all(np.repeat(float(comm.rank), 30_000))
+        return counts, comm.all_reduce(np.ones(1))[0], group.all_reduce(np.ones(1))[0], parts.sum()
+
+    results = ring_of_threads(3, work, **settings)
+    assert results == [({3}, 3, 2, 30_000), ({3}, 3, 2, 30_000), ({2}, 3, 1, 30_000)]
+
+
+def test_ports_are_from_the_range_and_too_few_are_refused():
+    with sockets.create_server(("127.0.0.1", 0)) as taken:
+        first = min(taken.getsockname()[1], 65000)
+        ports = f"{first}-{first + 400}"
+
+        def work(comm):
+            session = comm._session
+            incoming = [
+                *session.collectives._link._connections.incoming,
+                *session._watcher._control._incoming.values(),
+            ]
+            addresses = [each.address for each in incoming] + [session.job.standby.address]
+            return [int(address.rpartition(":")[2]) for address in addresses]
+
+        found = ring_of_threads(3, work, transport="zmq", ports=ports)
+        used = [port for rank in found for port in rank]
+        assert len(used) == len(set(used)) == 3 * 5
+        assert all(first < port <= first + 400 for port in used)
+        with pytest.raises(ConfigError, match=r"needs 5 ports, and RINGREDUCE_PORTS=.* has 4"):
+            ring_of_threads(
+                3, work, transport="zmq", ports=f"{first}-{first + 3}", join_timeout_s=1
+            )
+
+
+def test_an_address_that_does_not_answer_is_in_the_table_of_all_ranks(monkeypatch):
+    """Rank 1 offers an address at which it does not listen."""
+
+    def offered(config: Config) -> tuple[str, ...]:
+        return ("127.0.0.1/8", "127.0.0.2/8")
+
+    def wrong(config: Config, networks: Any) -> Any:
+        host = "127.0.0.3" if config.rank == 1 else "127.0.0.1"
+        return replace(bind_of(config, networks), hosts=(host,))
+
+    monkeypatch.setattr("ringreduce.communicator.formation.own_networks", offered)
+    monkeypatch.setattr("ringreduce.communicator.formation.bind_of", wrong)
+    with pytest.raises(RendezvousError) as caught:
+        ring_of_threads(3, lambda comm: None, hosts=["a", "b", "c"])
+    texts = [str(caught.value), *caught.value.__notes__]
+    assert len(texts) == 3
+    for text in texts:
+        rows = [line.split() for line in text.splitlines() if line.endswith("refused")]
+        assert [row[:4] for row in rows] == [["0", "a", "1", "b"]] * 2 + [["2", "c", "1", "b"]] * 2
+        assert [row[4].split(":")[0] for row in rows] == ["127.0.0.1", "127.0.0.2"] * 2
+        assert "RINGREDUCE_PORTS" in text
 
 
 def test_job_identity_is_new_for_each_ring():

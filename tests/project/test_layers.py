@@ -158,9 +158,10 @@ def test_only_config_reads_the_environment() -> None:
     assert readers == {"ringreduce.vocabulary.config"}
 
 
-def test_only_the_transport_and_the_rendezvous_import_zmq() -> None:
+def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.bootstrap.rendezvous",
+        "ringreduce.bootstrap.settlement",
         "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
         "ringreduce.transport.connections",

@@ -16,6 +16,7 @@ from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import inherited
 from ringreduce.transport.connections import Connections
+from ringreduce.transport.listening import LOOPBACK
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
@@ -34,7 +35,7 @@ WORLD_SIZE = 12
 
 
 def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
-    usual = {"bind": "tcp://127.0.0.1:*", "segment_bytes": 4096, "patience": Patience(20.0, 20.0)}
+    usual = {"bind": LOOPBACK, "segment_bytes": 4096, "patience": Patience(20.0, 20.0)}
     security = Security(rank=rank, size=size)
     return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 

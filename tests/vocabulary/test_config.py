@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.vocabulary import config as config_module
-from ringreduce.vocabulary.config import Config, host_and_port, worker_environment
+from ringreduce.vocabulary.config import Config, worker_environment
+from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
 
@@ -45,6 +46,8 @@ def test_every_variable_is_read():
         "RINGREDUCE_LOG_DIR": "logs",
         "RINGREDUCE_SECRET": "correct horse battery staple",
         "RINGREDUCE_ENCRYPTION": "off",
+        "RINGREDUCE_IFACE": "eth0,^10.0.0.0/8",
+        "RINGREDUCE_PORTS": "20000-20063",
     }
     assert Config.from_environment(LAUNCH | limits) == Config(
         rank=1,
@@ -64,6 +67,8 @@ def test_every_variable_is_read():
         log_dir="logs",
         secret="correct horse battery staple",
         encryption="off",
+        iface="eth0,^10.0.0.0/8",
+        ports="20000-20063",
     )
 
 
@@ -129,6 +134,15 @@ def test_time_limit_of_the_meeting_is_its_own_when_it_is_set():
         ("RINGREDUCE_SEGMENT_BYTES", "-64"),
         ("RINGREDUCE_SEGMENT_BYTES", "4194368"),
         ("RINGREDUCE_SEGMENT_BYTES", "1e6"),
+        ("RINGREDUCE_IFACE", "eth0,"),
+        ("RINGREDUCE_IFACE", "^"),
+        ("RINGREDUCE_IFACE", "10.0.0.0/33"),
+        ("RINGREDUCE_IFACE", "^fd00:::/8"),
+        ("RINGREDUCE_PORTS", "0-10"),
+        ("RINGREDUCE_PORTS", "20063-20000"),
+        ("RINGREDUCE_PORTS", "20000-65536"),
+        ("RINGREDUCE_PORTS", "20000-"),
+        ("RINGREDUCE_PORTS", "any"),
     ],
 )
 def test_bad_value_is_refused_with_its_variable_and_the_accepted_ones(variable, value):

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ringreduce.vocabulary.config import Config, host_and_port
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.launchers import LAUNCHERS, find
 from ringreduce.vocabulary.secret import users_secret

@@ -1,0 +1,145 @@
+"""Which of its addresses a host offers to others, and in which order these try them. Pure.
+
+Addresses are numeric text; a network is an address with its prefix, ``10.0.0.4/24``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ringreduce.vocabulary.endpoints import Pattern
+
+# Interfaces that lead to containers and virtual machines of their own host.
+BRIDGES = (
+    *("docker*", "br-*", "podman*", "cni*", "cali*", "flannel*", "cilium_*", "weave", "veth*"),
+    *("kube-*", "nodelocaldns", "virbr*", "vmnet*", "vboxnet*", "lxcbr*", "lxdbr*", "dummy*"),
+)
+# A rank offers no more, so that the rendezvous's table stays small.
+OFFERED_MAX = 8
+
+_NETWORK_CHARACTERS_MAX = 64
+_COLUMNS, _ROWS_SHOWN, _HOST_WIDTH_MAX = 80, 16, 16
+
+
+class Local(NamedTuple):
+    """An address of this host, of the interface `name`."""
+
+    name: str
+    network: str
+
+    @property
+    def at(self) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
+        """The address, parsed."""
+        return ipaddress.ip_interface(self.network)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether other hosts can know this one by it."""
+        address = self.at.ip
+        return not (
+            address.is_loopback
+            or address.is_link_local
+            or address.is_unspecified
+            or address.is_multicast
+        )
+
+
+def offered(found: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:
+    """The addresses in `found` that other hosts may use.
+
+    Without a pattern that includes, all usable ones but those of `BRIDGES`.
+
+    Raises:
+        ValueError: a pattern that includes matches no usable address, or none is left.
+    """
+    usable = [each for each in found if each.is_usable]
+    including = [pattern for pattern in patterns if not pattern.excludes]
+    excluding = [pattern for pattern in patterns if pattern.excludes]
+    for pattern in including:
+        if not any(pattern.matches(each.name, each.at.ip) for each in usable):
+            raise ValueError(f"{pattern.text} matches no address of this host")
+    chosen = [
+        each
+        for each in usable
+        if (
+            any(pattern.matches(each.name, each.at.ip) for pattern in including)
+            if including
+            else not any(fnmatch.fnmatchcase(each.name, bridge) for bridge in BRIDGES)
+        )
+        and not any(pattern.matches(each.name, each.at.ip) for pattern in excluding)
+    ]
+    if patterns and not chosen:
+        raise ValueError("every address of this host is excluded")
+    return chosen
+
+
+def described(found: Sequence[Local]) -> str:
+    """Usable addresses for an error: ``eth0 10.0.0.4/24, ib0 10.1.0.4/16``."""
+    usable = [f"{each.name} {each.network}" for each in found if each.is_usable]
+    return ", ".join(usable[:16]) or "none"
+
+
+def ways(own: Sequence[str], theirs: Sequence[str]) -> tuple[str, ...]:
+    """The addresses in `theirs` in the order in which this rank should try them.
+
+    First those of a common subnet, then those of the family of the peer's first address, which
+    leads to the rendezvous. An address that this host has too is another network's (each host has
+    a docker0), unless it has all of them: then both ranks are on it.
+    """
+    mine = [ipaddress.ip_interface(network) for network in own]
+    candidates = [ipaddress.ip_interface(network) for network in theirs]
+    elsewhere = [each for each in candidates if each.ip not in {ours.ip for ours in mine}]
+
+    def cost(each: ipaddress.IPv4Interface | ipaddress.IPv6Interface) -> tuple[bool, bool]:
+        is_common = any(each.ip in ours.network and ours.ip in each.network for ours in mine)
+        return not is_common, each.version != candidates[0].version
+
+    return tuple(str(each.ip) for each in sorted(elsewhere or candidates, key=cost))
+
+
+def are_networks(texts: Sequence[str]) -> bool:
+    """Whether `ways` can read what a rank offers."""
+    try:
+        return len(texts) <= OFFERED_MAX and all(
+            len(text) <= _NETWORK_CHARACTERS_MAX and ipaddress.ip_interface(text) for text in texts
+        )
+    except ValueError:
+        return False
+
+
+class Unreached(NamedTuple):
+    """An address of rank `peer` at which rank `rank` could not connect, and why not."""
+
+    rank: int
+    peer: int
+    address: str
+    why: str
+
+
+def unreached_table(rows: Sequence[Unreached], hosts: Mapping[int, str]) -> str:
+    """Who could not reach whom, at which address, and why: lines of at most 80 columns.
+
+    Names of hosts, by rank, are cut to what is left of the width.
+    """
+    shown = rows[:_ROWS_SHOWN]
+    for host_width in range(_HOST_WIDTH_MAX, -1, -1):
+        named = {rank: f"{rank} {host[:host_width]}".strip() for rank, host in hosts.items()}
+        cells = [("from", "to", "at", "why")]
+        cells += [
+            (named.get(row.rank, str(row.rank)), named.get(row.peer, str(row.peer)), *row[2:])
+            for row in shown
+        ]
+        widths = [max(len(line[column]) for line in cells) for column in range(3)]
+        lines = [
+            "  "
+            + "  ".join(text.ljust(width) for text, width in zip(line, [*widths, 0], strict=True))
+            for line in cells
+        ]
+        if max(map(len, lines)) <= _COLUMNS:
+            break
+    if len(rows) > len(shown):
+        lines.append(f"  and {len(rows) - len(shown)} more")
+    return "\n".join(lines)

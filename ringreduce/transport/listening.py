@@ -1,0 +1,115 @@
+"""Listening sockets of a rank: the same port at each of its addresses, from the range if any."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringreduce.vocabulary.errors import RendezvousError
+
+BACKLOG = 128
+# The same port may be taken at another of the addresses.
+_ATTEMPTS = 64
+_HOLDERS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Bind:
+    """Where a rank listens.
+
+    Attributes:
+        hosts: numeric addresses; others are given the first one with each port.
+        ports: which ports it may use; None: any free ones.
+        needed: how many it needs to form the ring, for errors.
+    """
+
+    hosts: tuple[str, ...]
+    ports: range | None = None
+    needed: int = 0
+
+
+# For links that others reach from this host alone.
+LOOPBACK = Bind(("127.0.0.1",))
+
+
+def listen(bind: Bind, *, rank: int, size: int) -> list[socket.socket]:
+    """Listen on one port at all hosts of `bind`; the caller owns the sockets, in that order.
+
+    Raises:
+        RendezvousError: an address is not this host's, or no port is free.
+        OSError: no socket is available.
+    """
+    ports: Sequence[int] = [0] * _ATTEMPTS if bind.ports is None else bind.ports
+    for port in ports:
+        try:
+            return _listen_at(bind.hosts, port)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or bind.ports is None:
+                raise RendezvousError(
+                    f"cannot listen on {', '.join(bind.hosts)}: {error.strerror}",
+                    rank=rank,
+                    size=size,
+                    remedy="The host in RINGREDUCE_RENDEZVOUS must be an address of rank 0's host; "
+                    "RINGREDUCE_IFACE chooses among those of this one.",
+                ) from error
+    raise _no_port(bind, rank, size)
+
+
+def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    with contextlib.ExitStack() as opened:
+        sockets = []
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # libzmq accepts until there is nothing more.
+            listener.setblocking(False)
+            # A port of the range may have been used a minute ago.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+            port = listener.getsockname()[1]
+            sockets.append(listener)
+        opened.pop_all()
+    return sockets
+
+
+def _no_port(bind: Bind, rank: int, size: int) -> RendezvousError:
+    ports = bind.ports
+    if ports is None:
+        return RendezvousError(
+            f"found no port that is free at all of {', '.join(bind.hosts)}",
+            rank=rank,
+            size=size,
+            remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
+        )
+    held = _holders(ports)
+    return RendezvousError(
+        f"found no free port among the {len(ports)} of RINGREDUCE_PORTS="
+        f"{ports[0]}-{ports[-1]}" + (f": {held}" if held else ""),
+        rank=rank,
+        size=size,
+        remedy=f"Each rank of this host needs {bind.needed} to form the ring, and more for groups "
+        "and for pairs that exchange messages (docs/guides/settings.md): widen the range.",
+    )
+
+
+def _holders(ports: range) -> str:
+    """Which processes listen on these ports, as far as this user may know."""
+    import psutil  # Takes a while to load, and is needed for this error alone.
+
+    held: dict[str, int] = {}
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports:
+                name = "another user's process"
+                with contextlib.suppress(psutil.Error):
+                    if connection.pid is not None:
+                        name = f"{psutil.Process(connection.pid).name()}, pid {connection.pid}"
+                held[name] = held.get(name, 0) + 1
+    most = sorted(held.items(), key=lambda each: -each[1])[:_HOLDERS_SHOWN]
+    return "; ".join(f"{count} held by {name}" for name, count in most)

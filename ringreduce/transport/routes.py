@@ -1,0 +1,79 @@
+"""At which of its addresses each rank is reached: chosen once for each peer, by a race.
+
+Any thread may ask; two that ask for the same peer at once may both run the race.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from ringreduce.pure.networks import Unreached, ways
+from ringreduce.transport.address import endpoint, is_loopback, split_host
+from ringreduce.transport.interfaces import hosts_of
+from ringreduce.transport.race import race
+from ringreduce.vocabulary.config import TIMES
+
+_log = logging.getLogger(__name__)
+
+
+class Routes:
+    """This rank's choices; `networks` are by rank what each offers."""
+
+    def __init__(self, rank: int, size: int, networks: Mapping[int, Sequence[str]]) -> None:
+        self._rank, self._size, self._networks = rank, size, networks
+        self._chosen: dict[int, str] = {}
+        # On loopback there is nothing to choose, and nothing in between.
+        self.are_needed = any(
+            len(offered) > 1 or not all(map(is_loopback, hosts_of(offered)))
+            for offered in networks.values()
+        )
+
+    def anew(self) -> Routes:
+        """Without a choice yet."""
+        return Routes(self._rank, self._size, self._networks)
+
+    def find(
+        self,
+        addresses: Mapping[int, str],
+        check: Callable[[], object],
+        limit_s: float = TIMES.reach_s,
+        lead_s: float = TIMES.lead_s,
+    ) -> list[Unreached]:
+        """Choose for all ranks in `addresses`, where they listen; return what cannot be reached.
+
+        A port of the address must be open now. While this waits it calls `check`; `limit_s` and
+        `lead_s` are those of the race.
+        """
+        if not self.are_needed:
+            return []
+        tried = {
+            peer: [(host, _first_port(address)) for host in self._ways(peer)]
+            for peer, address in addresses.items()
+            if peer not in self._chosen and peer != self._rank
+        }
+        found, failed = race(self._rank, tried, limit_s, check, lead_s)
+        for peer, host in found.items():
+            level = logging.INFO if len(tried[peer]) > 1 else logging.DEBUG
+            offered = ", ".join(each for each, _ in tried[peer])
+            _log.log(
+                level,
+                "[%d/%d] reaches rank %d at %s (it has %s)",
+                *(self._rank, self._size, peer, host, offered),
+            )
+        self._chosen.update(found)
+        return failed
+
+    def lead(self, peer: int, address: str) -> str:
+        """`address`, which `peer` has announced, with the host that was chosen, if one was."""
+        host = self._chosen.get(peer)
+        if host is None or not address:
+            return address
+        return endpoint(host, split_host(address)[1])
+
+    def _ways(self, peer: int) -> tuple[str, ...]:
+        return ways(self._networks[self._rank], self._networks[peer])
+
+
+def _first_port(address: str) -> int:
+    return int(split_host(address)[1].partition(",")[0])

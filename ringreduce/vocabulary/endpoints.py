@@ -1,0 +1,87 @@
+"""Addresses, ports and networks as users write them in settings."""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+from dataclasses import dataclass
+
+from ringreduce.vocabulary.errors import ConfigError
+
+_PORT_MAX = 65535
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[ipv6]:port``, port 1 to 65535; else ConfigError."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host or len(host) > 255 or _port(port) is None:
+        raise ConfigError(
+            f"rendezvous is {address[:80]!r}, from the argument rendezvous or the variable "
+            "RINGREDUCE_RENDEZVOUS; accepted: host:port with a port of 1 to 65535, "
+            "such as 127.0.0.1:4000"
+        )
+    return host, int(port)
+
+
+def port_range(text: str) -> range | None:
+    """The ports of ``first-last``, both included, or of a single one; None if it is no such."""
+    first, _, last = text.partition("-")
+    low, high = _port(first), _port(last if "-" in text else first)
+    if low is None or high is None or low > high:
+        return None
+    return range(low, high + 1)
+
+
+def _port(text: str) -> int | None:
+    digits = text.isascii() and text.isdecimal() and len(text) <= 5
+    return int(text) if digits and 1 <= int(text) <= _PORT_MAX else None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Interfaces by name (``eth0``, ``ib*``) or addresses by CIDR block; ``^`` excludes them."""
+
+    text: str
+
+    @property
+    def excludes(self) -> bool:
+        """Whether what it matches is not to be used."""
+        return self.text.startswith("^")
+
+    @property
+    def block(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+        """The block of addresses; None for a name. Raises ValueError for a block that is none."""
+        text = self.text.removeprefix("^")
+        return ipaddress.ip_network(text, strict=False) if "/" in text or ":" in text else None
+
+    def matches(self, name: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+        """Whether it is about this address of the interface `name`."""
+        block = self.block
+        if block is None:
+            return fnmatch.fnmatchcase(name, self.text.removeprefix("^"))
+        return address in block
+
+
+def patterns(text: str) -> tuple[Pattern, ...]:
+    """The patterns of a text that separates them by commas.
+
+    Raises:
+        ValueError: one is empty or a wrong block.
+    """
+    found = tuple(Pattern(part.strip()) for part in text.split(",")) if text else ()
+    for each in found:
+        if not each.text.removeprefix("^"):
+            raise ValueError("a pattern is empty")
+        _ = each.block
+    return found
+
+
+def are_patterns(text: str) -> bool:
+    """Whether `patterns` can read it."""
+    try:
+        patterns(text)
+    except ValueError:
+        return False
+    return True

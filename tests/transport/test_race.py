@@ -1,0 +1,129 @@
+"""The race of connections to the addresses of ranks, and sockets that listen at several."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ringreduce.transport.listening import Bind, listen
+from ringreduce.transport.race import race
+from ringreduce.vocabulary.errors import RendezvousError
+
+SHORT_S = 0.15
+
+
+@contextlib.contextmanager
+def listener(host: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
+    with socket.create_server((host, 0)) as opened:
+        yield opened.getsockname()[:2]
+
+
+@pytest.fixture
+def closed() -> Iterator[tuple[str, int]]:
+    """A port where nobody listens, and nobody can."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, int]]:
+    """A port that answers nobody: its queue is full."""
+    with socket.socket() as opened, contextlib.ExitStack() as stack:
+        opened.bind(("127.0.0.1", 0))
+        opened.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(opened.getsockname())
+        yield opened.getsockname()
+
+
+def run(ways, limit_s=5.0):
+    return race(0, ways, limit_s, lambda: None)
+
+
+def test_each_rank_is_found_at_its_best_address(closed):
+    with listener() as first, listener("127.0.0.2") as second:
+        threads = threading.active_count()
+        found, failed = run({1: [first, second], 2: [closed, second], 3: [second]})
+        assert threading.active_count() == threads
+    assert found == {1: "127.0.0.1", 2: "127.0.0.2", 3: "127.0.0.2"}
+    assert failed == []
+
+
+def test_an_address_that_is_silent_costs_the_start_of_the_next(silent):
+    with listener("127.0.0.2") as good:
+        started = time.monotonic()
+        found, failed = run({1: [silent, good]})
+    assert (found, failed) == ({1: "127.0.0.2"}, [])
+    assert time.monotonic() - started < 2
+
+
+def test_a_rank_that_is_not_reached_is_reported_with_each_address(closed, silent):
+    with listener() as good:
+        found, failed = run({1: [closed, silent], 2: [good]}, SHORT_S)
+    assert found == {2: "127.0.0.1"}
+    assert {(each.rank, each.peer) for each in failed} == {(0, 1)}
+    whys = {each.address: each.why for each in failed}
+    assert whys[f"127.0.0.1:{closed[1]}"] == "refused"
+    assert whys[f"127.0.0.1:{silent[1]}"] == "no answer in 0.15 s"
+    assert len(whys) == 2
+
+
+def test_a_check_ends_the_race(silent):
+    class StopError(Exception):
+        pass
+
+    def check():
+        raise StopError
+
+    with pytest.raises(StopError):
+        race(0, {1: [silent]}, 5.0, check)
+
+
+def test_nobody_to_reach():
+    assert run({}) == ({}, [])
+
+
+def test_one_port_at_every_address():
+    opened = listen(Bind(("127.0.0.1", "127.0.0.2", "127.0.0.3")), rank=0, size=2)
+    with contextlib.ExitStack() as stack:
+        for each in opened:
+            stack.enter_context(each)
+        names = [each.getsockname() for each in opened]
+    assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    assert len({port for _, port in names}) == 1
+
+
+def test_a_port_that_is_taken_at_one_address_is_passed_over():
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        bind = Bind(("127.0.0.1", "127.0.0.2"), range(port, min(port + 50, 65536)))
+        opened = listen(bind, rank=0, size=2)
+        found = [each.getsockname()[1] for each in opened]
+        for each in opened:
+            each.close()
+    assert found[0] == found[1] > port
+
+
+def test_without_a_free_port_the_error_says_who_has_them():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bind = Bind(("127.0.0.1",), range(port, port + 1), 3)
+        with pytest.raises(RendezvousError) as caught:
+            listen(bind, rank=1, size=2)
+    text = str(caught.value)
+    assert f"no free port among the 1 of RINGREDUCE_PORTS={port}-{port}: 1 held by " in text
+    assert "pid " in text
+    assert "needs 3 to form the ring" in text
+
+
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(RendezvousError, match=r"cannot listen on 203\.0\.113\.1: .* assign"):
+        listen(Bind(("203.0.113.1",)), rank=0, size=2)
