@@ -22,7 +22,7 @@ from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator.ends import Announced, Ends, bind_of, open_ends
-from ringreduce.communicator.reaching import reached
+from ringreduce.communicator.reaching import find_ways, refuse_unreached, settle, ways_to
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
@@ -139,7 +139,8 @@ def form(config: Config) -> Formed:
                 size=config.size,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        formed = connect(config, job, membership, ends, announced_in(table, membership), meeting)
+        where = met(config, job, membership, ends, table, meeting)
+        formed = connect(config, job, membership, ends, where, meeting)
         undo.pop_all()
     has_sockets = formed.transport != "shm"
     _log.info(
@@ -183,10 +184,25 @@ def meet(
     return meeting, table
 
 
-def announced_in(table: Table, membership: Membership) -> dict[int, Announced]:
-    """Where each member can be reached, by its rank in the job."""
+def met(
+    config: Config,
+    job: Job,
+    membership: Membership,
+    ends: Ends,
+    table: Table,
+    meeting: Meeting,
+) -> dict[int, Announced]:
+    """Where each member can be reached, by its rank in the job.
+
+    Raises:
+        RendezvousError: a member cannot reach one that it sends to; on all.
+    """
     where = map(Announced, table.addresses, table.controls, table.memory)
-    return dict(zip(membership.members, where, strict=True))
+    announced = dict(zip(membership.members, where, strict=True))
+    if job.routes.are_needed:
+        found = config, job.routes, membership, job.place(membership), announced
+        settle(meeting, find_ways(*found), dict(enumerate(job.hosts)), ends)
+    return ways_to(job.routes, announced)
 
 
 def form_group(
@@ -219,6 +235,12 @@ def form_group(
         drawn = b"".join(by_rank[rank][3] for rank in membership.members)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
         where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
+        if job.routes.are_needed:
+            with _failure_announced(exchange):
+                unreached = find_ways(config, job.routes, membership, placement, where, check)
+                refuse_unreached(config, unreached, dict(enumerate(job.hosts)))
+            _others(exchange((*_NOTHING, "")), config)
+            where = ways_to(job.routes, where)
         with _failure_announced(exchange):
             formed = connect(config, job, membership, ends, where, None, check)
         # The parent's watchers see at once who dies, those of the group once they are connected.
@@ -237,9 +259,10 @@ def _failure_announced(exchange: _Exchange) -> Iterator[None]:
         raise
 
 
-def take_no_part(config: Config, exchange: _Exchange) -> None:
+def take_no_part(config: Config, job: Job, exchange: _Exchange) -> None:
     """Let other ranks form groups; see `form_group`."""
-    for _ in ("announced", "connected"):
+    reached = ("reached",) if job.routes.are_needed else ()
+    for _ in ("announced", *reached, "connected"):
         _others(exchange((*_NOTHING, "")), config)
 
 
@@ -269,10 +292,6 @@ def connect(
 ) -> Formed:
     """Connect to the members; close what they do not need. While it waits it calls `check`."""
     placement = job.place(membership)
-    hosts = dict(enumerate(job.hosts))
-    announced = reached(
-        config, job.routes, hosts, membership, placement, ends, announced, meeting, check
-    )
     ends.control.connect({rank: each.control for rank, each in announced.items()})
     collectives = _collectives(config, job, membership, placement, ends, announced, check)
     collectives.pairs = ZmqPairs(

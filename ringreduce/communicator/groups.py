@@ -29,7 +29,8 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
         assert job is not None
         form = functools.partial(form_group, config, job, own, exchange, parent.check)
     elif membership.size > 1:
-        take_no_part(config, exchange)
+        assert job is not None
+        take_no_part(config, job, exchange)
     if own is None:
         return None
     group = Session(config, own, job, form)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ringreduce.bootstrap.rendezvous import Meeting
 from ringreduce.bootstrap.settlement import OPEN_NETWORK
 from ringreduce.communicator.ends import Announced, Ends
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.networks import unreached_table
+from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
 from ringreduce.transport.connections import distances
 from ringreduce.transport.routes import Routes
@@ -16,40 +16,51 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
 
 
-def reached(
+def find_ways(
     config: Config,
     routes: Routes,
-    hosts: Mapping[int, str],
     membership: Membership,
     placement: Placement,
-    ends: Ends,
     announced: Mapping[int, Announced],
-    meeting: Meeting | None,
-    check: Callable[[], None],
-) -> dict[int, Announced]:
-    """What the members have announced, at the addresses that this rank has chosen.
+    check: Callable[[], None] = lambda: None,
+) -> list[Unreached]:
+    """Find out at which addresses this rank reaches the members that it sends to.
 
-    While it waits it calls `check`. With a `meeting` all members agree on whether all succeed.
+    It tries the ports of their control channels, which every rank has; all members must have done
+    so before one connects, since ports are shut then. While this waits it calls `check`.
+    """
+    tried = {rank: announced[rank].control for rank in _peers(config, membership, placement)}
+    return routes.find(tried, check)
+
+
+def settle(
+    meeting: Meeting, unreached: Sequence[Unreached], hosts: Mapping[int, str], ends: Ends
+) -> None:
+    """Wait until all members have found their ways.
 
     Raises:
-        RendezvousError: a rank cannot reach one that it sends to: with a meeting on all ranks.
+        RendezvousError: on all members, if one has not.
     """
-    if not routes.are_needed:
-        return dict(announced)
-    # At the port of the control channel, which every rank has.
-    tried = {rank: announced[rank].control for rank in _peers(config, membership, placement)}
-    unreached = routes.find(tried, check)
-    if meeting is not None:
-        settlement = meeting.settlement(unreached, hosts)
-        while not settlement.advance():
-            ends.read_events()
-    elif unreached:
+    settlement = meeting.settlement(unreached, hosts)
+    while not settlement.advance():
+        ends.read_events()
+
+
+def refuse_unreached(
+    config: Config, unreached: Sequence[Unreached], hosts: Mapping[int, str]
+) -> None:
+    """Raise RendezvousError if this rank cannot reach a member of a group."""
+    if unreached:
         raise RendezvousError(
             f"cannot reach ranks of a group:\n{unreached_table(unreached, hosts)}\n",
             **config.who,
             peer=unreached[0].peer,
             remedy=OPEN_NETWORK,
         )
+
+
+def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Announced]:
+    """What members have announced, at the addresses that this rank has found."""
     return {
         rank: Announced(
             routes.lead(rank, each.address), routes.lead(rank, each.control), each.memory

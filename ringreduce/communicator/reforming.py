@@ -19,9 +19,9 @@ from ringreduce.communicator.ends import open_ends
 from ringreduce.communicator.formation import (
     Formed,
     Job,
-    announced_in,
     connect,
     meet,
+    met,
     undone_if_it_fails,
 )
 from ringreduce.communicator.session import Session
@@ -110,9 +110,8 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
         meeting, table = meet(here, membership, ends, security, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)
-        formed = connect(
-            config, renewed, membership, ends, announced_in(table, membership), meeting
-        )
+        where = met(config, renewed, membership, ends, table, meeting)
+        formed = connect(config, renewed, membership, ends, where, meeting)
         undo.pop_all()
     _log.info(
         "[%d/%d] ring formed anew, epoch %d, of ranks %s",

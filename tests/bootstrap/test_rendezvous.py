@@ -18,8 +18,10 @@ import pytest
 import zmq
 
 from ringreduce._version import __version__
+from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.ends import bind_of
+from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.interfaces import own_networks
@@ -470,7 +472,7 @@ def several_addresses(config: Config) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("settings", [{"transport": "zmq", "encryption": "on"}, {}])
 def test_ranks_with_several_addresses(monkeypatch, settings):
-    monkeypatch.setattr("ringreduce.communicator.formation.own_networks", several_addresses)
+    monkeypatch.setattr(formation, "own_networks", several_addresses)
 
     def work(comm):
         listening = comm._session._watcher._control._incoming.values()
@@ -481,6 +483,29 @@ def test_ranks_with_several_addresses(monkeypatch, settings):
 
     results = ring_of_threads(3, work, **settings)
     assert results == [({3}, 3, 2, 30_000), ({3}, 3, 2, 30_000), ({2}, 3, 1, 30_000)]
+
+
+def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
+    find = formation.find_ways
+
+    def fail(config, routes, membership, *more):
+        if membership.group and config.rank == 1:
+            return [Unreached(1, 0, "127.0.0.1:9", "refused")]
+        return find(config, routes, membership, *more)
+
+    monkeypatch.setattr(formation, "own_networks", several_addresses)
+    monkeypatch.setattr(formation, "find_ways", fail)
+
+    def work(comm):
+        with pytest.raises(RendezvousError) as caught:
+            comm.split(comm.rank == 2)
+        return comm.all_reduce(np.ones(1))[0], str(caught.value)
+
+    for rank, (total, text) in enumerate(ring_of_threads(3, work, transport="zmq")):
+        assert total == 3
+        assert "cannot reach ranks of a group" in text
+        assert "127.0.0.1:9  refused" in text
+        assert rank == 1 or "rank 1 failed with RendezvousError" in text
 
 
 def test_ports_are_from_the_range_and_too_few_are_refused():
@@ -517,8 +542,8 @@ def test_an_address_that_does_not_answer_is_in_the_table_of_all_ranks(monkeypatc
         host = "127.0.0.3" if config.rank == 1 else "127.0.0.1"
         return replace(bind_of(config, networks), hosts=(host,))
 
-    monkeypatch.setattr("ringreduce.communicator.formation.own_networks", offered)
-    monkeypatch.setattr("ringreduce.communicator.formation.bind_of", wrong)
+    monkeypatch.setattr(formation, "own_networks", offered)
+    monkeypatch.setattr(formation, "bind_of", wrong)
     with pytest.raises(RendezvousError) as caught:
         ring_of_threads(3, lambda comm: None, hosts=["a", "b", "c"])
     texts = [str(caught.value), *caught.value.__notes__]
