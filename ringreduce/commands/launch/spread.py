@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
 from ringreduce.commands.launch.ssh import Reach
-from ringreduce.vocabulary.config import host_and_port, import_path
+from ringreduce.vocabulary.config import import_path
+from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 
 # A host takes about 60 bytes.
