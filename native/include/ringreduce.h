@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 10
+#define RR_ABI 11
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -291,6 +291,23 @@ typedef struct {
     rr_standing standing;
     rr_span calls[RR_CALLS_KEPT]; /* call n in calls[n % RR_CALLS_KEPT] */
 } rr_events;
+
+/* Record that a call of `nbytes` begins; that it has completed. */
+RR_EXPORT void rr_events_begin(rr_events *events, uint64_t operation, uint64_t nbytes);
+RR_EXPORT void rr_events_end(rr_events *events);
+
+/* Functions of Python's, and its None. */
+typedef struct {
+    unsigned long long (*as_number)(void *object); /* PyLong_AsUnsignedLongLong */
+    void (*hold)(void *object);                    /* Py_IncRef */
+    void *none;
+} rr_python;
+
+/* The same as functions of Python's (METH_FASTCALL), once rr_events_use was called: `self` is the
+ * address of rr_events as a number; on_begin takes the operation and nbytes. */
+RR_EXPORT void rr_events_use(const rr_python *functions);
+RR_EXPORT void *rr_events_on_begin(void *self, void *const *arguments, intptr_t number);
+RR_EXPORT void *rr_events_on_end(void *self, void *const *arguments, intptr_t number);
 
 /* ------------------------------------------------------------------------------------------
  * Small calls: a call on one array as a C function of Python's

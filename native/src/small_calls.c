@@ -3,9 +3,7 @@
  * The GIL is held but for the call itself, so that what Python's threads see of it is consistent.
  */
 
-#include <pthread.h>
 #include <stddef.h>
-#include <time.h>
 
 #include "python_api.h"
 #include "ringreduce.h"
@@ -63,51 +61,6 @@ static int run(const rr_small_calls *calls, const rr_small_call *call, void *dat
     }
 }
 
-/* ---- The record, as ringreduce/effects/events.py makes it ---- */
-
-static double now(void)
-{
-    struct timespec clock;
-    clock_gettime(CLOCK_MONOTONIC, &clock);
-    return (double)clock.tv_sec + (double)clock.tv_nsec * 1e-9;
-}
-
-static void record_begin(const rr_small_calls *calls, uint64_t nbytes)
-{
-    if (calls->events == NULL)
-        return;
-    rr_standing *standing = &calls->events->standing;
-    standing->operation = calls->operation;
-    standing->nbytes = nbytes;
-    standing->thread = (uint64_t)pthread_self();
-    standing->since = now();
-}
-
-static void record_end(const rr_small_calls *calls)
-{
-    if (calls->events == NULL)
-        return;
-    const double ended = now();
-    const rr_standing was = calls->events->standing;
-    if (was.operation == 0) /* another thread has recorded a failure */
-        return;
-    calls->events->calls[was.number % RR_CALLS_KEPT] =
-        (rr_span){.stamp = was.number + 1,
-                  .kind = RR_SPAN_CALL,
-                  .operation = (uint16_t)was.operation,
-                  .number = was.number,
-                  .nbytes = was.nbytes,
-                  .thread = was.thread,
-                  .began = was.since,
-                  .ended = ended};
-    const double elapsed = ended - was.since;
-    calls->events->standing = (rr_standing){.number = was.number + 1,
-                                            .calls = was.calls + 1,
-                                            .seconds = was.seconds + elapsed,
-                                            .elapsed = elapsed,
-                                            .since = ended};
-}
-
 static void *returned(const rr_small_calls *calls, void *object)
 {
     calls->hold(object);
@@ -123,7 +76,8 @@ void *rr_small_run(void *self, void *const *arguments, intptr_t number)
         return returned(calls, calls->unknown);
     void *data = array->data;
     calls->running = call;
-    record_begin(calls, call->nbytes);
+    if (calls->events != NULL)
+        rr_events_begin(calls->events, calls->operation, call->nbytes);
     void *thread = calls->release_gil();
     const int status = run(calls, call, data);
     calls->take_gil(thread);
@@ -131,6 +85,7 @@ void *rr_small_run(void *self, void *const *arguments, intptr_t number)
     if (status != RR_DONE)
         return returned(calls, calls->late);
     calls->bytes += call->nbytes;
-    record_end(calls);
+    if (calls->events != NULL)
+        rr_events_end(calls->events);
     return returned(calls, calls->done);
 }

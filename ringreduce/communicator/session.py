@@ -42,6 +42,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode, flat_view
+from ringreduce.pure.spans import CODES
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.transport.small_calls import SmallCalls
@@ -300,7 +301,7 @@ class Session:
         """Run a collective, in the thread that is `_caller`."""
         if not self._life.is_working:
             self._refuse()
-        self.events.begin(name, nbytes)
+        self.events.begin(CODES[name], nbytes)
         try:
             result = run(*arguments)
         except RingReduceError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from ringreduce.pure.flight import NAME_MAX, Call, cut
 from ringreduce.pure.liveness import Standing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
-from ringreduce.pure.spans import CALLS_KEPT
 
 
 @dataclass(frozen=True)
@@ -81,51 +81,19 @@ class Recorder:
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""
-        running, ended = self.events.calls()
+        spans, error = self.events.calls(), self.events.error
         # All times agree with the present wall clock, even if that was set meanwhile.
         wall = time.time() - time.monotonic()
-        entries = [
-            self._call(
-                span.number,
-                span.operation,
-                span.nbytes,
-                span.thread,
-                wall + span.began_s,
-                span.ended_s - span.began_s,
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return [
+            Call(
+                number=span.number,
+                operation=span.operation,
+                nbytes=span.nbytes,
+                started=wall + span.began_s,
+                seconds=None if span.ended_s is None else span.ended_s - span.began_s,
+                thread=cut(names.get(span.thread, f"thread {span.thread}"), NAME_MAX),
+                error=None if (text := error(span.number)) is None else cut(text),
             )
-            for span in ended
+            for span in spans
         ]
-        # A call that ends now has its span first.
-        is_seen = bool(ended) and ended[-1].number == running.number
-        if running.operation is not None and not is_seen:
-            entries.append(
-                self._call(
-                    running.number,
-                    running.operation,
-                    running.nbytes,
-                    running.thread,
-                    wall + running.since_s,
-                    None,
-                )
-            )
-        return entries[-CALLS_KEPT:]
-
-    def _call(
-        self,
-        number: int,
-        operation: str,
-        nbytes: int,
-        thread: int,
-        started: float,
-        seconds: float | None,
-    ) -> Call:
-        error = self.events.error(number)
-        return Call(
-            number=number,
-            operation=operation,
-            nbytes=nbytes,
-            started=started,
-            seconds=seconds,
-            thread=cut(self.events.thread_name(thread), NAME_MAX),
-            error=None if error is None else cut(error),
-        )

@@ -37,13 +37,13 @@ RUNNING_AT = STANDING.size - RUNNING.size
 # Kinds of spans: RR_SPAN_CALL, ... of native/include/ringreduce.h.
 CALL = 1
 
-# Operations by the names of their calls, and back.
-CODES: dict[str, int] = {kind.label: kind.value for kind in Kind}
-_NAMES = {code: name for name, code in CODES.items()}
+# Operations by the names of their calls (the first of those that share one), and back.
+CODES: dict[str, int] = {kind.label: kind.value for kind in reversed(Kind)}
+_NAMES = {kind.value: kind.label for kind in Kind}
 
 
 class Span(NamedTuple):
-    """One thing that happened; as `SPAN`, with the operation's name."""
+    """One thing that happened; as `SPAN`, with the operation's name. `ended_s` is None: it runs."""
 
     kind: int
     operation: str
@@ -52,7 +52,7 @@ class Span(NamedTuple):
     nbytes: int
     thread: int
     began_s: float
-    ended_s: float
+    ended_s: float | None
 
 
 class Present(NamedTuple):

@@ -22,7 +22,6 @@ from ringreduce.pure.spans import CODES
 
 _pointer, _u32, _u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
 _CALLS = 64  # RR_SMALL_CALLS
-_FASTCALL = 0x0080  # METH_FASTCALL
 
 
 class Kind(IntEnum):
@@ -63,17 +62,6 @@ class _SmallCalls(ctypes.Structure):
     )
 
 
-class _MethodDef(ctypes.Structure):
-    """PyMethodDef."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", _pointer),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
 class _Array(ctypes.Structure):
     """The part of a numpy array that native/src/python_api.h reads."""
 
@@ -110,13 +98,12 @@ class SmallCalls:
         calls.kind, calls.end, calls.limits = kind, end, limits
         calls.array_type = id(np.ndarray)
         calls.done, calls.late, calls.unknown = id(True), id(False), id(None)
-        calls.release_gil = _address(python.PyEval_SaveThread)
-        calls.take_gil = _address(python.PyEval_RestoreThread)
-        calls.hold = _address(python.Py_IncRef)
+        calls.release_gil = native.address(python.PyEval_SaveThread)
+        calls.take_gil = native.address(python.PyEval_RestoreThread)
+        calls.hold = native.address(python.Py_IncRef)
         # By slot: what must live as long as its addresses are there.
         self._taught: dict[int, tuple[Any, ...]] = {}
-        make = _MAKE(("PyCFunction_NewEx", python))
-        self.run = make(ctypes.addressof(_method()), self._memory, None)
+        self.run = native.method("rr_small_run", self._memory)
 
     def record(self, events: Events, operation: str) -> None:
         """Have calls recorded in `events`, which is kept, under the name of `operation`."""
@@ -152,22 +139,6 @@ class SmallCalls:
     def close(self) -> None:
         """Have `run` begin no call any more, before its end is freed."""
         self._calls.end = None
-
-
-_MAKE = ctypes.PYFUNCTYPE(ctypes.py_object, _pointer, ctypes.py_object, ctypes.py_object)
-
-
-def _address(function: Any) -> int:
-    address = ctypes.cast(function, _pointer).value
-    assert address is not None
-    return address
-
-
-@cache
-def _method() -> _MethodDef:
-    """What Python must know of the C function, for as long as the process runs."""
-    run = native.functions("rr_small_", {"run": (_pointer, [_pointer, _pointer, _pointer])})["run"]
-    return _MethodDef(b"run", _address(run), _FASTCALL, None)
 
 
 @cache

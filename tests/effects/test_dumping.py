@@ -34,6 +34,7 @@ from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.flight import GROUPS_MAX, Dump, decode_dump, file_name
 from ringreduce.pure.membership import Membership, whole
+from ringreduce.pure.wire import Kind
 from ringreduce.testing import ring_of_threads
 from tests.processes import Process, clean_environment, wait_until
 
@@ -94,7 +95,7 @@ def test_a_call_of_a_group_is_recorded_with_those_of_the_job(tmp_path: Path) -> 
     with flight_file(tmp_path, size=4) as file:
         group = in_group(1)
         file.add(group)
-        group.events.begin("all_reduce", 80)
+        group.events.begin(Kind.ALL_REDUCE, 80)
         file.dump("asked")
         dump = read(tmp_path)
         assert dump.pending == "all_reduce of the group of ranks 0 and 3"
@@ -194,7 +195,7 @@ def test_what_is_too_long_is_cut(tmp_path: Path) -> None:
             file.dump("y" * 100_000)
 
     recorder = Recorder(0, 1, Events(), whole(1))
-    recorder.events.begin("barrier", 0)
+    recorder.events.begin(Kind.BARRIER, 0)
     recorder.fail(ValueError("x" * 100_000))
     with flight_file(tmp_path, recorder) as file:
         deep(300)

@@ -1,0 +1,87 @@
+/* The record of a call, as ringreduce/effects/events.py makes it where this library is missing. */
+
+#include <pthread.h>
+#include <stddef.h>
+#include <time.h>
+
+#include "ringreduce.h"
+
+/* As ringreduce/pure/spans.py has them. */
+_Static_assert(sizeof(rr_span) == 64 && offsetof(rr_span, other) == 12 &&
+                   offsetof(rr_span, began) == 40,
+               "SPAN");
+_Static_assert(sizeof(rr_standing) == 64 && offsetof(rr_standing, operation) == 32, "STANDING");
+_Static_assert(offsetof(rr_events, calls) == 64 && RR_CALLS_KEPT == 256, "CALLS_AT, CALLS_KEPT");
+
+static double now(void)
+{
+    struct timespec clock;
+    clock_gettime(CLOCK_MONOTONIC, &clock);
+    return (double)clock.tv_sec + (double)clock.tv_nsec * 1e-9;
+}
+
+void rr_events_begin(rr_events *events, uint64_t operation, uint64_t nbytes)
+{
+    rr_standing *standing = &events->standing;
+    standing->operation = operation;
+    standing->nbytes = nbytes;
+    standing->thread = (uint64_t)pthread_self();
+    standing->since = now();
+}
+
+void rr_events_end(rr_events *events)
+{
+    const double ended = now();
+    const rr_standing was = events->standing;
+    if (was.operation == 0) /* another thread has recorded a failure */
+        return;
+    events->calls[was.number % RR_CALLS_KEPT] = (rr_span){.stamp = was.number + 1,
+                                                          .kind = RR_SPAN_CALL,
+                                                          .operation = (uint16_t)was.operation,
+                                                          .number = was.number,
+                                                          .nbytes = was.nbytes,
+                                                          .thread = was.thread,
+                                                          .began = was.since,
+                                                          .ended = ended};
+    const double elapsed = ended - was.since;
+    events->standing = (rr_standing){.number = was.number + 1,
+                                     .calls = was.calls + 1,
+                                     .seconds = was.seconds + elapsed,
+                                     .elapsed = elapsed,
+                                     .since = ended};
+}
+
+static rr_python python;
+
+void rr_events_use(const rr_python *functions)
+{
+    python = *functions;
+}
+
+static void *none(void)
+{
+    python.hold(python.none);
+    return python.none;
+}
+
+/* Arguments are from effects/events.py, which passes numbers that fit. */
+static rr_events *events_of(void *self)
+{
+    return (rr_events *)(uintptr_t)python.as_number(self);
+}
+
+void *rr_events_on_begin(void *self, void *const *arguments, intptr_t number)
+{
+    (void)number;
+    rr_events_begin(events_of(self), python.as_number(arguments[0]),
+                    python.as_number(arguments[1]));
+    return none();
+}
+
+void *rr_events_on_end(void *self, void *const *arguments, intptr_t number)
+{
+    (void)arguments;
+    (void)number;
+    rr_events_end(events_of(self));
+    return none();
+}
