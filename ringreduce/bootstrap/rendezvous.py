@@ -30,8 +30,9 @@ from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, is_loopback, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
-from ringreduce.transport.interfaces import hosts_of
+from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.monitor import unwatch, watch
+from ringreduce.transport.race import race
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
@@ -133,7 +134,8 @@ class Meeting:
             raise
 
     def _connect(self, own: Hello) -> None:
-        _, (host, port) = resolve(self._config)
+        hosts, port = resolve(self._config)
+        host = hosts[0] if len(hosts) == 1 else self._answering(hosts, port)
         self._security.join_meeting(self._socket)
         # No limit: the first rank's port is open while it is still importing.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
@@ -145,6 +147,16 @@ class Meeting:
         self._socket.send(msgspec.msgpack.encode(own))
         # A little longer than the first rank waits, since its answer names the missing ranks.
         self._deadline += TIMES.answer_s
+
+    def _answering(self, hosts: Sequence[str], port: int) -> str:
+        """The address of the first rank's name at which it answers; the first if none does."""
+        ways = {self._first: [(host, port) for host in hosts]}
+        while time.monotonic() < self._deadline:
+            found, _ = race(self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0)
+            if found:
+                return found[self._first]
+            time.sleep(TIMES.poll_s)
+        return hosts[0]
 
     def advance(self) -> Table | None:
         """Wait up to ``TIMES.poll_s``; return the table once all ranks have joined, else None.
@@ -261,7 +273,8 @@ class Meeting:
         raise self._error(
             f"got no answer from rank {self._first} at {config.rendezvous} in "
             f"{config.join_timeout_s:g} s",
-            f"Check that rank {self._first} runs and that RINGREDUCE_RENDEZVOUS is its address."
+            f"Check that rank {self._first} runs and that RINGREDUCE_RENDEZVOUS is its address"
+            f"{_only_here(config)}."
             if not self._epoch
             else f"Read rank {self._first}'s log first.",
         )
@@ -301,20 +314,28 @@ def _listen(socket: zmq.Socket[bytes], config: Config, listeners: Mapping[str, i
         socket.bind(address)
     if listeners is not None:
         return
-    _, (host, port) = resolve(config)
+    hosts, (_, port) = meeting_hosts(config), resolve(config)
     if config.rendezvous_fd is not None and _is_listening(config.rendezvous_fd, port):
         os.set_inheritable(config.rendezvous_fd, False)  # This process's children must not get it.
         socket.setsockopt(zmq.USE_FD, config.rendezvous_fd)
+        hosts = hosts[:1]
     try:
-        socket.bind(endpoint(host, port))
+        for host in hosts:
+            socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:
         raise RendezvousError(
             f"cannot listen on {config.rendezvous} for the other ranks: {error.strerror}",
             rank=config.rank,
             size=config.size,
-            remedy="Another program, or another job, has that port, or the address is not this "
-            "host's: choose another in RINGREDUCE_RENDEZVOUS.",
+            remedy="Another program, or another job, has that port: choose another in "
+            "RINGREDUCE_RENDEZVOUS.",
         ) from error
+
+
+def _only_here(config: Config) -> str:
+    """What to say of the rendezvous where it is a loopback address."""
+    hosts, _ = resolve(config)
+    return f": {hosts[0]} leads to this host alone" if is_loopback(hosts[0]) else ""
 
 
 def _is_listening(descriptor: int, port: int) -> bool:

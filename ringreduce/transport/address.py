@@ -10,21 +10,36 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import RendezvousError
 
+_LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
 _ENDPOINT = re.compile(r"tcp://(\[[^\]]*\]|[^:]*):")
 
 
-def resolve(config: Config) -> tuple[int, tuple[str, int]]:
-    """Address family and numeric address of the rendezvous; libzmq binds no host names.
+def resolve(config: Config) -> tuple[tuple[str, ...], int]:
+    """Numeric addresses of the rendezvous, and its port; libzmq binds no host names.
+
+    A name may have several, which hosts may order differently; then none is a loopback address.
 
     Raises:
         RendezvousError: the host's name does not resolve.
     """
     host, port = host_and_port(config.rendezvous)
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise unreachable(config, error) from error
-    return family, (str(target[0]), port)
+    hosts = tuple(dict.fromkeys(str(target[0]) for *_, target in found))
+    others = tuple(each for each in hosts if not is_loopback(each))
+    # Of loopback addresses all ranks take the first one; they are on one host.
+    return others or hosts[:1], port
+
+
+def is_literal(host: str) -> bool:
+    """Whether `host` is a numeric address or means this host to everybody."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host.rstrip(".").endswith(".localhost") or host.partition(".")[0] in _LOCAL_NAMES
+    return True
 
 
 def unreachable(config: Config, error: Exception) -> RendezvousError:

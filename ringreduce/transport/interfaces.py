@@ -8,9 +8,9 @@ import socket
 from collections.abc import Sequence
 
 from ringreduce.pure.networks import OFFERED_MAX, Local, described, offered
-from ringreduce.transport.address import is_loopback, resolve, unreachable
+from ringreduce.transport.address import is_literal, is_loopback, resolve, unreachable
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.endpoints import patterns
+from ringreduce.vocabulary.endpoints import host_and_port, patterns
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
 _log = logging.getLogger(__name__)
@@ -27,13 +27,11 @@ def own_networks(config: Config) -> tuple[str, ...]:
             0, it is not an address of this host.
         ConfigError: ``iface`` leaves no address, or one of its patterns matches none.
     """
-    family, target = resolve(config)
-    host = _own_end(config, family, target)
+    host = _own_end(config)
     if is_loopback(host):
+        _check_name(config, host)
         return (f"{host}/{128 if ':' in host else 8}",)
     found = local_addresses()
-    if config.rank == 0:
-        _check_own(config, host, found)
     try:
         chosen = offered(found, patterns(config.iface))
     except ValueError as error:
@@ -85,28 +83,69 @@ def _prefix(address: str, mask: str | None) -> int:
     return bits if mask is None else int(ipaddress.ip_address(mask)).bit_count()
 
 
-def _own_end(config: Config, family: int, target: tuple[str, int]) -> str:
-    """On rank 0 the rendezvous host; elsewhere the address that leads there."""
-    if config.rank == 0:
-        return target[0]
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # Chooses a route and sends nothing.
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise unreachable(config, error) from error
+def meeting_hosts(config: Config) -> tuple[str, ...]:
+    """Of the rendezvous host's addresses those of this host, rank 0's.
 
-
-def _check_own(config: Config, host: str, found: Sequence[Local]) -> None:
-    """Raise RendezvousError on rank 0 unless the rendezvous host is its own."""
-    if not _is_bindable(host):
+    Raises:
+        RendezvousError: the name does not resolve, or there is none.
+    """
+    hosts, _ = resolve(config)
+    own = tuple(host for host in hosts if _is_bindable(host))
+    if not own:
         raise RendezvousError(
-            f"cannot listen on {config.rendezvous} for the other ranks: {host} is not an address "
-            f"of this host, which has {described(found)}",
+            f"cannot listen on {config.rendezvous} for the other ranks: {', '.join(hosts)} is not "
+            f"an address of this host, which has {described(local_addresses())}",
             **config.who,
             remedy="Set RINGREDUCE_RENDEZVOUS on all ranks to one of rank 0's own addresses, or "
             "run rank 0 on that host.",
         )
+    return own
+
+
+def _own_end(config: Config) -> str:
+    """On rank 0 the rendezvous host; elsewhere the address that leads there."""
+    if config.rank == 0:
+        return meeting_hosts(config)[0]
+    hosts, port = resolve(config)
+    failure: OSError | None = None
+    for host in hosts:
+        try:
+            with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))  # Chooses a route and sends nothing.
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failure = error
+    assert failure is not None
+    raise unreachable(config, failure) from failure
+
+
+def _check_name(config: Config, host: str) -> None:
+    """Refuse a name that means this host alone in a job of several, and warn if that may be so.
+
+    As Debian has it, whose hosts know themselves as 127.0.1.1.
+    """
+    name, _ = host_and_port(config.rendezvous)
+    if is_literal(name) or config.local_size == config.size:
+        return
+    what = f"{name} in RINGREDUCE_RENDEZVOUS is {host} here, which other hosts cannot reach"
+    remedy = (
+        f"Set it on all ranks to an address of rank 0's host{_as_here(config)}, or correct "
+        "/etc/hosts."
+    )
+    if config.local_size is not None:
+        raise ConfigError(f"cannot meet ranks of other hosts: {what}", **config.who, remedy=remedy)
+    if config.rank == 0:
+        _log.warning(
+            "[%d/%d] %s; if this job has several: %s", config.rank, config.size, what, remedy
+        )
+
+
+def _as_here(config: Config) -> str:
+    return f" ({described(local_addresses())})" if config.rank == 0 else ""
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _is_bindable(host: str) -> bool:

@@ -117,7 +117,7 @@ class Security:
             RendezvousError: the rendezvous host's name does not resolve.
             NativeError: libzmq was built without encryption.
         """
-        is_local = config.size == 1 or is_loopback(resolve(config)[1][0])
+        is_local = config.size == 1 or is_loopback(resolve(config)[0][0])
         if not config.secret and (not is_local or config.encryption == "on"):
             what = (
                 f"would let anybody on the network join at {config.rendezvous}: "

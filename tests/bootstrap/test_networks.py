@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,19 @@ def test_hosts_with_ipv6_alone() -> None:
     }
     with hosts.connected(layout) as three:
         assert three.ring("[fd00:1::1]:20000", use) == EXPECTED
+
+
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one is old, and one leads nowhere."""
+    real = socket.getaddrinfo
+
+    def ask(host: str, port: int, *more: object, **options: Any) -> list[Any]:
+        wanted = ("10.1.0.77", "10.2.0.1", "10.1.0.1") if host == "node7" else (host,)
+        return [each for one in wanted for each in real(one, port, *more, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    with hosts.connected(TWO, cut=["two"]) as three:
+        assert three.ring("node7:20000", use) == EXPECTED
 
 
 def test_a_firewall_that_drops_all_but_the_port_range() -> None:
