@@ -596,4 +596,47 @@ BREAKAGES = (
         "A rank that is not in a process set takes part in one of the others.",
         ("tests/keras/test_groups.py",),
     ),
+    Breakage(
+        "small-call-of-any-length",
+        "native/src/small_calls.c",
+        " && known->count == count;",
+        ";",
+        "An array of another length in the same slot is reduced in part, or beyond its end.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-call-of-any-layout",
+        "native/src/small_calls.c",
+        " ||\n        (array->flags & RR_ARRAY_USUAL) != RR_ARRAY_USUAL)",
+        ")",
+        "A read-only array, or every second element of one, is written over from its start on.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-call-not-continued",
+        "ringreduce/communicator/session.py",
+        "            if done is None:\n                return False\n",
+        "            if done is not True:\n                return done is False\n",
+        "A call whose other ranks are late returns before it is done.",
+        ("tests/transport/test_small_calls.py", "tests/communicator/test_failures.py"),
+    ),
+    Breakage(
+        "small-call-interrupted-in-silence",
+        "ringreduce/communicator/session.py",
+        "                if not isinstance(error, RingReduceError):\n"
+        '                    self._break(interrupted(self.config, error, "a collective"))\n'
+        "                else:\n"
+        "                    self._break(error)\n",
+        "                pass\n",
+        "After Ctrl-C in a small call the next call goes on with its part.",
+        ("tests/communicator/test_failures.py", "tests/communicator/test_leaving.py"),
+    ),
+    Breakage(
+        "small-call-after-close",
+        "ringreduce/transport/small_calls.py",
+        "        self._calls.end = None\n",
+        "        pass\n",
+        "A call after close uses memory that is freed.",
+        ("tests/transport/test_small_calls.py",),
+    ),
 )

@@ -16,6 +16,7 @@ from ringreduce.transport.others import Others
 from ringreduce.transport.pair_ends import Part
 from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.shm import HostLink
+from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
@@ -125,6 +126,10 @@ class Collectives(Protocol):
         """What sends to the rank at `place`, or receives from it, and its place there."""
         assert self.pairs is not None
         return (self.pairs.send if sends else self.pairs.recv), place
+
+    def end(self, sends: bool, place: int) -> HostEnd | None:
+        """What sends to the rank at `place` in C, or receives; None before there was a message."""
+        return None
 
     def _ways(self) -> tuple[HostLink | ZmqLink | ZmqPairs, ...]:
         return self.links if self.pairs is None else (*self.links, self.pairs)

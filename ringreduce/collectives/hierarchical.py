@@ -30,6 +30,7 @@ from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.others import Others
 from ringreduce.transport.pair_ends import Part
+from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
@@ -205,6 +206,11 @@ class HierarchicalCollectives(Collectives):
         if place in self._members:
             return self._host.route(sends, self._members.index(place))
         return super().route(sends, place)
+
+    def end(self, sends: bool, place: int) -> HostEnd | None:
+        """What sends to the rank at `place` in C, or receives; None before there was a message."""
+        is_here = place in self._members
+        return self._host.end(sends, self._members.index(place)) if is_here else None
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -19,6 +19,7 @@ from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.others import Others
 from ringreduce.transport.shm import HostCall, HostLink
+from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Distinct calls remembered; a model has as many as it has buckets.
@@ -143,6 +144,12 @@ class SharedMemoryCollectives(Collectives):
         if self._link is None or self._link.pairs is None:
             return super().route(sends, place)
         return (self._link.pairs.send if sends else self._link.pairs.recv), place
+
+    def end(self, sends: bool, place: int) -> HostEnd | None:
+        """What sends to the rank at `place` in C, or receives; None before there was a message."""
+        if self._link is None or self._link.pairs is None:
+            return None
+        return self._link.pairs.end(place, is_sending=sends)
 
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""

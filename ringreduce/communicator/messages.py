@@ -22,6 +22,8 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
 from ringreduce.pure.payload import checked_lengths
 from ringreduce.pure.wire import Header, Kind
+from ringreduce.transport.shm_pairs import HostEnd
+from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
@@ -59,7 +61,8 @@ class _Direction:
     Attributes:
         lock: held by the call that runs.
         caller: its thread; None while none runs.
-        pending: the call, if it runs in the thread that made it.
+        pending: the call, if it runs in the thread that made it, and not in C.
+        end: what runs calls in C, once there was one in Python; None where there is none.
         peer: that rank's number in the job.
         leaves_with: why this rank leaves after it, as for `Session`; None: it stays.
         executor: the thread for calls in the background, once there was one.
@@ -74,6 +77,7 @@ class _Direction:
         self.pending: Pending | None = None
         self.leaves_with: str | None = None
         self.executor: Executor | None = None
+        self.end: HostEnd | None = None
         self._pass, self._index = owner.collectives.route(sends, place)
         self.described = lru_cache(_KEPT)(self._describe)
 
@@ -81,6 +85,31 @@ class _Direction:
         """Send `flat`, or receive into it."""
         header, _ = self.described(kind, flat.dtype, flat.size, tag)
         self._pass(self._index, header, flat)
+
+    def transfer_in_c(self, small: SmallCalls, array: np.ndarray, tag: int) -> bool:
+        """Send `array`, or receive into it; False: C does not know it, and nothing was begun."""
+        done = small.run(array, tag)
+        if done is False:
+            flat = array.reshape(-1)
+            self.pending = self.described(Kind.SEND, flat.dtype, flat.size, tag).pending
+            self.transfer(Kind.SEND, tag, flat)
+        return done is not None
+
+    def teach(self, tag: int, flat: np.ndarray) -> None:
+        """Have `transfer_in_c` know arrays like this one with `tag`."""
+        if self.end is None:
+            self.end = self._owner.collectives.end(self._sends, self._place)
+        if self.end is not None:
+            with self.lock:
+                header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header
+                self.end.teach(header, flat, tag)
+
+    def waits_in(self) -> Pending | None:
+        """The call that a thread of the program waits in; from any thread."""
+        if self.pending is not None or self.end is None or self.end.small is None:
+            return self.pending
+        running = self.end.small.running
+        return None if running is None else Pending(self._sends, self.peer, running)
 
     def _describe(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> _Described:
         owner = self._owner
@@ -126,6 +155,15 @@ class Messages:
         self._lock = threading.Lock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
+    def in_c(self, sends: bool, place: Any, tag: Any, array: np.ndarray) -> bool:
+        """Send or receive by one C function; False: it does not know this, nothing was begun."""
+        direction = self._directions.get((sends, place)) if type(place) is int else None
+        if direction is None or direction.end is None or direction.executor is not None:
+            return False
+        if (small := direction.end.small) is None:
+            return False
+        return self._call(direction, None, direction.transfer_in_c, small, array, tag)
+
     def array(
         self, sends: bool, place: int, tag: int, flat: np.ndarray, async_op: bool, result: Any
     ) -> Any:
@@ -143,6 +181,8 @@ class Messages:
             return executor.submit(run)
         pending = direction.described(Kind.SEND, flat.dtype, flat.size, tag).pending
         self._call(direction, pending, direction.transfer, Kind.SEND, tag, flat)
+        if direction.executor is None:
+            direction.teach(tag, flat)
         return result
 
     def object(self, sends: bool, place: int, tag: int, payload: np.ndarray) -> np.ndarray:
@@ -215,7 +255,7 @@ class Messages:
         """The call that a thread of the program waits in; from any thread."""
         # One C call under the GIL.
         for direction in list(self._directions.values()):
-            if (pending := direction.pending) is not None:
+            if (pending := direction.waits_in()) is not None:
                 return pending
         return None
 

@@ -280,7 +280,7 @@ class Session:
             if done is None:
                 return False
             flat, op = flat_view(array, "all_reduce"), reduce_op(option)
-            self._run("all_reduce", array.nbytes, self.collectives.all_reduce, flat, op)
+            self._finish("all_reduce", array.nbytes, self.collectives.all_reduce, flat, op)
             return True
         except BaseException as error:
             if self._life.is_working:
@@ -301,6 +301,12 @@ class Session:
         """Run a collective, in the thread that is `_caller`."""
         if not self._life.is_working:
             self._refuse()
+        return self._finish(name, nbytes, run, *arguments)
+
+    def _finish(
+        self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
+        """Run a collective, or the rest of it; what has ended the session meanwhile ends it."""
         self.events.begin(CODES[name], nbytes)
         try:
             result = run(*arguments)

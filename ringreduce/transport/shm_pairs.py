@@ -28,6 +28,8 @@ from ringreduce.transport.calls import Traffic
 from ringreduce.transport.others import Others, explain_timeout
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.small_calls import Kind as SmallKind
+from ringreduce.transport.small_calls import SmallCalls, are_possible
 from ringreduce.transport.stalls import Interruption, mismatch_error
 from ringreduce.vocabulary.errors import (
     ArrayError,
@@ -38,6 +40,8 @@ from ringreduce.vocabulary.errors import (
 
 # RR_PAIR_SLOTS of native/include/ringreduce.h.
 _SLOTS = 4
+# Python has one object for each of the numbers up to this one.
+_SHARED_INT_MAX = 256
 
 
 class _Facts(ctypes.Structure):
@@ -61,8 +65,8 @@ class HostPairs:
         self._others: Others | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.Lock()
-        self._sending: dict[int, _End] = {}
-        self._receiving: dict[int, _End] = {}
+        self._sending: dict[int, HostEnd] = {}
+        self._receiving: dict[int, HostEnd] = {}
 
     def begin(self, others: Others) -> None:
         """Errors and time limits depend from now on on what the other rank does."""
@@ -98,7 +102,7 @@ class HostPairs:
             end = self._open(place, is_sending=False)
         end.run(header, flat, self._interruption)
 
-    def _open(self, place: int, *, is_sending: bool) -> _End:
+    def _open(self, place: int, *, is_sending: bool) -> HostEnd:
         with self._lock:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
@@ -118,9 +122,13 @@ class HostPairs:
             (self._sending if is_sending else self._receiving)[place] = end
             return end
 
-    def _end(self, place: int, is_sending: bool) -> _End:
+    def _end(self, place: int, is_sending: bool) -> HostEnd:
         assert self._ranks is not None
-        return _End(self._ranks, place, self._size, self._others, is_sending=is_sending)
+        return HostEnd(self._ranks, place, self._size, self._others, is_sending=is_sending)
+
+    def end(self, place: int, *, is_sending: bool) -> HostEnd | None:
+        """This rank's end of a direction, once there was a message; None before."""
+        return (self._sending if is_sending else self._receiving).get(place)
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make calls in other threads raise when they next check the clock."""
@@ -151,12 +159,18 @@ class HostPairs:
             self._interruption.set(None)
         with self._lock:
             self._ranks = self._heap = None
+            for end in (*self._sending.values(), *self._receiving.values()):
+                end.close()
             self._sending.clear()
             self._receiving.clear()
 
 
-class _End:
-    """This rank's end of one direction; a `Waiting`. A running call keeps all memory mapped."""
+class HostEnd:
+    """This rank's end of one direction; a `Waiting`. Who has it keeps all memory mapped.
+
+    Attributes:
+        small: messages wholly in C, by array and tag; None where there are none.
+    """
 
     def __init__(
         self, ranks: HostRanks, place: int, size: int, others: Others | None, *, is_sending: bool
@@ -165,7 +179,7 @@ class _End:
         self._others, self._is_sending = others, is_sending
         self._operation = "send" if is_sending else "recv"
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
-        self.nbytes = 0
+        self._nbytes = 0
         sender, receiver = (ranks.index, place) if is_sending else (place, ranks.index)
         addresses = (ctypes.c_void_p * len(ranks.members))(*[s.address for s in ranks.segments])
         made = ctypes.c_void_p()
@@ -180,6 +194,27 @@ class _End:
         self._limits = ctypes.addressof(ranks.wait_limits)
         self._facts = _Facts()
         self._header: Header | None = None
+        self.small: SmallCalls | None = None
+        if are_possible():
+            kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE
+            self.small = SmallCalls(kind, self._pair, self._limits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages so far."""
+        return self._nbytes + (0 if self.small is None else self.small.nbytes)
+
+    def teach(self, header: Header, array: np.ndarray, tag: int) -> None:
+        """Have `small` send or receive arrays like this one with `tag`. Not while a call runs."""
+        # A number that Python makes anew each time would not be found again.
+        if self.small is not None and tag <= _SHARED_INT_MAX and array.flags.carray:
+            words = wire.encode(header)
+            self.small.teach(array, tag, words.ctypes.data, words)
+
+    def close(self) -> None:
+        """Have no message begin in C any more."""
+        if self.small is not None:
+            self.small.close()
 
     def open(self, offset: int) -> None:
         """The sender's channel is at `offset` in its heap."""
@@ -198,7 +233,7 @@ class _End:
             status = self._finish(status, interruption)
             if status != DONE:
                 raise self._error(status, header)
-        self.nbytes += nbytes
+        self._nbytes += nbytes
 
     def _finish(self, status: int, interruption: Interruption) -> int:
         """Wait for the other rank until the call is done; return its status."""

@@ -129,12 +129,13 @@ class SmallCalls:
         return int(self._calls.bytes)
 
     @property
-    def running(self) -> tuple[Any, ...] | None:
-        """The dtype, option and `call` of the running one; None for none. From any thread."""
+    def running(self) -> Any:
+        """The option of the call that runs; None for none. From any thread."""
         if not (address := self._calls.running):
             return None
-        first = ctypes.addressof(self._calls.known)
-        return self._taught.get((address - first) // ctypes.sizeof(_SmallCall))
+        first = ctypes.addressof(self._calls) + _SmallCalls.known.offset
+        _, option, _ = self._taught[(address - first) // ctypes.sizeof(_SmallCall)]
+        return option
 
     def close(self) -> None:
         """Have `run` begin no call any more, before its end is freed."""

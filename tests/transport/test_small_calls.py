@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -174,5 +175,78 @@ def test_more_calls_than_are_kept_all_work():
         for count in [*range(200), *range(200)]:
             array = np.full(count, comm.rank + 1)
             np.testing.assert_array_equal(comm.all_reduce(array), np.full(count, 3))
+
+    ring_of_threads(2, work)
+
+
+def test_messages_that_were_taught_arrive_as_sent():
+    """Three times each, with tags that Python shares and one that it makes anew."""
+    cases = [
+        (name, shape, tag)
+        for name in ("float32", "float16", "int64")
+        for shape, tag in (((0,), 0), ((6,), 0), ((2, 3), 7), ((9000,), 256), ((6,), 257))
+    ]
+
+    def work(comm: Communicator) -> None:
+        other = 1 - comm.rank
+        for repeat in range(3):
+            for name, shape, tag in cases:
+                sent = (np.arange(np.prod(shape)) % 7 + repeat).reshape(shape)
+                sent = sent.astype(naive.DTYPES[name])
+                got = np.zeros_like(sent)
+                if comm.rank == 0:
+                    comm.send(sent, 1, tag=tag)
+                    assert comm.recv(got, 1, tag=tag) is got
+                else:
+                    assert comm.recv(got, 0, tag=tag) is got
+                    sent.flags.writeable = False
+                    comm.send(sent, 0, tag=tag)
+                np.testing.assert_array_equal(got, sent, strict=True)
+        end = comm._session.collectives.end(False, other)
+        assert end is not None
+        assert end.small is not None
+        assert 0 < end.small.nbytes < end.nbytes
+        nbytes = sum(naive.DTYPES[name].itemsize * np.prod(shape) for name, shape, _ in cases)
+        assert end.nbytes == 3 * nbytes
+
+    ring_of_threads(2, work)
+
+
+def test_a_message_that_waits_in_c_is_known_to_wait():
+    communicators: dict[int, Communicator] = {}
+
+    def work(comm: Communicator) -> None:
+        communicators[comm.rank] = comm
+        for repeat in range(2):
+            comm.barrier()
+            if comm.rank == 1:
+                comm.recv(np.empty(3), 0, tag=5)
+                continue
+            if repeat == 1:
+                waiting = communicators[1]._session.messages
+                while (pending := waiting.pending()) is None:
+                    os.sched_yield()
+                assert (pending.peer, pending.tag) == (0, 5)
+            comm.send(np.ones(3), 1, tag=5)
+        assert communicators[comm.rank]._session.messages.pending() is None
+
+    ring_of_threads(2, work)
+
+
+def test_another_tag_than_the_one_due_is_named_in_c_too():
+    def work(comm: Communicator) -> None:
+        for tag in (1, 2):
+            for _ in range(2):
+                if comm.rank == 0:
+                    comm.send(np.ones(3), 1, tag=tag)
+                else:
+                    comm.recv(np.empty(3), 0, tag=tag)
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1, tag=1)
+            with pytest.raises(MismatchError):
+                comm.barrier()
+        else:
+            with pytest.raises(MismatchError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
+                comm.recv(np.empty(3), 0, tag=2)
 
     ring_of_threads(2, work)
