@@ -384,6 +384,26 @@ def test_what_nobody_received_is_in_a_warning(
     assert "send #1 of 3 float64, tag 4; send #2 of 5 float32, tag 6. Call recv" in text
 
 
+def test_a_large_message_that_nobody_received_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """Over sockets it has several frames."""
+
+    closed = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert comm.recv(np.zeros(1), 0) == 1
+            assert closed.wait(20)
+        else:
+            comm.send(np.ones(1), 1)
+            comm.send(np.ones(1 << 15), 1)
+            comm.close()
+            closed.set()
+
+    ring_of_threads(2, work, transport="zmq", segment_bytes=1 << 16)
+    [text] = [each.getMessage() for each in caplog.records]
+    assert "receiving 1 message that rank 0 had sent: send #1 of 32768 float64, tag 0." in text
+
+
 def test_what_was_sent_after_its_receiver_had_left_is_in_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
