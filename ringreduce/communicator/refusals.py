@@ -12,7 +12,7 @@ from ringreduce.vocabulary.errors import ClosedError, PeerLostError, RingReduceE
 
 def closed(config: Config) -> ClosedError:
     """The error of a call after `close`."""
-    return ClosedError("called a collective after close()", rank=config.rank, size=config.size)
+    return ClosedError("made a call after close()", rank=config.rank, size=config.size)
 
 
 def forked(config: Config) -> ClosedError:

@@ -540,7 +540,7 @@ class Session:
                 self._watcher.leave(calls, why)
             self.collectives.close(goodbye)
             if self.failure is None and not why:
-                for text in describe(self.collectives.unreceived()):
+                for text in (*self.messages.unsent(), *describe(self.collectives.unreceived())):
                     _log.warning("[%d/%d] %s", self.config.rank, self.config.size, text)
             if self._watcher is not None:
                 self._watcher.join()

@@ -14,12 +14,17 @@ _Result = TypeVar("_Result")
 
 
 class Executor:
-    """The thread, named `name`; it ends in `close`. From any thread."""
+    """The thread, named `name`; it ends in `close`. From any thread.
+
+    Attributes:
+        dropped: number of calls that had not ended when it was closed, and never will.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._unfinished, self._is_closed = 0, False
+        self.dropped = 0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -57,6 +62,7 @@ class Executor:
                 work.fail(ClosedError("was closed before this call had begun"))
             else:
                 work.do()
+            self.dropped += self._is_closed and work.has_failed
             del work
             with self._changed:
                 self._unfinished -= 1

@@ -18,6 +18,8 @@ from ringreduce.vocabulary.errors import (
 ABORT_BYTES_MAX = 16384
 # The end of a long exception text is worth little.
 GOODBYE_BYTES_MAX = 1024
+# What the rank at the other end of a message calls.
+_MESSAGES = {"send": "recv", "recv": "send"}
 
 
 class _Goodbye(msgspec.Struct):
@@ -90,11 +92,23 @@ def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingRedu
             **where,
             remedy=f"Read rank {peer}'s log first.",
         )
+    if (operation := where.get("operation")) in _MESSAGES:
+        return MismatchError(
+            f"was left by rank {peer}, which has closed its communicator",
+            **where,
+            remedy=f"Let rank {peer} call {_MESSAGES[operation]} before it closes: every send "
+            "needs a recv.",
+        )
     after = "" if calls is None else f" after {calls} call{'' if calls == 1 else 's'}"
+    remedy = (
+        f"All ranks must make equally many calls, and rank {peer} has made fewer: it had less data "
+        "(ringreduce.keras has shard and join for that), or something has ended its training alone "
+        "(callbacks.Together ends it on all)."
+    )
+    if operation == "split":
+        remedy = "All ranks must call split, with None as color on those that take no part."
     return MismatchError(
         f"was left by rank {peer}, which closed its communicator{after} and makes no more",
         **where,
-        remedy=f"All ranks must make equally many calls, and rank {peer} has made fewer: it had "
-        "less data (ringreduce.keras has shard and join for that), or something has ended its "
-        "training alone (callbacks.Together ends it on all).",
+        remedy=remedy,
     )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ringreduce.pure.wire import Header, Kind
-from ringreduce.vocabulary.types import dtype_code, dtype_named
+from ringreduce.pure.wire import Header
 
 # Named in a warning; of the others it gives the number.
 _NAMED = 3
-_BYTES = dtype_code(dtype_named("uint8"))
 
 
 class Unreceived(NamedTuple):
@@ -25,8 +23,7 @@ def describe(messages: Iterable[Unreceived]) -> list[str]:
     """What to warn of: a text for each other rank and direction."""
     by_peer: dict[tuple[int, bool], list[Header]] = {}
     for peer, is_own, header in messages:
-        # The length of an object travels before its bytes.
-        if header.kind != Kind.SEND_OBJECT or header.dtype == _BYTES:
+        if not header.is_length:
             by_peer.setdefault((peer, is_own), []).append(header)
     return [_describe(peer, is_own, headers) for (peer, is_own), headers in sorted(by_peer.items())]
 

@@ -51,6 +51,7 @@ _LAYOUT = np.dtype(
     ]
 )
 _NAMES = _LAYOUT.names or ()
+_BYTES = DTYPE_NAMES.index("uint8") + 1
 
 
 class Kind(enum.IntEnum):
@@ -107,6 +108,11 @@ class Header:
     magic: int = MAGIC
     version: int = WIRE_VERSION
 
+    @property
+    def is_length(self) -> bool:
+        """Whether it is that of the length of an object, which travels before the object."""
+        return self.kind == Kind.SEND_OBJECT and self.dtype != _BYTES
+
     def describe(self) -> str:
         """The call this frame belongs to: ``all_reduce #7 of 1000 float32, sum``."""
         try:
@@ -116,7 +122,9 @@ class Header:
         text = f"{name} #{self.sequence}"
         if self.kind == Kind.ALL_TO_ALL_COUNTS:
             return f"{text} with counts"
-        if 1 <= self.dtype <= len(DTYPE_NAMES):
+        if self.kind == Kind.SEND_OBJECT:
+            text += "" if self.is_length else f" of {self.count} bytes"
+        elif 1 <= self.dtype <= len(DTYPE_NAMES):
             text += f" of {self.count} {DTYPE_NAMES[self.dtype - 1]}"
         if self.kind in SENDS:
             text += f", tag {self.signature}"
@@ -155,6 +163,11 @@ def advice(received: Header, expected: Header) -> str | None:
     """What to do about a disagreement, where that is known."""
     if {received.kind, expected.kind} == {Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_COUNTS}:
         return "Pass counts to all_to_all on all ranks, or on none."
+    if received.kind in SENDS and expected.kind in SENDS:
+        return (
+            "Messages are received in the order in which they were sent, with equal tags, dtypes "
+            "and numbers of elements; what send_object sends, by recv_object."
+        )
     return None
 
 

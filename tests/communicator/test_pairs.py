@@ -217,7 +217,7 @@ DISAGREEING: dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicat
     "objects": (
         lambda c: c.send_object(1, 1),
         lambda c: c.recv(np.ones(3), 0),
-        r"recv #0 of 3 float64, tag 0 while rank 0 is in send_object #0 of 1 int64, tag 0",
+        r"recv #0 of 3 float64, tag 0 while rank 0 is in send_object #0, tag 0",
     ),
 }
 
@@ -423,11 +423,33 @@ def test_what_was_sent_after_its_receiver_had_left_is_in_a_warning(
     assert text.startswith("[0/2] sent 1 message that rank 1 had not received when it closed: ")
 
 
+def test_sends_in_the_background_that_close_ends_are_in_a_warning(
+    on_ranks: OnRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = threading.Event()
+
+    def work(comm: Communicator) -> None:
+        if comm.rank == 0:
+            for _ in range(3):
+                comm.send(np.ones(1 << 17), 1, async_op=True)
+            comm.recv(np.ones(1), 1, async_op=True)
+            comm.close()
+            closed.set()
+        assert closed.wait(20)
+
+    on_ranks(2, work)
+    [text] = [each.getMessage() for each in caplog.records]
+    assert text.startswith("[0/2] closed before 3 sends to rank 1 had ended. Call wait() on what")
+
+
 def test_a_rank_that_has_left_gets_and_sends_nothing(on_ranks: OnRanks) -> None:
     def work(comm: Communicator) -> None:
         if comm.rank < 2:
             call = comm.send if comm.rank else comm.recv
-            with pytest.raises(MismatchError, match="was left by rank 2"):
+            advice = (
+                r"in (send #0, tag 0. Let rank 2 call recv|recv #0, tag 0. Let rank 2 call send)"
+            )
+            with pytest.raises(MismatchError, match=f"was left by rank 2, .*{advice} before it"):
                 call(np.ones(1 << 20), 2)
 
     on_ranks(3, work)

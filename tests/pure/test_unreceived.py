@@ -32,4 +32,4 @@ def test_many_are_counted_and_an_object_is_one() -> None:
     kind = Kind.SEND_OBJECT
     both = message(0, 1, "int64", kind), message(1, 20, "uint8", kind)
     [text] = describe([Unreceived(1, False, header) for header in both])
-    assert "1 message that rank 1 had sent: send_object #1 of 20 uint8" in text
+    assert "1 message that rank 1 had sent: send_object #1 of 20 bytes" in text
