@@ -78,7 +78,10 @@ class FlightFile:
         for other in (self._recorder, *list(self._groups.values())):
             operation = other.standing().operation
             if other is not recorder and operation is not None:
-                return f"{operation} of {other.membership.name}"
+                name = other.membership.name
+                if name == recorder.membership.name:
+                    name = f"another {name.removeprefix('the ')}"
+                return f"{operation} of {name}"
         return ""
 
     def dump(self, why: str) -> None:

@@ -113,6 +113,16 @@ def test_a_call_of_a_group_is_recorded_with_those_of_the_job(tmp_path: Path) -> 
         assert dump.since == dump.groups[0].since >= ended.started
 
 
+def test_a_call_of_another_group_of_the_same_ranks_is_called_so(tmp_path: Path) -> None:
+    with flight_file(tmp_path, size=4) as file:
+        first, second = in_group(1), in_group(2)
+        for group in (first, second):
+            file.add(group)
+        first.events.begin(Kind.ALL_REDUCE, 80)
+        assert file.elsewhere(second) == "all_reduce of another group of ranks 0 and 3"
+        assert file.elsewhere(first) == ""
+
+
 def test_a_closed_group_is_recorded_only_if_it_broke(tmp_path: Path) -> None:
     with flight_file(tmp_path, size=4) as file:
         for number in range(3):
