@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 11
+#define RR_ABI 12
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -250,17 +250,28 @@ RR_EXPORT void rr_reduce(uint32_t dtype, uint32_t op, uint32_t divisor, uint64_t
 /* ------------------------------------------------------------------------------------------
  * Events: what happened in a communicator, and when (ringreduce/pure/spans.py)
  *
- * Python owns the memory. A thread that reads or writes it holds the GIL, and no two threads are
- * in a call of one communicator. Times are seconds on CLOCK_MONOTONIC; a thread is pthread_self().
+ * Python owns the memory. Calls are written by the thread that makes them, which holds the GIL.
+ * What they consist of, their parts, is in two rings, since each has one writer at a time: threads
+ * that hold the GIL, or the lock of the handoff. Times are seconds on CLOCK_MONOTONIC; a thread is
+ * pthread_self().
  * ------------------------------------------------------------------------------------------ */
 
 enum {
-    RR_CALLS_KEPT = 256, /* a power of two */
+    RR_CALLS_KEPT = 256,  /* powers of two */
+    RR_PARTS_KEPT = 1024, /* in each of the rings */
 };
 
 /* Kinds of spans. */
 enum {
     RR_SPAN_CALL = 1, /* a collective, as the user called it */
+    RR_SPAN_QUEUE,    /* a bucket or other work was ready, and the engine busy with other work */
+    RR_SPAN_PACK,     /* gradients were copied into a bucket; other: its index */
+    RR_SPAN_REDUCE,   /* a bucket was reduced */
+    RR_SPAN_BLOCKED,  /* a training step had to wait for a bucket */
+    RR_SPAN_UNPACK,   /* a bucket was copied into gradients */
+    RR_SPAN_STEP,     /* a step of a pass around the ring; other: its number */
+    RR_SPAN_WAIT,     /* a call waited for a rank; other: which */
+    RR_SPAN_KINDS = 16,
 };
 
 typedef struct {
@@ -288,8 +299,17 @@ typedef struct {
 } rr_standing;
 
 typedef struct {
+    uint64_t count; /* of all spans so far; the last is in spans[(count - 1) % RR_PARTS_KEPT] */
+    uint64_t unused[7];
+    double seconds[RR_SPAN_KINDS]; /* of all spans so far, by kind */
+    rr_span spans[RR_PARTS_KEPT];
+} rr_parts;
+
+typedef struct {
     rr_standing standing;
     rr_span calls[RR_CALLS_KEPT]; /* call n in calls[n % RR_CALLS_KEPT] */
+    rr_parts ours;                /* by threads that hold the GIL */
+    rr_parts queued;              /* by threads that hold the handoff's lock */
 } rr_events;
 
 /* Record that a call of `nbytes` begins; that it has completed. */
@@ -433,8 +453,9 @@ typedef struct {
     uint32_t bucket; /* of a bucket: its index in the plan */
 } rr_item;
 
-/* Store a new handoff in `opened`; -ENOMEM. */
-RR_EXPORT int rr_handoff_open(rr_handoff **opened);
+/* Store a new handoff in `opened`; -ENOMEM. What happens to its buckets is recorded in `events`, if
+ * that is not NULL, until it is closed. */
+RR_EXPORT int rr_handoff_open(rr_handoff **opened, rr_events *events);
 
 /* Copy the layout and store a number for this plan, unique in this process; -ENOMEM, -EINVAL
  * (slots overlap, are not in order or exceed their bucket), RR_HANDOFF_CLOSED. */
@@ -464,10 +485,6 @@ RR_EXPORT void rr_handoff_fail(rr_handoff *handoff, const char *why);
 /* As fail, with RR_HANDOFF_CLOSED, and for the engine too. Returns when no framework thread is
  * inside and all waiters have been notified; then the memory of all plans may be freed. */
 RR_EXPORT void rr_handoff_close(rr_handoff *handoff, const char *why);
-
-/* Total time of all threads in rr_handoff_wait, plus the time in which any asynchronous wait was
- * pending. */
-RR_EXPORT uint64_t rr_handoff_waited_ns(rr_handoff *handoff);
 
 /* Pack a bucket and queue it. Takes one part for each slot, of the slot's size; none is used after
  * the return, unless the bucket is reduced in place. On an error `why`, of RR_WHY_BYTES, says more.

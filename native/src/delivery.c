@@ -11,6 +11,8 @@
 
 #include "handoff.h"
 
+#include "events.h"
+
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -51,7 +53,8 @@ static void *deliver(void *argument)
             continue;
         }
         if (--handoff->pending == 0)
-            handoff->waited_ns += rr_now_ns() - handoff->pending_since;
+            rr_bucket_record(handoff, waiter->visit.bucket, RR_SPAN_BLOCKED, handoff->pending_since,
+                             rr_now());
         const int code = rr_bucket_settle(&waiter->visit, waiter->parts, why);
         pthread_mutex_unlock(&rr_handoff_lock);
         waiter->notify(waiter->data, code, why);
@@ -88,7 +91,7 @@ int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t pa
         last = &(*last)->next;
     *last = waiter;
     if (handoff->pending++ == 0)
-        handoff->pending_since = rr_now_ns();
+        handoff->pending_since = rr_now();
     return RR_DONE;
 }
 

@@ -1,10 +1,11 @@
-/* The record of a call, as ringreduce/effects/events.py makes it where this library is missing. */
+/* Records of calls, as ringreduce/effects/events.py makes them without this library, and of parts.
+ */
+
+#include "events.h"
 
 #include <pthread.h>
 #include <stddef.h>
 #include <time.h>
-
-#include "ringreduce.h"
 
 /* As ringreduce/pure/spans.py has them. */
 _Static_assert(sizeof(rr_span) == 64 && offsetof(rr_span, other) == 12 &&
@@ -12,8 +13,13 @@ _Static_assert(sizeof(rr_span) == 64 && offsetof(rr_span, other) == 12 &&
                "SPAN");
 _Static_assert(sizeof(rr_standing) == 64 && offsetof(rr_standing, operation) == 32, "STANDING");
 _Static_assert(offsetof(rr_events, calls) == 64 && RR_CALLS_KEPT == 256, "CALLS_AT, CALLS_KEPT");
+_Static_assert(offsetof(rr_parts, seconds) == 64 && offsetof(rr_parts, spans) == 192 &&
+                   RR_PARTS_KEPT == 1024,
+               "SECONDS_AT, SPANS_AT, PARTS_KEPT");
+_Static_assert(offsetof(rr_events, ours) == 16448 && offsetof(rr_events, queued) == 82176,
+               "PARTS_AT");
 
-static double now(void)
+double rr_now(void)
 {
     struct timespec clock;
     clock_gettime(CLOCK_MONOTONIC, &clock);
@@ -26,12 +32,12 @@ void rr_events_begin(rr_events *events, uint64_t operation, uint64_t nbytes)
     standing->operation = operation;
     standing->nbytes = nbytes;
     standing->thread = (uint64_t)pthread_self();
-    standing->since = now();
+    standing->since = rr_now();
 }
 
 void rr_events_end(rr_events *events)
 {
-    const double ended = now();
+    const double ended = rr_now();
     const rr_standing was = events->standing;
     if (was.operation == 0) /* another thread has recorded a failure */
         return;
@@ -49,6 +55,20 @@ void rr_events_end(rr_events *events)
                                      .seconds = was.seconds + elapsed,
                                      .elapsed = elapsed,
                                      .since = ended};
+}
+
+void rr_parts_add(rr_parts *parts, rr_span span)
+{
+    rr_span *slot = &parts->spans[parts->count % RR_PARTS_KEPT];
+    /* A reader that finds one stamp before and after it has copied the span has no half of it. */
+    __atomic_store_n(&slot->stamp, 0, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    span.stamp = 0;
+    span.thread = (uint64_t)pthread_self();
+    *slot = span;
+    __atomic_store_n(&slot->stamp, parts->count + 1, __ATOMIC_RELEASE);
+    parts->count++;
+    parts->seconds[span.kind] += span.ended - span.began;
 }
 
 static rr_python python;

@@ -14,6 +14,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "events.h"
+
 /* A plan's number is an index of `plan_entries`. The owner stays after the plan: it has the reason.
  */
 struct plan_entry {
@@ -29,19 +31,13 @@ static pthread_cond_t let_go = PTHREAD_COND_INITIALIZER;
 static struct plan_entry *plan_entries;
 static uint64_t plan_entry_count, plan_entry_room;
 
-uint64_t rr_now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
-int rr_handoff_open(rr_handoff **opened)
+int rr_handoff_open(rr_handoff **opened, rr_events *events)
 {
     rr_handoff *handoff = calloc(1, sizeof *handoff);
     if (handoff == NULL)
         return -ENOMEM;
     handoff->last = &handoff->first;
+    handoff->events = events;
     pthread_cond_init(&handoff->ready, NULL);
     pthread_cond_init(&handoff->changed, NULL);
     *opened = handoff;
@@ -256,6 +252,7 @@ int rr_handoff_take(rr_handoff *handoff, rr_item *item)
             /* Its round is in flight, so its plan is still registered. */
             handoff->taken = &plan_entries[item->plan].plan->buckets[item->bucket];
             handoff->taken->state = REDUCING;
+            handoff->taken->taken = rr_now();
             handoff->borrows = handoff->taken->in_place;
             item->memory = handoff->taken->memory;
         }
@@ -264,12 +261,39 @@ int rr_handoff_take(rr_handoff *handoff, rr_item *item)
     return code;
 }
 
+void rr_bucket_record(rr_handoff *owner, const struct bucket *bucket, uint16_t kind, double began,
+                      double ended)
+{
+    if (owner->events == NULL)
+        return;
+    rr_parts_add(&owner->events->queued, (rr_span){.kind = kind,
+                                                   .other = (int32_t)bucket->entry.item.bucket,
+                                                   .number = bucket->number,
+                                                   .nbytes = bucket->nbytes,
+                                                   .began = began,
+                                                   .ended = ended});
+}
+
+/* What has happened to a bucket until now, when the number of its call is known. */
+static void record_round(rr_handoff *owner, struct bucket *bucket)
+{
+    if (owner->events == NULL)
+        return;
+    const uint64_t calls = owner->events->standing.number; /* only this thread makes any */
+    bucket->number = calls > 0 ? calls - 1 : 0;
+    if (!bucket->in_place)
+        rr_bucket_record(owner, bucket, RR_SPAN_PACK, bucket->begun, bucket->packed);
+    rr_bucket_record(owner, bucket, RR_SPAN_QUEUE, bucket->packed, bucket->taken);
+    rr_bucket_record(owner, bucket, RR_SPAN_REDUCE, bucket->taken, rr_now());
+}
+
 void rr_handoff_finish(rr_handoff *handoff, const char *why)
 {
     pthread_mutex_lock(&rr_handoff_lock);
     give_back(handoff->borrows);
     handoff->borrows = false;
     if (handoff->taken != NULL) {
+        record_round(handoff, handoff->taken);
         handoff->taken->state = REDUCED;
         handoff->taken->code = why == NULL ? RR_DONE : RR_HANDOFF_REFUSED;
         free(handoff->taken->why);
@@ -341,6 +365,7 @@ void rr_handoff_close(rr_handoff *handoff, const char *why)
     while (handoff->inside > 0)
         pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
     handoff->taken = NULL;
+    handoff->events = NULL;
     const bool has_thread = handoff->has_thread;
     handoff->has_thread = false;
     for (uint64_t i = 0; i < plan_entry_count; i++) {
@@ -352,14 +377,6 @@ void rr_handoff_close(rr_handoff *handoff, const char *why)
     pthread_mutex_unlock(&rr_handoff_lock);
     if (has_thread)
         rr_delivery_join(handoff);
-}
-
-uint64_t rr_handoff_waited_ns(rr_handoff *handoff)
-{
-    pthread_mutex_lock(&rr_handoff_lock);
-    uint64_t waited = handoff->waited_ns;
-    pthread_mutex_unlock(&rr_handoff_lock);
-    return waited;
 }
 
 /* ---- the framework's side ---- */
@@ -460,6 +477,7 @@ int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32
         return code;
     }
     visit.plan->running = true;
+    own->begun = rr_now();
     if (own->in_place) {
         own->memory = parts[0].data;
         borrowed++;
@@ -470,6 +488,7 @@ int rr_handoff_start(int64_t plan, uint32_t bucket, const rr_part *parts, uint32
         pthread_mutex_lock(&rr_handoff_lock);
     }
     own->state = PACKED;
+    own->packed = rr_now();
     /* Queue this bucket, and later ones that had to wait for it. */
     struct plan *whole = visit.plan;
     while (visit.owner->over == 0 && whole->queued < whole->bucket_count &&
@@ -497,9 +516,12 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
     if (ours && visit->owner->over == 0) {
         own->state = UNPACKING;
         if (code == RR_DONE) {
+            const double began = rr_now();
             pthread_mutex_unlock(&rr_handoff_lock);
             unpack(own, parts);
             pthread_mutex_lock(&rr_handoff_lock);
+            if (!own->in_place)
+                rr_bucket_record(visit->owner, own, RR_SPAN_UNPACK, began, rr_now());
         } else {
             snprintf(why, RR_WHY_BYTES, "%s", own->why == NULL ? "out of memory" : own->why);
         }
@@ -530,10 +552,10 @@ int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_
     int code = enter(&visit, plan, bucket, true, parts, part_count, why);
     if (code == RR_DONE) {
         if (rr_bucket_is_awaited(visit.bucket)) {
-            uint64_t since = rr_now_ns();
+            const double since = rr_now();
             while (rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0)
                 pthread_cond_wait(&visit.owner->changed, &rr_handoff_lock);
-            visit.owner->waited_ns += rr_now_ns() - since;
+            rr_bucket_record(visit.owner, visit.bucket, RR_SPAN_BLOCKED, since, rr_now());
         }
         code = rr_bucket_settle(&visit, parts, why);
     }

@@ -22,7 +22,9 @@ struct bucket {
     char *why;          /* text of RR_HANDOFF_REFUSED; NULL: there was no memory for it */
     char *memory;
     uint64_t nbytes;
-    bool in_place; /* `memory` belongs to the part that was started in this round */
+    bool in_place;               /* `memory` belongs to the part that was started in this round */
+    double begun, packed, taken; /* when it was, in this round */
+    uint64_t number;             /* of the call that has reduced it, in this round */
     uint32_t slot_count, result_count;
     rr_slot *slots, *results; /* the same pointer if they are equal */
 };
@@ -46,11 +48,11 @@ struct rr_handoff {
     bool complaint;              /* a bucket was started twice; the engine does not know yet */
     int over;                    /* 0, RR_HANDOFF_FAILED or RR_HANDOFF_CLOSED */
     uint32_t inside;             /* threads in start or wait, and waiters */
-    uint64_t waited_ns;
-    struct waiter *waiters; /* asynchronous waits (delivery.c), in order */
-    uint32_t pending;       /* their number */
-    uint64_t pending_since; /* when it last became more than 0 */
-    bool has_thread;        /* `delivery` is started and not joined */
+    rr_events *events;           /* NULL: nothing is recorded */
+    struct waiter *waiters;      /* asynchronous waits (delivery.c), in order */
+    uint32_t pending;            /* their number */
+    double pending_since;        /* when it last became more than 0 */
+    bool has_thread;             /* `delivery` is started and not joined */
     pthread_t delivery;
     char why[RR_WHY_BYTES];
 };
@@ -65,8 +67,6 @@ struct visit {
     struct bucket *bucket;
 };
 
-uint64_t rr_now_ns(void);
-
 /* Return once no engine of this process uses, or will use, the memory of a bucket that is reduced
  * in place. Call it before reporting a failure to XLA, which may then free that memory. */
 void rr_handoff_let_go(void);
@@ -75,6 +75,10 @@ void rr_handoff_let_go(void);
 
 /* Whether the engine still has to reduce it. */
 bool rr_bucket_is_awaited(const struct bucket *bucket);
+
+/* Record what has happened to a bucket from `began` to `ended`. */
+void rr_bucket_record(rr_handoff *owner, const struct bucket *bucket, uint16_t kind, double began,
+                      double ended);
 
 /* Unpack a bucket that is no longer awaited, and end the visit; releases the lock while copying.
  * Returns the code, with its text in `why`. */

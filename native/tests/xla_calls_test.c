@@ -114,7 +114,7 @@ static XLA_FFI_Error *wait_for(struct call *call, int64_t plan)
 static void test_rounds(void)
 {
     rr_handoff *handoff = NULL;
-    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     const int64_t plan = registered(handoff);
     /* Before the bucket is reduced, a wait returns with its future pending. */
     struct call call;
@@ -153,7 +153,7 @@ static void test_rounds(void)
 static void test_failure_completes_what_waits(void)
 {
     rr_handoff *handoff = NULL;
-    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     const int64_t plan = registered(handoff);
     struct call call;
     start(plan, 1);
@@ -176,7 +176,7 @@ static void *wait_in_thread(void *frame)
 static void test_in_place(void)
 {
     rr_handoff *handoff = NULL;
-    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     static const rr_slot slot = {0, FLOATS * sizeof(float)};
     const rr_bucket bucket = {NULL, FLOATS * sizeof(float), &slot, NULL, 1, 0};
     const rr_bucket longer = {NULL, FLOATS * sizeof(float) + 4, &slot, NULL, 1, 0};
@@ -240,7 +240,7 @@ static void test_in_place(void)
     /* A bucket that is started but not taken is released at once when the ring breaks. */
     rr_handoff_close(handoff, "closed");
     rr_handoff_let_go();
-    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     CHECK(rr_handoff_register(handoff, &bucket, 1, &plan) == RR_DONE);
     float own[FLOATS];
     rr_part part = {own, sizeof own};
@@ -253,7 +253,7 @@ static void test_in_place(void)
 static void test_what_does_not_fit_is_refused(void)
 {
     rr_handoff *handoff = NULL;
-    CHECK(rr_handoff_open(&handoff) == RR_DONE);
+    CHECK(rr_handoff_open(&handoff, NULL) == RR_DONE);
     const int64_t plan = registered(handoff);
     struct call call;
     for (int i = 0; i < 5; i++) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode, flat_view
-from ringreduce.pure.spans import CODES
+from ringreduce.pure.spans import CODES, SpanKind
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.transport.small_calls import SmallCalls
@@ -113,7 +114,6 @@ class Session:
         self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
         self._engine: Engine | None = None
-        self._blocked_s = 0.0
         self._watcher: Watcher | None = None
         self._has_aborted = False
         # The thread that is in a call; why it leaves the ring after that call, None: it stays.
@@ -203,7 +203,7 @@ class Session:
                 raise closed(self.config)
             if self._engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
-                self._engine = Engine(name, self, self.collectives)
+                self._engine = Engine(name, self, self.collectives, self.events)
             return self._engine
 
     def run(
@@ -372,13 +372,12 @@ class Session:
 
     def statistics(self) -> Statistics:
         """A snapshot of what this session has done so far."""
-        traffic = self.collectives.traffic()
-        engine = self._engine
+        traffic, standing = self.collectives.traffic(), self.events.standing()
         return Statistics(
-            reducing_s=self._blocked_s + (engine.reducing_s if engine else 0.0),
-            waited_s=self._blocked_s + (engine.waited_s if engine else 0.0),
-            collectives=self._recorder.calls,
-            seconds=self._recorder.seconds,
+            reducing_s=self.events.seconds(SpanKind.REDUCE),
+            waited_s=self.events.seconds(SpanKind.BLOCKED),
+            collectives=standing.calls,
+            seconds=standing.seconds,
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
@@ -386,7 +385,9 @@ class Session:
 
     def blocked_for(self, seconds: float) -> None:
         """Add time that a training step spent reducing gradients itself."""
-        self._blocked_s += seconds
+        now = time.monotonic()
+        for kind in (SpanKind.REDUCE, SpanKind.BLOCKED):
+            self.events.part(kind, now - seconds, now)
 
     # --- Failure --------------------------------------------------------------------------------
 

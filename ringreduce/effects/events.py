@@ -2,8 +2,9 @@
 
 It must cost little beside a collective of a few microseconds: no lock, no formatting, only the
 monotonic clock. Calls of one session exclude each other, so that there is one writer at a time.
-Whoever writes or reads holds the GIL, and a record is written, and all of the memory copied, by one
-C function that runs no Python: so a reader in any thread sees whole records only.
+What writes or reads a call holds the GIL, and a record is written, and all of the memory copied, by
+one C function that runs no Python: so a reader in any thread sees whole records only. Parts of
+calls are written so too, but those of the native queue under its own lock: see `decode_parts`.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ from functools import cache
 
 from ringreduce.effects import native
 from ringreduce.pure.spans import (
-    CALL,
     CALLS_AT,
     CALLS_KEPT,
+    COUNT,
     EVENTS_BYTES,
+    OURS_AT,
+    PARTS_KEPT,
     RUNNING,
     RUNNING_AT,
+    SECONDS,
+    SECONDS_AT,
     SPAN,
     SPAN_BYTES,
+    SPANS_AT,
     STANDING,
     Present,
     Span,
+    SpanKind,
+    decode_parts,
     decode_spans,
     decode_standing,
+    total_s,
 )
 
-_MASK = CALLS_KEPT - 1
+_MASK, _CALL = CALLS_KEPT - 1, int(SpanKind.CALL)
 
 _monotonic = time.monotonic
 _get_ident = threading.get_ident
@@ -61,6 +70,8 @@ class Events:
         self._pinned = (ctypes.c_char * EVENTS_BYTES).from_buffer(self._memory)
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
+        # Reentrant, since a signal handler may interrupt a thread that holds it.
+        self._parts = threading.RLock()
         _write_standing(self._memory, 0, 0, 0, 0.0, 0.0, 0, 0, 0, _monotonic())
         # In C they cost 0.1 us, in Python 0.7.
         if _are_native():
@@ -79,7 +90,7 @@ class Events:
         if not code:  # Another thread has called `fail`.
             return
         slot = CALLS_AT + (number & _MASK) * SPAN_BYTES
-        _write_span(memory, slot, number + 1, CALL, code, 0, number, nbytes, thread, began, now)
+        _write_span(memory, slot, number + 1, _CALL, code, 0, number, nbytes, thread, began, now)
         if completed:
             elapsed = now - began
             seconds += elapsed
@@ -94,19 +105,59 @@ class Events:
             self._errors.pop(number - CALLS_KEPT, None)
             self._end(0)
 
+    def part(
+        self,
+        kind: SpanKind,
+        began_s: float,
+        ended_s: float,
+        *,
+        number: int | None = None,
+        nbytes: int = 0,
+        other: int = 0,
+    ) -> None:
+        """Record a part of the call of that `number`, None: of the running or next one.
+
+        Times are on `time.monotonic`; `other` is a rank, a step or a bucket, by the kind.
+        """
+        memory = self._memory
+        if number is None:
+            number = _read_standing(memory)[0]
+        with self._parts:
+            (count,) = COUNT.unpack_from(memory, OURS_AT)
+            slot = OURS_AT + SPANS_AT + count % PARTS_KEPT * SPAN_BYTES
+            _write_span(
+                memory,
+                slot,
+                *(count + 1, kind, 0, other, number, nbytes, _get_ident(), began_s, ended_s),
+            )
+            COUNT.pack_into(memory, OURS_AT, count + 1)
+            at = OURS_AT + SECONDS_AT + 8 * kind
+            (seconds,) = SECONDS.unpack_from(memory, at)
+            SECONDS.pack_into(memory, at, seconds + ended_s - began_s)
+
+    def seconds(self, kind: SpanKind) -> float:
+        """Time of all parts of a kind so far."""
+        return total_s(self._memory, kind)
+
+    def parts(self) -> list[Span]:
+        """The last parts of calls, by their beginnings; from any thread."""
+        first = bytes(self._memory)
+        with self._parts:  # In this order, on any processor.
+            second = bytes(self._memory)
+        return decode_parts(first, second)
+
     def standing(self) -> Present:
         """The call that runs, and totals of those before; from any thread, never raises."""
         return decode_standing(self._memory)
 
     def calls(self) -> list[Span]:
         """The last calls, oldest first, the running one included; from any thread."""
-        copy = bytes(self._memory)
+        copy = bytes(memoryview(self._memory)[:OURS_AT])
         now = decode_standing(copy)
-        spans = {span.number: span for span in decode_spans(copy[CALLS_AT:])}
+        spans = {span.number: span for span in decode_spans(copy[CALLS_AT:OURS_AT])}
         if now.operation is not None and now.number not in spans:  # Else it ends at this moment.
-            spans[now.number] = Span(
-                CALL, now.operation, 0, now.number, now.nbytes, now.thread, now.since_s, None
-            )
+            began = now.number, now.nbytes, now.thread, now.since_s
+            spans[now.number] = Span(SpanKind.CALL, now.operation, 0, *began, None)
         return [spans[number] for number in sorted(spans)[-CALLS_KEPT:]]
 
     def error(self, number: int) -> str | None:

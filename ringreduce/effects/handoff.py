@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.effects.events import Events
 from ringreduce.effects.native import functions, library
 
 # RR_HANDOFF_CLOSED, RR_ITEM_JOB, ... of native/include/ringreduce.h.
@@ -92,7 +93,7 @@ def _functions() -> dict[str, Any]:
     pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
     u32, i64 = ctypes.c_uint32, ctypes.c_int64
     signatures = {
-        "open": (number, [pointer]),
+        "open": (number, [pointer, pointer]),
         "register": (number, [pointer, pointer, u32, pointer]),
         "unregister": (number, [i64]),
         "post": (number, [pointer, i64]),
@@ -101,7 +102,6 @@ def _functions() -> dict[str, Any]:
         "wait_idle": (number, [pointer, u32]),
         "fail": (None, [pointer, text]),
         "close": (None, [pointer, text]),
-        "waited_ns": (ctypes.c_uint64, [pointer]),
     }
     return functions("rr_handoff_", signatures)
 
@@ -109,13 +109,15 @@ def _functions() -> dict[str, Any]:
 class NativeQueue:
     """A queue of jobs, and of buckets that a framework's threads have packed.
 
-    All but `take` and `finish` may be called by any thread.
+    All but `take` and `finish` may be called by any thread. What happens to buckets is recorded in
+    `events`, until `close`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events) -> None:
         self._functions = _functions()
+        self._events = events
         handle = ctypes.c_void_p()
-        if self._functions["open"](ctypes.addressof(handle)) != 0:
+        if self._functions["open"](ctypes.addressof(handle), events.address) != 0:
             raise MemoryError("cannot open a handoff")
         self._handle = handle.value
         self._item = _Item()
@@ -180,10 +182,6 @@ class NativeQueue:
         """End `take`, and all waits for buckets with the error `why`."""
         self._functions["close"](self._handle, _text(why))
 
-    def waited_s(self) -> float:
-        """Seconds that threads were blocked waiting for their buckets."""
-        return float(self._functions["waited_ns"](self._handle)) * 1e-9
-
 
 def _slots(slots: Sequence[tuple[int, int]]) -> Any:
     return (_Slot * len(slots))(*(_Slot(*slot) for slot in slots))
@@ -242,14 +240,10 @@ class PlainQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def waited_s(self) -> float:
-        """Zero: there are no buckets here."""
-        return 0.0
-
 
 Queue = NativeQueue | PlainQueue
 
 
-def open_queue() -> Queue:
+def open_queue(events: Events) -> Queue:
     """A new queue, native if there is a native library."""
-    return PlainQueue() if library() is None else NativeQueue()
+    return PlainQueue() if library() is None else NativeQueue(events)

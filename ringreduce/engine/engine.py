@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from ringreduce.collectives.base import Collectives
+from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import (
     COMPLAINT,
     BucketItem,
@@ -24,6 +25,7 @@ from ringreduce.effects.handoff import (
     RoundFailed,
     open_queue,
 )
+from ringreduce.pure.spans import SpanKind
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -41,10 +43,14 @@ class Work(Generic[_Result]):
     """A collective that runs in the background.
 
     It owns the array that was passed until `wait` has returned or `done` is True.
+
+    Attributes:
+        submitted_s: when, on `time.monotonic`.
     """
 
     def __init__(self, run: Callable[[], _Result]) -> None:
         self._run = run
+        self.submitted_s = time.monotonic()
         self._over = threading.Event()
         self._result: _Result | None = None
         self._error: BaseException | None = None
@@ -114,19 +120,19 @@ class Engine:
     """The background thread of one communicator.
 
     `close` interrupts `collectives`, since the thread's present call could else wait for another
-    rank until the time limit; `owner` is notified of an error that the engine has found.
+    rank until the time limit; `owner` is notified of an error that the engine has found. `events`
+    get how long work waited, and what happens to buckets.
     """
 
-    def __init__(self, name: str, owner: Owner, collectives: Collectives) -> None:
-        self._queue: Queue = open_queue()
-        self._owner, self._collectives = owner, collectives
+    def __init__(self, name: str, owner: Owner, collectives: Collectives, events: Events) -> None:
+        self._queue: Queue = open_queue(events)
+        self._owner, self._collectives, self._events = owner, collectives, events
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
         self._plans: dict[int, Callable[[BucketItem], None]] = {}
         self._unwanted: set[int] = set()
         self._posted = 0
-        self.reducing_s = 0.0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -134,11 +140,6 @@ class Engine:
     def native(self) -> NativeQueue | None:
         """The queue, if a framework's threads can put buckets into it."""
         return self._queue if isinstance(self._queue, NativeQueue) else None
-
-    @property
-    def waited_s(self) -> float:
-        """How long a framework's threads have been blocked until buckets were reduced."""
-        return self._queue.waited_s()
 
     def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
         """Have the thread call `run`, after all work submitted before.
@@ -214,6 +215,7 @@ class Engine:
                 if isinstance(item, int):
                     with self._lock:
                         work = self._work.pop(item)
+                    self._events.part(SpanKind.QUEUE, work.submitted_s, time.monotonic())
                     work.do()
                 elif isinstance(item, BucketItem):
                     failed = self._reduce(item)
@@ -225,7 +227,6 @@ class Engine:
                     self._forget_unwanted()
 
     def _reduce(self, item: BucketItem) -> RoundFailed | None:
-        started = time.perf_counter()
         try:
             self._plans[item.plan](item)
         except RoundFailed as failed:
@@ -235,8 +236,6 @@ class Engine:
         except BaseException as error:  # a bug of ours: no caller may wait for ever
             _log.exception("the engine failed")
             self._give_up(MismatchError(f"failed in the engine: {type(error).__name__}: {error}"))
-        finally:
-            self.reducing_s += time.perf_counter() - started
         return None
 
     def _give_up(self, error: RingReduceError) -> None:

@@ -6,10 +6,18 @@ fixed place. Times are in seconds on CLOCK_MONOTONIC, which is `time.monotonic`.
     offset
          0  standing   the call that runs, and what the calls before it were in all
         64  calls      the last `CALLS_KEPT` calls that have ended: call n in slot n % CALLS_KEPT
+     16448  ours       what calls consist of, by threads that hold the GIL
+     82176  queued     the same by threads that hold the native queue's lock
+
+    `ours` and `queued` are rings of parts:
+         0  count      of all parts so far; part n is in slot n % PARTS_KEPT
+        64  seconds    of all parts so far, by kind
+       192  slots      the last `PARTS_KEPT`
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,7 +29,13 @@ CALLS_KEPT = 256
 
 SPAN_BYTES = 64
 CALLS_AT = 64
-EVENTS_BYTES = CALLS_AT + CALLS_KEPT * SPAN_BYTES
+PARTS_KEPT = 1024
+SECONDS_AT, SPANS_AT = 64, 192
+PARTS_BYTES = SPANS_AT + PARTS_KEPT * SPAN_BYTES
+OURS_AT = CALLS_AT + CALLS_KEPT * SPAN_BYTES
+QUEUED_AT = OURS_AT + PARTS_BYTES
+RINGS_AT = (OURS_AT, QUEUED_AT)
+EVENTS_BYTES = QUEUED_AT + PARTS_BYTES
 
 # stamp (1 more than the number of spans before it in its ring; 0: none is here), kind, operation,
 # other (a rank or step), number of the call, nbytes, identity of the thread, began, ended
@@ -33,9 +47,21 @@ STANDING = struct.Struct("=QQddQQQd")
 # The last four of these.
 RUNNING = struct.Struct("=QQQd")
 RUNNING_AT = STANDING.size - RUNNING.size
+COUNT, SECONDS = struct.Struct("=Q"), struct.Struct("=d")
 
-# Kinds of spans: RR_SPAN_CALL, ... of native/include/ringreduce.h.
-CALL = 1
+
+class SpanKind(enum.IntEnum):
+    """What a span is: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them."""
+
+    CALL = 1
+    QUEUE = 2
+    PACK = 3
+    REDUCE = 4
+    BLOCKED = 5
+    UNPACK = 6
+    STEP = 7
+    WAIT = 8
+
 
 # Operations by the names of their calls (the first of those that share one), and back.
 CODES: dict[str, int] = {kind.label: kind.value for kind in reversed(Kind)}
@@ -70,7 +96,7 @@ class Present(NamedTuple):
 
 def operation_name(code: int) -> str:
     """The name of an operation's code; never fails."""
-    return _NAMES.get(code) or f"operation {code}"
+    return _NAMES.get(code) or (f"operation {code}" if code else "")
 
 
 def decode_standing(memory: bytes | bytearray) -> Present:
@@ -78,6 +104,29 @@ def decode_standing(memory: bytes | bytearray) -> Present:
     number, calls, seconds, elapsed_s, code, nbytes, thread, since_s = STANDING.unpack_from(memory)
     operation = operation_name(code) if code else None
     return Present(number, calls, seconds, elapsed_s, operation, nbytes, thread, since_s)
+
+
+def total_s(memory: bytes | bytearray, kind: SpanKind) -> float:
+    """Seconds of all parts of a kind so far."""
+    slots = [at + SECONDS_AT + SECONDS.size * kind for at in RINGS_AT]
+    seconds: float = sum(SECONDS.unpack_from(memory, slot)[0] for slot in slots)
+    return seconds
+
+
+def decode_parts(first: bytes, second: bytes) -> list[Span]:
+    """The parts, by their beginnings, from two copies of all memory, taken one after the other.
+
+    A part that was written meanwhile may be half an old and half a new one in the first copy, but
+    not with the same stamp in the second. Such parts are left out.
+    """
+    spans: list[Span] = []
+    for at in RINGS_AT:
+        start, end = at + SPANS_AT, at + PARTS_BYTES
+        for slot in range(start, end, SPAN_BYTES):
+            record = first[slot : slot + SPAN_BYTES]
+            if record == second[slot : slot + SPAN_BYTES]:
+                spans += decode_spans(record)
+    return sorted(spans, key=lambda span: span.began_s)
 
 
 def decode_spans(memory: bytes) -> Iterator[Span]:

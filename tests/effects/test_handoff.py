@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import threading
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from ringreduce.effects import handoff, native
+from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import (
     COMPLAINT,
     BucketItem,
@@ -26,6 +28,8 @@ from ringreduce.effects.handoff import (
     RoundFailed,
 )
 from ringreduce.pure.buckets import Slot
+from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.wire import Kind
 from tests.processes import wait_until
 
 # Nothing here takes a hundredth of it; it only ends a test that would hang.
@@ -60,7 +64,7 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 @pytest.fixture(params=[PlainQueue, pytest.param(NativeQueue, marks=needs_library)])
 def queue(request: pytest.FixtureRequest) -> Iterator[Queue]:
-    made = request.param()
+    made = request.param(*([Events()] if request.param is NativeQueue else []))
     yield made
     made.close("the test is over")
 
@@ -190,18 +194,14 @@ def test_jobs_go_on_after_a_failure(queue):
     assert taken == [1, 2]
 
 
-def test_nobody_has_waited_for_buckets_of_a_new_queue(queue):
-    assert queue.waited_s() == 0.0
-
-
 @needs_library
 def test_queue_is_native_where_there_is_a_library():
-    assert isinstance(handoff.open_queue(), NativeQueue)
+    assert isinstance(handoff.open_queue(Events()), NativeQueue)
 
 
 def test_queue_is_plain_where_the_library_is_hidden(monkeypatch):
     monkeypatch.setattr(handoff, "library", lambda: None)
-    assert isinstance(handoff.open_queue(), PlainQueue)
+    assert isinstance(handoff.open_queue(Events()), PlainQueue)
 
 
 # --- Buckets --------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Plan:
 
 @pytest.fixture
 def native_queue() -> Iterator[NativeQueue]:
-    made = NativeQueue()
+    made = NativeQueue(Events())
     yield made
     made.close("the test is over")
 
@@ -396,6 +396,53 @@ class TestBuckets:
         plan.double()
         assert waiting.result(DEADLINE_S).gradients[0][0] == 8.0
 
+    def test_what_happens_to_a_bucket_is_recorded(self, native_queue):
+        events = native_queue._events
+        for _ in range(3):  # The calls before this one.
+            events.begin(Kind.BARRIER, 0)
+            events.end()
+        plan = Plan(native_queue, 2)
+        start(plan.number, 1)
+        start(plan.number, 0)
+        waiting = in_thread(lambda: wait(plan.number, 0))
+        until_it_waits(waiting)
+        plan.double()
+        waiting.result(DEADLINE_S)
+        found = {span.kind: span for span in events.parts()}
+        names = ["QUEUE", "PACK", "REDUCE", "BLOCKED", "UNPACK"]
+        assert sorted(found) == [SpanKind[name] for name in names]
+        for span in found.values():
+            assert (span.number, span.other, span.nbytes) == (2, 0, 4 * COUNT)
+        chain = [found[SpanKind[name]] for name in ("PACK", "QUEUE", "REDUCE", "UNPACK")]
+        for earlier, later in itertools.pairwise(chain):
+            assert earlier.began_s <= earlier.ended_s <= later.began_s
+        assert found[SpanKind.QUEUE].ended_s == found[SpanKind.REDUCE].began_s
+        blocked = found[SpanKind.BLOCKED]
+        assert blocked.began_s <= found[SpanKind.REDUCE].ended_s <= blocked.ended_s
+
+    def test_totals_are_the_sums_of_spans(self, native_queue):
+        events, plan = native_queue._events, Plan(native_queue, 2)
+        for _ in range(5):
+            for bucket in range(2):
+                start(plan.number, bucket)
+            for bucket in range(2):
+                plan.double()
+                wait(plan.number, bucket)
+        spans = events.parts()
+        assert len(spans) == 5 * 2 * 4
+        for kind in SpanKind:
+            total = sum(span.ended_s - span.began_s for span in spans if span.kind == kind)
+            assert events.seconds(kind) == pytest.approx(total, rel=1e-9)
+
+    def test_nothing_is_recorded_after_close(self, native_queue):
+        events, plan = native_queue._events, Plan(native_queue)
+        start(plan.number, 0)
+        native_queue.take()
+        native_queue.close("over")
+        native_queue.finish()
+        wait(plan.number, 0)
+        assert events.parts() == []
+
     def test_time_blocked_in_a_wait_is_counted(self, native_queue):
         plan = Plan(native_queue)
         start(plan.number, 0)
@@ -403,14 +450,14 @@ class TestBuckets:
         until_it_waits(waiting)
         plan.double()
         waiting.result(DEADLINE_S)
-        assert native_queue.waited_s() > 0.0
+        assert native_queue._events.seconds(SpanKind.BLOCKED) > 0.0
 
     def test_wait_for_what_is_there_is_not_counted(self, native_queue):
         plan = Plan(native_queue)
         start(plan.number, 0)
         plan.double()
         wait(plan.number, 0)
-        assert native_queue.waited_s() == 0.0
+        assert native_queue._events.seconds(SpanKind.BLOCKED) == 0.0
 
     @pytest.mark.parametrize("state", ["packed", "taken", "reduced", "waited for"])
     def test_second_start_of_a_bucket_is_a_complaint(self, native_queue, state):

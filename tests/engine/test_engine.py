@@ -22,8 +22,10 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.communicator import registry
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
+from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import BucketItem
 from ringreduce.engine.engine import Engine, Owner, Work
+from ringreduce.pure.spans import SpanKind
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -105,7 +107,7 @@ def new_engine_of(
 ) -> Engine:
     """An engine whose communicator and collectives do no more than that."""
     owner, collectives = SimpleNamespace(fail=fail), SimpleNamespace(interrupt=interrupt)
-    return Engine("ringreduce test", cast(Owner, owner), cast(Collectives, collectives))
+    return Engine("ringreduce test", cast(Owner, owner), cast(Collectives, collectives), Events())
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -345,10 +347,10 @@ class TestBuckets:
 
     def test_time_of_reducing_is_counted(self, buckets):
         engine, plan, _ = buckets
-        assert engine.reducing_s == 0.0
+        assert engine._events.seconds(SpanKind.REDUCE) == 0.0
         start(plan.number, 0)
         engine.drain()
-        assert engine.reducing_s > 0.0
+        assert engine._events.seconds(SpanKind.REDUCE) > 0.0
 
     def test_time_of_waiting_is_counted(self, buckets):
         engine, plan, _ = buckets
@@ -359,7 +361,7 @@ class TestBuckets:
         until_it_waits(waiting)
         gate.open.set()
         waiting.result(DEADLINE_S)
-        assert engine.waited_s > 0.0
+        assert engine._events.seconds(SpanKind.BLOCKED) > 0.0
 
     def test_buckets_and_work_share_one_order(self, buckets):
         engine, plan, _ = buckets
@@ -644,9 +646,9 @@ def test_time_blocked_is_what_the_engine_and_the_caller_have_waited():
     with Communicator(Config()) as comm:
         comm.blocked_for(2.0)
         comm.blocked_for(0.5)
-        assert comm.statistics().waited_s == comm.statistics().reducing_s == 2.5
-        comm.engine.reducing_s = 4.0
-        assert (comm.statistics().waited_s, comm.statistics().reducing_s) == (2.5, 6.5)
+        comm._session.events.part(SpanKind.REDUCE, 8.0, 12.0)
+        assert comm.statistics().waited_s == pytest.approx(2.5, abs=1e-6)
+        assert comm.statistics().reducing_s == pytest.approx(6.5, abs=1e-6)
 
 
 # --- A broken ring --------------------------------------------------------------------------

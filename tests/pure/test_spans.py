@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.pure.spans import (
-    CALL,
     CALLS_AT,
     CODES,
     RUNNING,
@@ -16,6 +15,7 @@ from ringreduce.pure.spans import (
     STANDING,
     Present,
     Span,
+    SpanKind,
     decode_spans,
     decode_standing,
     operation_name,
@@ -49,7 +49,7 @@ def test_a_standing_is_read_as_written(
         st.none()
         | st.builds(
             Span,
-            kind=st.just(CALL),
+            kind=st.just(SpanKind.CALL),
             operation=operations,
             other=st.integers(-(2**31), 2**31 - 1),
             number=words,
