@@ -26,7 +26,7 @@ from ringreduce.communicator.reaching import find_ways, refuse_unreached, settle
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
-from ringreduce.pure.placement import Placement, place
+from ringreduce.pure.placement import Placement, in_ring_order, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
@@ -56,8 +56,9 @@ class Job:
         security: this rank's keys and the others'.
         hosts, domains: by rank, the name of its host, and of the memory that it can share.
         standby: where this rank can be met again; `standbys`: each rank, empty for nowhere.
-        networks, bind: this rank's addresses, with prefixes, and where it listens.
+        bind: where this rank listens.
         routes: the addresses at which this rank reaches the others.
+        sorts_hosts: whether a ring may pass hosts in another order than that of ranks.
         highest_group: of the groups that this rank has taken part in forming.
         flight: this rank's flight record; None until the job's session has it.
     """
@@ -68,16 +69,19 @@ class Job:
     domains: tuple[str, ...]
     standby: Standby
     standbys: tuple[str, ...]
-    networks: tuple[str, ...]
     bind: Bind
     routes: Routes
+    sorts_hosts: bool
     highest_group: int = 0
     flight: FlightFile | None = None
 
     def place(self, membership: Membership) -> Placement:
-        """Which members share memory."""
+        """Which members share memory, and in which order a ring passes the hosts."""
         members = membership.members
-        return place([self.hosts[m] for m in members], [self.domains[m] for m in members])
+        placed = place([self.hosts[m] for m in members], [self.domains[m] for m in members])
+        if not self.sorts_hosts:
+            return placed
+        return in_ring_order(placed, [self.routes.networks[member] for member in members])
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Formed:
     Attributes:
         patience: how long calls may wait; the watcher keeps it up to date.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
+        hosts: the ranks of each host, in the order of the ring.
         shares_memory: whether this rank shares memory with another.
         local_rank, local_size: as configured, else counted on this host.
     """
@@ -96,6 +101,7 @@ class Formed:
     control: Control
     patience: Patience
     transport: str
+    hosts: tuple[tuple[int, ...], ...]
     shares_memory: bool
     local_rank: int
     local_size: int
@@ -126,17 +132,16 @@ def form(config: Config) -> Formed:
         routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
         job = Job(
             *(table.job, security, table.hosts, domains, standby, table.standbys),
-            networks=networks,
             bind=bind,
             routes=routes,
+            sorts_hosts=config.ring_order == "auto" and routes.are_needed,
         )
         placement = job.place(membership)
         if config.transport == "shm" and placement.transport != "shm":
             groups = ", ".join(str(host) for host in placement.hosts)
             raise ConfigError(
                 f"cannot use shared memory alone: the ranks that share it are {groups}",
-                rank=config.rank,
-                size=config.size,
+                **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
         where = met(config, job, membership, ends, table, meeting)
@@ -313,6 +318,7 @@ def connect(
         control=ends.control,
         patience=ends.patience,
         transport=placement.transport,
+        hosts=placement.hosts,
         shares_memory=len(together) > 1,
         local_rank=here.index(config.rank) if own is None else own,
         local_size=len(here) if count is None else count,
@@ -371,7 +377,7 @@ def _collectives(
         )
     else:
         link.close()
-    if placement.transport == "zmq":
+    if placement.transport == "zmq" and placement.is_in_rank_order:
         assert ring is not None
         return ring
     return HierarchicalCollectives(

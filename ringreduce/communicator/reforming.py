@@ -106,7 +106,7 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
         else:
             address = _led_to_first(config, routes, first, address)
         here = replace(config, rendezvous=address.removeprefix("tcp://"))
-        own = job.networks, job.standby.address
+        own = tuple(routes.networks[config.rank]), job.standby.address
         meeting, table = meet(here, membership, ends, security, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)

@@ -113,6 +113,7 @@ class Session:
         self._job = job
         self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
+        self._hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._engine: Engine | None = None
         self._watcher: Watcher | None = None
         self._has_aborted = False
@@ -150,7 +151,7 @@ class Session:
         self._job = formed.job
         self._job.flight = self._flight
         self.collectives, self.transport = formed.collectives, formed.transport
-        self.shares_memory = formed.shares_memory
+        self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
         if self.collectives.small is not None:
             self.collectives.small.record(self.events, "all_reduce")
         self._recorder.transport = formed.transport
@@ -381,6 +382,7 @@ class Session:
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
+            hosts=self._hosts,
         )
 
     def blocked_for(self, seconds: float) -> None:

@@ -17,6 +17,7 @@ class Statistics:
         reducing_s: wall time in which gradients were reduced, in any thread.
         waited_s: wall time in which training steps were blocked for that; the rest of
             `reducing_s` was hidden behind computation.
+        hosts: the ranks of each host that share memory, in the order in which the ring passes them.
     """
 
     collectives: int
@@ -26,3 +27,4 @@ class Statistics:
     bytes_received: int
     reducing_s: float = 0.0
     waited_s: float = 0.0
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)

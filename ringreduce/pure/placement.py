@@ -12,6 +12,8 @@ hosts, so that the links between hosts carry several flows at once.
 
 from __future__ import annotations
 
+import ipaddress
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,11 @@ class Placement:
             return "shm"
         return "zmq" if all(len(host) == 1 for host in self.hosts) else "shm+zmq"
 
+    @property
+    def is_in_rank_order(self) -> bool:
+        """Whether a ring of the hosts passes them in the order of their first ranks."""
+        return list(self.hosts) == sorted(self.hosts)
+
     def host_of(self, rank: int) -> int:
         """Index of the group that `rank` belongs to."""
         return next(i for i, host in enumerate(self.hosts) if rank in host)
@@ -45,6 +52,47 @@ class Placement:
     def lane(self, index: int) -> tuple[int, ...]:
         """The ranks of lane `index`, one on each host, in the order of the hosts."""
         return tuple(host[index] for host in self.hosts)
+
+
+def in_ring_order(placement: Placement, networks: Sequence[Sequence[str]]) -> Placement:
+    """The same hosts, so that a ring leaves a subnet as seldom as it can without measuring.
+
+    After each host comes the lowest one that shares a subnet with it, if there is one left, else
+    the lowest one left. `networks` are of each rank, with prefixes. Where all hosts share a subnet,
+    or none do, they stay as they are.
+    """
+    own = [_subnets(networks[host[0]]) for host in placement.hosts]
+    in_subnet: dict[object, list[int]] = {}
+    addresses: dict[object, set[object]] = {}
+    for index, subnets in enumerate(own):
+        for subnet, address in subnets.items():
+            in_subnet.setdefault(subnet, []).append(index)
+            addresses.setdefault(subnet, set()).add(address)
+    # Where two hosts have the same address there is no network between them, as of docker0.
+    near = {
+        subnet: deque(indices)
+        for subnet, indices in in_subnet.items()
+        if len(indices) == len(addresses[subnet])
+    }
+    left = dict.fromkeys(range(len(own)))
+    order: list[int] = []
+    while left:
+        lowest = next(iter(left))
+        if order:
+            waiting = [near[subnet] for subnet in own[order[-1]] if subnet in near]
+            for each in waiting:
+                while each and each[0] not in left:
+                    each.popleft()
+            lowest = min((each[0] for each in waiting if each), default=lowest)
+        del left[lowest]
+        order.append(lowest)
+    return Placement(tuple(placement.hosts[index] for index in order))
+
+
+def _subnets(networks: Sequence[str]) -> dict[object, object]:
+    """This host's address in each of its subnets."""
+    found = map(ipaddress.ip_interface, networks)
+    return {each.network: each.ip for each in found if each.network.num_addresses > 1}
 
 
 def place(hosts: Sequence[str], memory: Sequence[str]) -> Placement:

@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 class Routes:
-    """This rank's choices; `networks` are by rank what each offers."""
+    """This rank's choices; `networks` are by rank what each offers, with prefixes."""
 
     def __init__(self, rank: int, size: int, networks: Mapping[int, Sequence[str]]) -> None:
-        self._rank, self._size, self._networks = rank, size, networks
+        self._rank, self._size, self.networks = rank, size, networks
         self._chosen: dict[int, str] = {}
         # On loopback there is nothing to choose, and nothing in between.
         self.are_needed = any(
@@ -31,7 +31,7 @@ class Routes:
 
     def anew(self) -> Routes:
         """Without a choice yet."""
-        return Routes(self._rank, self._size, self._networks)
+        return Routes(self._rank, self._size, self.networks)
 
     def find(
         self,
@@ -72,7 +72,7 @@ class Routes:
         return endpoint(host, split_host(address)[1])
 
     def _ways(self, peer: int) -> tuple[str, ...]:
-        return ways(self._networks[self._rank], self._networks[peer])
+        return ways(self.networks[self._rank], self.networks[peer])
 
 
 def _first_port(address: str) -> int:

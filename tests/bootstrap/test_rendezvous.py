@@ -124,6 +124,7 @@ def hello(**fields: Any) -> bytes:
             "streams": Config().streams,
             "transport": 0,
             "encryption": 0,
+            "ring_order": 0,
         },
         "encryption": "none",
         "key": "",
