@@ -566,9 +566,9 @@ BREAKAGES = (
     ),
     Breakage(
         "launcher-last-words",
-        "ringreduce/commands/launch/job.py",
-        "while self._read(stream):\n                        pass",
-        "pass",
+        "ringreduce/commands/launch/local.py",
+        "while last := self._read(rank, bool(is_error), file):",
+        "while last := []:",
         "The launcher blames a rank that only reported the failure of another.",
         ("tests/commands/test_launch.py",),
     ),
@@ -598,8 +598,8 @@ BREAKAGES = (
     ),
     Breakage(
         "launcher-keyboard-kept",
-        "ringreduce/commands/launch/job.py",
-        "if worker.rank == self._plan.stdin_rank:\n                    self._take_terminal_back()",
+        "ringreduce/commands/launch/local.py",
+        "if rank == self._terminal_rank:\n                    self._take_terminal_back()",
         "if False:\n                    self._take_terminal_back()",
         "Once the rank that had the keyboard has ended, Ctrl-C does nothing.",
         ("tests/commands/test_terminal.py",),
