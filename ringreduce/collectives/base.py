@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringreduce.effects.events import Events
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.unreceived import Unreceived
@@ -116,6 +117,11 @@ class Collectives(Protocol):
         """What this rank has sent and received so far."""
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
+
+    def record(self, events: Events) -> None:
+        """Record in `events` what calls consist of, from now on."""
+        for link in self.links:
+            link.record(events)
 
     def begin(self, others: Others) -> None:
         """Messages between two ranks know from now on what the other ranks do."""

@@ -152,8 +152,7 @@ class Session:
         self._job.flight = self._flight
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
-        if self.collectives.small is not None:
-            self.collectives.small.record(self.events, "all_reduce")
+        self.collectives.record(self.events)
         self._recorder.transport = formed.transport
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
         registry.formed.add(self)

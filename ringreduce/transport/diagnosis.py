@@ -52,6 +52,12 @@ class Diagnosis:
             "step": call.describe_step(step),
         }
 
+    def waits_for(self, status: int) -> int:
+        """The rank that a call which is not done waits for."""
+        if status == records.DRAINING:
+            return self._connections.outgoing[0].peer
+        return self._source()[0]
+
     def lost_neighbour(self, call: Call, waited_s: float) -> int | None:
         """A lost neighbour that this call still needs; None if none is known."""
         known = self._connections

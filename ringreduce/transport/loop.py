@@ -26,6 +26,7 @@ continue from the state in the link's record.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numba
@@ -51,6 +52,8 @@ _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 # Ciphertexts that a broadcast, or a pair of ranks, may have in memory: enough to keep the receiver
 # busy.
 CIPHERTEXTS_MAX = 16
+
+_CLOCK = time.CLOCK_MONOTONIC
 
 count_segments = numba.njit(nogil=True, cache=True)(segment_count)
 
@@ -126,10 +129,20 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
                 )  # fmt: skip
                 if status != DONE:
                     return status
+        if link.step_ends != 0:
+            ends = carray(pointer(link.step_ends), call.step_count, np.float64)
+            ends[link.step] = monotonic(link)
         link.step += 1
         link.segment = 0
 
     return DONE if is_released(channels, link.streams, 0) else DRAINING
+
+
+@numba.njit(nogil=True, cache=True)
+def monotonic(link: Any) -> Any:
+    """The time, as `time.monotonic` has it."""
+    libzmq.clock_gettime(np.int32(_CLOCK), link.clock.ctypes.data)
+    return np.float64(link.clock[0]) + np.float64(link.clock[1]) * 1e-9
 
 
 @numba.njit(nogil=True, cache=True)

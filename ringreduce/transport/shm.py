@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.notification import abort_error, encode_abort
@@ -31,7 +32,7 @@ from ringreduce.transport.shm_pairs import HostPairs
 from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, mismatch_error
+from ringreduce.transport.stalls import Interruption, WaitSpans, mismatch_error
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
@@ -127,6 +128,7 @@ class HostLink:
         self._ranks: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
+        self._waits = WaitSpans(TIMES.shared_memory_poll_s)
         # Any thread may ask for the traffic, so `close` must not free the group meanwhile.
         self._traffic_lock = threading.Lock()
         self._traffic = Traffic(0, 0, 0)
@@ -206,6 +208,12 @@ class HostLink:
         heap = self._heap
         return None if heap is None else heap.empty(nbytes)
 
+    def record(self, events: Events) -> None:
+        """Record in `events` which ranks collectives wait for, and those that run in C."""
+        self._waits.events = events
+        if self.small is not None:
+            self.small.record(events, Kind.ALL_REDUCE.label)
+
     def run(self, call: HostCall, flat: np.ndarray) -> None:
         """Run `call` on `flat`, contiguous.
 
@@ -234,7 +242,7 @@ class HostLink:
         """Continue a call that was not completed at the first attempt."""
         assert self._ranks is not None
         status = self._ranks.finish(
-            status, _Stalled(self, call, run, addresses), self._interruption
+            status, _Stalled(self, call, run, addresses), self._interruption, waits=self._waits
         )
         if status != DONE:
             raise self._error(status, call)

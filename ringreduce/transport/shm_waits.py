@@ -15,7 +15,7 @@ from ringreduce.pure.notification import abort_error, goodbye_error
 from ringreduce.pure.patience import Patience
 from ringreduce.transport.others import Others, PeerPatience
 from ringreduce.transport.segment import Segment
-from ringreduce.transport.stalls import Interruption, Stall, timeout_error
+from ringreduce.transport.stalls import Interruption, Stall, WaitSpans, timeout_error
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
@@ -90,29 +90,36 @@ class HostRanks:
         call: Waiting,
         interruption: Interruption,
         patience: Patience | None = None,
+        waits: WaitSpans | None = None,
     ) -> int:
         """Continue `call` until its status is another than WAITING; return that.
 
-        It waits as long as `patience` allows; None: as the calls of collectives.
+        It waits as long as `patience` allows; None: as the calls of collectives. `waits` records
+        for which ranks.
 
         Raises:
             PeerTimeoutError: a rank made no progress within the time limit.
             PeerLostError, MismatchError, ...: a rank died, aborted, or closed its communicator.
         """
         stall = Stall(self._patience if patience is None else patience)
-        while status == WAITING:
-            progress, peer = call.state()
-            if interruption.is_set:
-                raise interruption.error(**call.where(self.index))
-            limit = stall.look(progress)
-            if stall.lost is not None:
-                raise self._lost(stall.lost, call)
-            if limit is not None:
-                due = f"rank {self.members[peer]} on the same host"
-                raise timeout_error(due, stall.waited_s, limit, **call.where(peer))
-            stall.lost = next((i for i in self._mesh.gone() if call.is_late(i)), None)
-            status = call.resume()
-        return status
+        waits = waits or WaitSpans(0.0)
+        try:
+            while status == WAITING:
+                progress, peer = call.state()
+                waits.look(self.members[peer], progress)
+                if interruption.is_set:
+                    raise interruption.error(**call.where(self.index))
+                limit = stall.look(progress)
+                if stall.lost is not None:
+                    raise self._lost(stall.lost, call)
+                if limit is not None:
+                    due = f"rank {self.members[peer]} on the same host"
+                    raise timeout_error(due, stall.waited_s, limit, **call.where(peer))
+                stall.lost = next((i for i in self._mesh.gone() if call.is_late(i)), None)
+                status = call.resume()
+            return status
+        finally:
+            waits.end()
 
     def _lost(self, index: int, call: Waiting) -> RingReduceError:
         """The error of a lost rank: an abort of any rank, else its own goodbye, comes first."""

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.patience import Limit, Patience
+from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import Header
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
@@ -67,6 +69,37 @@ class Stall:
             self.waited_s += passed_s
             self._idle_s = 0.0 if self._patience.is_busy else self._idle_s + passed_s
         return self._patience.reached(self.waited_s, self._idle_s)
+
+
+class WaitSpans:
+    """Records which ranks a link's calls wait for, and when, if for longer than one check.
+
+    Attributes:
+        events: where; None: nowhere.
+    """
+
+    def __init__(self, check_s: float) -> None:
+        self.events: Events | None = None
+        self._check_s = check_s
+        self._progress: object = None
+        self._rank: int | None = None
+        self._began_s = 0.0
+
+    def look(self, rank: int, progress: object) -> None:
+        """Note that the call waits for `rank` now, and its `progress`, at the end of a check."""
+        if (rank, progress) == (self._rank, self._progress) or self.events is None:
+            return
+        self.end()
+        self._rank, self._progress = rank, progress
+        call_s = self.events.standing().since_s
+        self._began_s = max(call_s, time.monotonic() - self._check_s)
+
+    def end(self) -> None:
+        """Note that the call does not wait any more."""
+        if self._rank is not None and self.events is not None:
+            now = time.monotonic()
+            self.events.part(SpanKind.WAIT, self._began_s, now, other=self._rank)
+        self._rank = self._progress = None
 
 
 def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> PeerTimeoutError:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
+from ringreduce.pure.spans import SpanKind
 from ringreduce.transport import exchange, frames, libzmq, loop, sodium
 from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.connections import Connections
@@ -29,9 +31,12 @@ from ringreduce.transport.flow import FlowMeter
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import DONE, DRAINING, WAITING, LinkRecord
 from ringreduce.transport.security import Security
-from ringreduce.transport.stalls import Interruption, Stall
+from ringreduce.transport.stalls import Interruption, Stall, WaitSpans
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
+
+# Shorter calls end within some tenths of a millisecond; noting their steps would delay them.
+_UNTIMED_BYTES = 1 << 16
 
 _Loop = Callable[[int, int, int], int]
 
@@ -92,6 +97,9 @@ class ZmqLink:
         self._record_address = ctypes.addressof(self._record)
         self._patience = patience
         self._interruption = Interruption()
+        self._events: Events | None = None
+        self._waits = WaitSpans(TIMES.poll_s)
+        self._step_ends = np.empty(0)
         self._diagnosis = Diagnosis(
             self._connections, self._record, patience.timeout_s, self._interruption
         )
@@ -120,6 +128,10 @@ class ZmqLink:
         self._record.job, self._record.epoch = job, membership.epoch
         self._group = membership.group
         self._connections.connect(addresses, membership.members)
+
+    def record(self, events: Events) -> None:
+        """Record in `events` the steps of long calls, and which ranks calls wait for."""
+        self._events = self._waits.events = events
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call."""
@@ -181,14 +193,33 @@ class ZmqLink:
                 if known.lost_outgoing((1,)):
                     raise self._diagnosis.lost(call)
             addresses = self._record_address, call.address, memory.__array_interface__["data"][0]
+            began_s = self._time_steps(call, memory.nbytes)
             status = run(*addresses)
             if status != DONE:
                 self._resume(status, run, addresses, call)
+            if record.step_ends:
+                self._record_steps(call, began_s)
         except BaseException:
             self._has_failed = True
             # libzmq may still read this memory.
             self._lent.append(memory)
             raise
+
+    def _time_steps(self, call: Call, nbytes: int) -> float:
+        """Have the loop note when steps end, if the call is long; return the time."""
+        if self._events is None or nbytes <= _UNTIMED_BYTES or not isinstance(call, RingCall):
+            self._record.step_ends = 0
+            return 0.0
+        if self._step_ends.size < call.steps:
+            self._step_ends = np.empty(call.steps)
+        self._record.step_ends = self._step_ends.ctypes.data
+        return time.monotonic()
+
+    def _record_steps(self, call: Call, began_s: float) -> None:
+        assert self._events is not None
+        for step, ended_s in enumerate(self._step_ends[: call.steps].tolist()):
+            self._events.part(SpanKind.STEP, began_s, ended_s, other=step)
+            began_s = ended_s
 
     def _resume(self, status: int, run: _Loop, addresses: tuple[int, int, int], call: Call) -> None:
         """Continue a call that its loop has not completed at the first attempt."""
@@ -203,7 +234,9 @@ class ZmqLink:
                     raise self._interruption.error(**diagnosis.where(call, rank))
                 self._meter.note(is_waiting=status == WAITING)
                 released = sum(each.released for each in self._connections.records)
-                limit = stall.look((self._record.frames, released))
+                progress = self._record.frames, released
+                self._waits.look(diagnosis.waits_for(status), progress)
+                limit = stall.look(progress)
                 if stall.lost is not None:
                     raise diagnosis.lost(call)
                 if limit is not None:
@@ -212,6 +245,7 @@ class ZmqLink:
                 status = run(*addresses)
         finally:
             self._meter.end()
+            self._waits.end()
 
     def abort(self, cause: RingReduceError) -> None:
         """Notify the ranks ahead why this one gives up; they forward it.
