@@ -9,6 +9,7 @@ With a secret, messages are encrypted and can be sent only by those that have it
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import platform
@@ -28,13 +29,20 @@ from ringreduce.bootstrap.settlement import Settlement
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
-from ringreduce.transport.address import endpoint, is_loopback, listens_on_loopback, resolve
+from ringreduce.transport.address import (
+    endpoint,
+    is_literal,
+    is_loopback,
+    listens_on_loopback,
+    resolve,
+)
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.race import race
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
+from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,
@@ -135,7 +143,8 @@ class Meeting:
 
     def _connect(self, own: Hello) -> None:
         hosts, port = resolve(self._config)
-        host = hosts[0] if len(hosts) == 1 else self._answering(hosts, port)
+        is_name = not is_literal(host_and_port(self._config.rendezvous)[0])
+        host = self._answering(hosts, port) if is_name else hosts[0]
         self._security.join_meeting(self._socket)
         # No limit: the first rank's port is open while it is still importing.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
@@ -149,9 +158,17 @@ class Meeting:
         self._deadline += TIMES.answer_s
 
     def _answering(self, hosts: Sequence[str], port: int) -> str:
-        """The address of the first rank's name at which it answers; the first if none does."""
-        ways = {self._first: [(host, port) for host in hosts]}
-        while time.monotonic() < self._deadline:
+        """The address of the first rank's name at which it answers; the first if none does.
+
+        The name is resolved again meanwhile: that of a pod may still lead to the one before it.
+        """
+        resolved = time.monotonic()
+        while (now := time.monotonic()) < self._deadline:
+            if now - resolved >= TIMES.name_s:
+                resolved = now
+                with contextlib.suppress(RendezvousError):
+                    hosts, _ = resolve(self._config)
+            ways = {self._first: [(host, port) for host in hosts]}
             found, _ = race(self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0)
             if found:
                 return found[self._first]

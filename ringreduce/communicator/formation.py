@@ -30,7 +30,7 @@ from ringreduce.pure.placement import Placement, in_ring_order, place
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
-from ringreduce.transport.interfaces import own_networks
+from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.routes import Routes
@@ -119,6 +119,7 @@ class Formed:
 
 def form(config: Config) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
+    await_name(config)
     membership, security = whole(config.size), Security.of(config)
     networks = own_networks(config)
     bind = bind_of(config, networks)

@@ -5,15 +5,49 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Sequence
 
 from ringreduce.pure.networks import OFFERED_MAX, Local, described, offered
 from ringreduce.transport.address import is_literal, is_loopback, resolve, unreachable
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.endpoints import host_and_port, patterns
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
 _log = logging.getLogger(__name__)
+
+
+def await_name(config: Config) -> None:
+    """Wait until the rendezvous host's name resolves, and on rank 0 leads to this host.
+
+    A cluster's name server learns the name of a new pod seconds after the pod has started, and may
+    give the address of the one before it until then. Returns after ``join_timeout_s`` at the
+    latest; what uses the name then raises the error.
+    """
+    deadline = time.monotonic() + config.join_timeout_s
+    is_logged = False
+    while (why := _not_yet(config)) and time.monotonic() < deadline:
+        if not is_logged:
+            is_logged = True
+            _log.warning(
+                "[%d/%d] waits for the rendezvous %s, up to %g s: %s",
+                *(config.rank, config.size, config.rendezvous, config.join_timeout_s, why),
+            )
+        time.sleep(TIMES.name_s)
+
+
+def _not_yet(config: Config) -> str:
+    """Why the rendezvous cannot be used now and perhaps later; empty if it can, or never can."""
+    if config.size == 1 or is_literal(host_and_port(config.rendezvous)[0]):
+        return ""
+    try:
+        hosts, _ = resolve(config)
+    except RendezvousError as error:
+        may_change = isinstance(error.__cause__, socket.gaierror)
+        return f"the name does not resolve ({error.__cause__})" if may_change else ""
+    if config.rank == 0 and not any(map(_is_bindable, hosts)):
+        return f"{', '.join(hosts)} is not an address of this host"
+    return ""
 
 
 def own_networks(config: Config) -> tuple[str, ...]:
