@@ -410,6 +410,48 @@ BREAKAGES = (
         ("tests/transport/test_shm_pairs.py",),
     ),
     Breakage(
+        "addresses-left-open",
+        "ringreduce/transport/channel.py",
+        "for listener in self._listeners:\n",
+        "for listener in self._listeners[:1]:\n",
+        "Strangers reach a formed ring at a host's second address.",
+        ("tests/bootstrap/test_rendezvous.py",),
+    ),
+    Breakage(
+        "refused-is-reached",
+        "ringreduce/transport/race.py",
+        "                if error:\n",
+        "                if not error:\n",
+        "A rank takes an address of another one that refuses it.",
+        ("tests/transport/test_race.py",),
+    ),
+    Breakage(
+        "own-address-of-another",
+        "ringreduce/pure/networks.py",
+        "sorted(elsewhere or candidates, key=cost)",
+        "sorted(candidates, key=cost)",
+        "A rank connects to itself at the address that docker0 has on every host.",
+        ("tests/pure/test_networks.py",),
+    ),
+    Breakage(
+        "silent-unreached",
+        "ringreduce/bootstrap/settlement.py",
+        "    Unreached(rank, each.peer, shown(each.address), shown(each.why))\n"
+        "                    for each in report.failed\n",
+        "    Unreached(rank, each.peer, shown(each.address), shown(each.why))\n"
+        "                    for each in report.failed[:0]\n",
+        "A ring that cannot form waits for its time limit, and does not say which ranks are apart.",
+        ("tests/bootstrap/test_rendezvous.py",),
+    ),
+    Breakage(
+        "ring-order-as-ranks",
+        "ringreduce/communicator/formation.py",
+        'if placement.transport == "zmq" and placement.is_in_rank_order:',
+        'if placement.transport == "zmq":',
+        "Chunks of ranks change places where the ring passes hosts in another order.",
+        ("tests/communicator/test_ring_order.py",),
+    ),
+    Breakage(
         "handoff-padding",
         "native/src/handoff.c",
         "memset(bucket->memory + filled, 0, bucket->nbytes - filled);",

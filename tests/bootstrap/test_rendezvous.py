@@ -24,6 +24,7 @@ from ringreduce.communicator.ends import bind_of
 from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.address import split_host
 from ringreduce.transport.interfaces import own_networks
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -485,6 +486,25 @@ def test_ranks_with_several_addresses(monkeypatch, settings):
 
     results = ring_of_threads(3, work, **settings)
     assert results == [({3}, 3, 2, 30_000), ({3}, 3, 2, 30_000), ({2}, 3, 1, 30_000)]
+
+
+def test_a_ring_is_shut_at_each_of_its_addresses(monkeypatch):
+    monkeypatch.setattr(formation, "own_networks", several_addresses)
+
+    def work(comm):
+        found = []
+        for pulling in comm._session.collectives._link._connections.incoming:
+            for address in pulling.endpoints:
+                host, port = split_host(address)
+                try:
+                    sockets.create_connection((host, int(port)), 0.05).close()
+                except OSError as error:
+                    found.append((host, type(error)))
+        comm.barrier()
+        return found
+
+    shut = [(f"127.0.0.{number}", TimeoutError) for number in (1, 2, 3)]
+    assert ring_of_threads(2, work, transport="zmq") == [shut, shut]
 
 
 def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
