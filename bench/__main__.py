@@ -43,6 +43,10 @@ Factor = Annotated[float, typer.Option("-f", "--factor", min=1.01, help="From si
 Warmup = Annotated[int, typer.Option("-w", "--warmup", min=1, help="Calls before measuring.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write rows here.")]
 Dtype = Annotated[str, typer.Option("-d", "--dtype")]
+Latency = Annotated[
+    float,
+    typer.Option(min=0, max=1000, metavar="MS", help="Of the links, each way; packets are held."),
+]
 Op = Annotated[str, typer.Option("-o", "--op", help="sum, mean, min, max or product.")]
 Transport = Annotated[
     str,
@@ -151,6 +155,7 @@ def link(
         int, typer.Option("-n", "--workers", min=2, max=HOSTS_MAX, help="Hosts, a rank on each.")
     ] = 4,
     rate: Annotated[str, typer.Option(help="Of each host's link, such as 1gbit.")] = "1gbit",
+    latency: Latency = 0,
     begin: Begin = "16M",
     end: End = "64M",
     factor: Factor = 4,
@@ -163,6 +168,7 @@ def link(
         code = linking.run(
             workers=workers,
             rate=rate,
+            latency_ms=latency,
             size_range=sweep.sizes(size_in_bytes(begin), size_in_bytes(end), factor),
             # A call takes most of a second, so fewer are enough.
             pace=Pace(rounds=rounds, calls_min=9, warmup=2),
@@ -186,13 +192,20 @@ def train(
     transport: Transport = "auto",
     link: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="ringreduce on hosts with links of this rate: 1gbit."),
+        typer.Option(
+            metavar="RATE",
+            help="On hosts with links of this rate, such as 1gbit: ringreduce and "
+            "MultiWorkerMirroredStrategy. Needs root.",
+        ),
     ] = None,
+    latency: Latency = 0,
     json_file: Json = None,
 ) -> None:
     """Samples per second of one process, MirroredStrategy and ringreduce, alternating."""
     from bench import train as training
 
+    if latency and not link:
+        raise typer.BadParameter("--latency is of the links that --link makes")
     if model not in (known := ("mlp", "cnn", "transformer")):
         raise typer.BadParameter(f"{model!r} is no model; {', '.join(known)} are")
     with unavailable_is_an_answer():
@@ -203,6 +216,7 @@ def train(
             steps=steps,
             transport=transport,
             link=rate_of(link) if link else None,
+            latency_ms=latency,
             ceiling=ceiling,
             jit=jit,
             json_file=json_file,

@@ -25,9 +25,17 @@ UNITS = f"{'':>6} {'':<16} {'(ms)':>10} {'(ms)':>10} {'(Gbit/s)':>9} {'(Gbit/s)'
 
 
 def run(
-    *, workers: int, rate: str, size_range: Sequence[int], pace: Pace, json_file: str | None
+    *,
+    workers: int,
+    rate: str,
+    latency_ms: float,
+    size_range: Sequence[int],
+    pace: Pace,
+    json_file: str | None,
 ) -> int:
     """Measure, print, write rows; 1 if any element was wrong or a system failed.
+
+    `latency_ms` is how much later a packet arrives at another host.
 
     Raises:
         UnavailableError: the namespaces cannot be made here.
@@ -35,11 +43,12 @@ def run(
     require("iperf3")
     entries = [entry for entry in ENTRIES if (entry.system, entry.transport) in SYSTEMS]
     rows: list[dict[str, Any]] = []
-    with ended_by_signals(), shaped(workers, rate) as hosts:
+    with ended_by_signals(), shaped(workers, rate, latency_ms) as hosts:
         raw = stream_bits_per_second(hosts[0], hosts[1]) / 1e9
-        header = {**facts(), "rate": rate, "raw_gbit_s": raw}
+        header = {**facts(), "rate": rate, "latency_ms": latency_ms, "raw_gbit_s": raw}
         report.describe(header, f"{workers} ranks; float32 sum")
-        print(f"# one host each, links of {rate}; iperf3 between two: {raw:.3f} Gbit/s of payload")
+        late = f" and {latency_ms:g} ms each way" if latency_ms else ""
+        print(f"# one host each, links of {rate}{late}; iperf3: {raw:.3f} Gbit/s of payload")
         for entry in entries:
             if (remedy := entry.missing()) is not None:
                 print(f"# {entry.label}: not installed: {remedy}")

@@ -1,9 +1,13 @@
 r"""Hosts for a bench: network namespaces whose links to a common switch have a limited rate.
 
+Without latency:
+
     rr<pid>h0: eth0 10.77.0.1 --- p0 \
     rr<pid>h1: eth0 10.77.0.2 --- p1  +- bridge br0, in the namespace rr<pid>s
     ...                               /
     each --- a veth pair, with tbf on both ends: the same rate in both directions
+
+With latency `bench.router` takes the switch's place, since few kernels have a queue that delays.
 
 The bridge is in a namespace too. So the machine's own network does not change, its firewall
 does not see our frames, and deleting the namespaces removes everything.
@@ -19,8 +23,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bench.systems import Host
 
@@ -66,11 +71,14 @@ def bits_per_second(rate: str) -> int:
 
 
 @contextlib.contextmanager
-def shaped(count: int, rate: str) -> Iterator[list[Host]]:
+def shaped(count: int, rate: str, latency_ms: float = 0) -> Iterator[list[Host]]:
     """`count` hosts connected by links of that rate; always removed afterwards.
 
+    Args:
+        latency_ms: how much later a packet arrives at another host.
+
     Raises:
-        UnavailableError: `ip` or `tc` refuses.
+        UnavailableError: `ip` or `tc` refuses, or there are no tun devices for latency.
     """
     burst = max(BURST_BYTES_MIN, int(bits_per_second(rate) / 8 * BURST_S))
     tbf = f"root tbf rate {rate} burst {burst} latency {QUEUE_MS}ms"
@@ -85,20 +93,43 @@ def shaped(count: int, rate: str) -> Iterator[list[Host]]:
             # Before adding it, so that no signal leaves it behind; a missing one does no harm.
             stack.callback(_remove, namespace)
             _run(f"ip netns add {namespace}")
-        _run(f"ip -n {switch} link add br0 type bridge")
-        _run(f"ip -n {switch} link set br0 up")
-        for i, host in enumerate(hosts):
-            _run(
-                f"ip -n {switch} link add p{i} type veth peer name {host.interface} "
-                f"netns {host.name}"
-            )
-            _run(f"ip -n {switch} link set p{i} master br0 up")
+        if latency_ms > 0:
+            stack.enter_context(_routed(hosts, rate, latency_ms))
+        else:
+            _bridge(hosts, switch, tbf)
+        for host in hosts:
             _run(f"ip -n {host.name} address add {host.address}/{_NETWORK.prefixlen} dev eth0")
             _run(f"ip -n {host.name} link set lo up")
             _run(f"ip -n {host.name} link set {host.interface} up")
-            _run(f"tc -n {switch} qdisc add dev p{i} {tbf}")
             _run(f"tc -n {host.name} qdisc add dev {host.interface} {tbf}")
         yield hosts
+
+
+def _bridge(hosts: Sequence[Host], switch: str, tbf: str) -> None:
+    """Connect the hosts by a switch whose ports are shaped."""
+    _run(f"ip -n {switch} link add br0 type bridge")
+    _run(f"ip -n {switch} link set br0 up")
+    for i, host in enumerate(hosts):
+        _run(f"ip -n {switch} link add p{i} type veth peer name {host.interface} netns {host.name}")
+        _run(f"ip -n {switch} link set p{i} master br0 up")
+        _run(f"tc -n {switch} qdisc add dev p{i} {tbf}")
+
+
+@contextlib.contextmanager
+def _routed(hosts: Sequence[Host], rate: str, latency_ms: float) -> Iterator[None]:
+    """Connect the hosts by a router that delays packets."""
+    command = [sys.executable, "-m", "bench.router", "--delay-ms", str(latency_ms)]
+    command += ["--rate", str(bits_per_second(rate))]
+    command += [word for host in hosts for word in (host.name, host.address)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as router:
+        assert router.stdin is not None
+        assert router.stdout is not None
+        try:
+            if not router.stdout.readline():
+                raise UnavailableError("links with latency need tun devices (/dev/net/tun)")
+            yield
+        finally:
+            router.stdin.close()  # It ends.
 
 
 def stream_bits_per_second(source: Host, target: Host) -> float:

@@ -126,21 +126,22 @@ def _openmpi(hosts: Sequence[Host]) -> list[Process]:
     return [Process([*command, *WORKER, "openmpi"], QUIET)]
 
 
-def _tf_ring(hosts: Sequence[Host]) -> list[Process]:
+def tf_processes(command: Sequence[str], hosts: Sequence[Host]) -> list[Process]:
+    """`command` as the workers of a TensorFlow cluster, with as many threads as ringreduce's."""
     ports = free_ports(len(hosts))
     addresses = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    cluster = {"worker": addresses}
+    tasks = [{"type": "worker", "index": rank} for rank in range(len(hosts))]
+    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+    environment = worker_environment(Config(), default_threads(len(hosts))) | QUIET
     return [
-        Process(
-            [*host.prefix, *WORKER, "tf-ring"],
-            QUIET
-            | {
-                "TF_CONFIG": json.dumps(
-                    {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-                )
-            },
-        )
-        for rank, host in enumerate(hosts)
+        Process([*host.prefix, *command], environment | {"TF_CONFIG": config})
+        for host, config in zip(hosts, configs, strict=True)
     ]
+
+
+def _tf_ring(hosts: Sequence[Host]) -> list[Process]:
+    return tf_processes([*WORKER, "tf-ring"], hosts)
 
 
 def _needs(module: str, remedy: str, *programs: str) -> Callable[[], str | None]:

@@ -1,5 +1,7 @@
 """Training speed of one process, MirroredStrategy and ringreduce, alternating in one run.
 
+Over links MultiWorkerMirroredStrategy takes part too, on hosts like ringreduce's.
+
 All systems are started first and then alternate (`turns`), a few steps each. For ringreduce two
 parts of a step are measured too: how long the ring was busy with gradients, and how long the
 step was blocked by it. The difference was hidden behind the computation.
@@ -20,17 +22,18 @@ from rich.progress import track
 from bench import report
 from bench.facts import facts
 from bench.namespaces import require, shaped
-from bench.systems import QUIET, Host, ring_processes
+from bench.systems import QUIET, Host, ring_processes, tf_processes
 from bench.turns import Process, System, SystemFailed, Turns, ended_by_signals
 
 SYSTEMS = ("single", "mirrored", "ringreduce")
+MULTIWORKER = "multiworker"
 CEILING = "unreduced"
 # Marks a system that XLA compiles. MirroredStrategy fails with InvalidArgumentError then.
 JIT = "-jit"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
 COLUMNS = (
-    f"{'system':<14} {'samples/s':>9} {'x mirrored':>10} {'step':>7} {'p99':>7} "
+    f"{'system':<14} {'samples/s':>9} {'x':>10} {'step':>7} {'p99':>7} "
     f"{'compute':>7} {'waiting':>7} {'comm.':>7} {'hidden':>6} {'loss':>7}"
 )
 UNITS = f"{'':<35}" + f" {'(ms)':>7}" * 5 + f" {'(%)':>6}"
@@ -65,6 +68,7 @@ def run(
     steps: int,
     transport: str,
     link: str | None,
+    latency_ms: float,
     ceiling: bool,
     jit: bool,
     json_file: str | None,
@@ -76,7 +80,9 @@ def run(
         workers: replicas and ranks.
         rounds, steps: turns of each system, and steps in each.
         transport: of ringreduce's ranks.
-        link: with a rate, each of ringreduce's ranks runs on its own host (`namespaces`).
+        link: with a rate, each of ringreduce's and MultiWorkerMirroredStrategy's ranks runs on its
+            own host (`namespaces`).
+        latency_ms: of those links, each way.
         ceiling: whether workers that reduce nothing take part too: the highest speed of so
             many processes on this machine, with any reduction.
         jit: whether systems that XLA can compile take part in that form too.
@@ -89,15 +95,21 @@ def run(
     if jit:
         names += tuple(name + JIT for name in names if name != "mirrored")
     if link is not None:
+        names += (MULTIWORKER,)
+    compared = "mirrored" if link is None else MULTIWORKER
+    if link is not None:
         require()
     header = facts()
     report.describe(header, f"{workers} workers, global batch {GLOBAL_BATCH}, model {model}")
     if link is not None:
-        print(f"# each of ringreduce's workers is on its own host, links of {link}")
+        late = f" and {latency_ms:g} ms each way" if latency_ms else ""
+        print(f"# ringreduce and {MULTIWORKER}: each worker on its own host, links of {link}{late}")
     measured = {name: Measured() for name in names}
     with contextlib.ExitStack() as stack:
         stack.enter_context(ended_by_signals())
-        hosts = stack.enter_context(shaped(workers, link)) if link else [Host()] * workers
+        hosts = [Host()] * workers
+        if link is not None:
+            hosts = stack.enter_context(shaped(workers, link, latency_ms))
         turns = stack.enter_context(Turns())
         try:
             start(turns, [system(name, model, hosts, transport) for name in names], measured)
@@ -109,19 +121,22 @@ def run(
         except SystemFailed as failure:
             sys.exit(f"bench: {failure}; its output is above")
     rows = [row(name, model, workers, link, measured[name]) for name in names]
-    mirrored = next(row["samples_per_s"] for row in rows if row["system"] == "mirrored")
-    print(COLUMNS, UNITS, *(table_line(row, mirrored) for row in rows), sep="\n")
+    other = next(row["samples_per_s"] for row in rows if row["system"] == compared)
+    print(f"# x: times {compared}")
+    print(COLUMNS, UNITS, *(table_line(row, other) for row in rows), sep="\n")
     report.write(json_file, rows, header)
 
 
 def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> System:
     """How a system is started: as one process, or as a rank on each host."""
     workers, kind = len(hosts), name.removesuffix(JIT)
-    command = [
-        *(sys.executable, "-m", "bench.train_worker", kind, "--model", model),
-        *("--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)),
-        *(["--jit"] if name.endswith(JIT) else []),
-    ]
+    options = ["--model", model, "--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)]
+    if kind == MULTIWORKER:
+        command = [sys.executable, "-m", "bench.multiworker", *options]
+        return System(name, tf_processes(command, hosts), lines=workers)
+    command = [sys.executable, "-m", "bench.train_worker", kind, *options]
+    if name.endswith(JIT):
+        command.append("--jit")
     if kind in ("ringreduce", CEILING):
         return System(name, ring_processes(command, hosts, transport), lines=workers)
     return System(name, [Process(command, QUIET)], lines=1)
@@ -152,7 +167,7 @@ def row(
         "steps": len(measured.seconds),
         "loss": measured.loss,
         "transport": measured.transport if kind == "ringreduce" else None,
-        "link": link if kind == "ringreduce" else None,
+        "link": link if kind in ("ringreduce", MULTIWORKER) else None,
         "compute_ms": None,
         "waiting_ms": None,
         "communication_ms": None,
@@ -177,8 +192,8 @@ def hidden_share(waiting: float, communication: float) -> float | None:
     return min(1.0, max(0.0, 1 - waiting / communication))
 
 
-def table_line(row: dict[str, Any], mirrored: float) -> str:
-    """A row as text, with its speed as a multiple of MirroredStrategy's."""
+def table_line(row: dict[str, Any], other: float) -> str:
+    """A row as text, with its speed as a multiple of `other`."""
 
     def cell(value: float | None, width: int, digits: int = 1) -> str:
         return f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
@@ -186,7 +201,7 @@ def table_line(row: dict[str, Any], mirrored: float) -> str:
     hidden = row["hidden_share"]
     return (
         f"{row['system']:<14} {row['samples_per_s']:>9,.0f} "
-        f"{row['samples_per_s'] / mirrored:>10.2f} {row['step_ms']:>7.1f} "
+        f"{row['samples_per_s'] / other:>10.2f} {row['step_ms']:>7.1f} "
         f"{row['step_ms_p99']:>7.1f} {cell(row['compute_ms'], 7)} {cell(row['waiting_ms'], 7)} "
         f"{cell(row['communication_ms'], 7)} "
         f"{cell(None if hidden is None else hidden * 100, 6, 0)} {row['loss']:>7.4f}"

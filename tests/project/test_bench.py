@@ -297,6 +297,34 @@ def test_namespaces_have_their_addresses_and_go_when_something_fails():
 
 
 @pytest.mark.usefixtures("shaped_links")
+def test_packets_arrive_as_late_as_the_latency_says():
+    """There and back takes it twice; what is dropped would take 200 ms more."""
+    if not os.path.exists("/dev/net/tun"):
+        pytest.skip("needs tun devices")
+    echo = (
+        "import socket, sys; server = socket.create_server((sys.argv[1], 0));"
+        "print(server.getsockname()[1], flush=True); peer, _ = server.accept();"
+        "[peer.sendall(bytes(1)) for _ in iter(lambda: peer.recv(1), b'')]"
+    )
+    ask = (
+        "import socket, sys, time; peer = socket.create_connection((sys.argv[1], sys.argv[2]));\n"
+        "for _ in range(5):\n"
+        "    began = time.perf_counter(); peer.sendall(bytes(1)); peer.recv(1)\n"
+        "    print(time.perf_counter() - began)"
+    )
+    with namespaces.shaped(2, "1gbit", latency_ms=30) as (near, far):
+        command = [*far.prefix, sys.executable, "-c", echo, far.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            port = server.stdout.readline().strip()
+            command = [*near.prefix, sys.executable, "-c", ask, far.address, port]
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    seconds = [float(line) for line in asked.stdout.split()]
+    assert len(seconds) == 5
+    assert all(each >= 0.06 for each in seconds)
+    assert min(seconds) < 0.12
+
+
+@pytest.mark.usefixtures("shaped_links")
 def test_a_terminated_bench_removes_its_namespaces():
     program = (
         "import os, signal\n"
@@ -374,7 +402,7 @@ def test_the_training_table_keeps_its_columns():
     alone = train.row("single", "mlp", 2, None, measured)
     assert alone["workers"] == 1
     assert alone["hidden_share"] is None
-    lines = [train.table_line(each, mirrored=640.0) for each in (row, alone)]
+    lines = [train.table_line(each, other=640.0) for each in (row, alone)]
     assert {len(line) for line in lines} == {len(train.COLUMNS)} == {90}
 
 
@@ -387,10 +415,13 @@ def test_training_is_measured_for_all_systems(tmp_path):
     compiled = ["single-jit", "ringreduce-jit"] if native.library() is not None else []
     if compiled:
         options += " --jit"
+    linked = ["multiworker"] if shaped_links_are_possible() else []
+    if linked:
+        options += " --link 1gbit --latency 1"
     result = bench(options, timeout=280)
     assert result.returncode == 0, result.stderr
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
-    assert set(rows) == {"single", "mirrored", "ringreduce", *compiled}
+    assert set(rows) == {"single", "mirrored", "ringreduce", *compiled, *linked}
     for row in rows.values():
         assert row["model"] == "mlp"
         assert row["global_batch"] == 128
