@@ -273,7 +273,8 @@ class Board:
         while rank != self._rank:
             seen = self._seen.get(rank)
             pending = None if seen is None else seen.heartbeat.pending
-            is_over = rank in self._left or len(found) > len(self._others)
+            is_over = rank not in self._others or len(found) > len(self._others)
+            is_over = is_over or rank in self._left
             if pending is None or is_over or self.is_silent(rank, now_s):
                 return ()
             found.append(Waits(rank, pending))

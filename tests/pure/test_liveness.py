@@ -9,7 +9,7 @@ import pytest
 
 from ringreduce.pure import liveness
 from ringreduce.pure.liveness import Board, is_dead
-from ringreduce.pure.membership import whole
+from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.messages import (
     Abort,
     Acknowledgement,
@@ -384,6 +384,13 @@ def test_a_cycle_of_others_does_not_lead_to_this_rank() -> None:
     known.note(Heartbeat(1, 1, 5, "", 0.5, pending=Pending(False, 2, 1)), 0.0, 10.1)
     known.note(Heartbeat(2, 1, 5, "", 0.5, pending=Pending(False, 1, 1)), 0.0, 10.1)
     assert known.doing(1, 10.2).is_busy
+
+
+def test_a_rank_outside_the_group_is_waited_for_by_none_of_it() -> None:
+    known = Board(0, Membership((0, 2), group=1), 10.0)
+    known.note(Heartbeat(2, 1, 5, "", 0.5, pending=Pending(False, 1, 1)), 0.0, 10.1)
+    known.note(Heartbeat(1, 1, 5, "", 0.5, pending=Pending(False, 0, 1)), 0.0, 10.1)
+    assert known.doing(2, 10.2).is_busy
 
 
 def test_a_rank_that_is_silent_or_has_left_waits_for_nobody() -> None:
