@@ -150,6 +150,7 @@ class FlightFile:
             "failure": _failure(recorder, wall),
             "peers": _peers(recorder),
             "entries": recorder.entries(),
+            "parts": recorder.parts(),
         }
 
     def _pending(self, recorder: Recorder) -> str | None:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.effects.events import Events
-from ringreduce.pure.flight import NAME_MAX, Call, cut
+from ringreduce.pure.flight import NAME_MAX, Call, Part, cut
 from ringreduce.pure.liveness import Standing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
+from ringreduce.pure.spans import SpanKind
+
+# Some steps' worth; with `GROUPS_MAX` groups a file has about a megabyte.
+PARTS_SHOWN = 256
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,7 @@ class Recorder:
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""
-        spans, error = self.events.calls(), self.events.error
-        # All times agree with the present wall clock, even if that was set meanwhile.
-        wall = time.time() - time.monotonic()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        error, wall, names = self.events.error, _wall(), _thread_names()
         return [
             Call(
                 number=span.number,
@@ -92,8 +93,34 @@ class Recorder:
                 nbytes=span.nbytes,
                 started=wall + span.began_s,
                 seconds=None if span.ended_s is None else span.ended_s - span.began_s,
-                thread=cut(names.get(span.thread, f"thread {span.thread}"), NAME_MAX),
+                thread=names(span.thread),
                 error=None if (text := error(span.number)) is None else cut(text),
             )
-            for span in spans
+            for span in self.events.calls()
         ]
+
+    def parts(self) -> list[Part]:
+        """What these calls consisted of, as far as it is kept, by its beginnings."""
+        wall, names = _wall(), _thread_names()
+        return [
+            Part(
+                kind=SpanKind(span.kind).name.lower(),
+                number=span.number,
+                other=span.other,
+                nbytes=span.nbytes,
+                started=wall + span.began_s,
+                seconds=(span.ended_s or span.began_s) - span.began_s,
+                thread=names(span.thread),
+            )
+            for span in self.events.parts()[-PARTS_SHOWN:]
+        ]
+
+
+def _wall() -> float:
+    """Turns times into seconds since the epoch: all agree, even if the clock was set meanwhile."""
+    return time.time() - time.monotonic()
+
+
+def _thread_names() -> Callable[[int], str]:
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return lambda thread: cut(known.get(thread, f"thread {thread}"), NAME_MAX)

@@ -41,6 +41,21 @@ class Call(msgspec.Struct):
     error: _Text | None = None
 
 
+class Part(msgspec.Struct):
+    """What a call consisted of: `kind` is a `SpanKind`'s name, `number` the call's; times as there.
+
+    `other` is a rank, a step or a bucket, by the kind (RR_SPAN_QUEUE, ... in ringreduce.h).
+    """
+
+    kind: _Name
+    number: _Count
+    other: int
+    nbytes: _Count
+    started: _Time
+    seconds: _Time
+    thread: _Name = ""
+
+
 class Frame(msgspec.Struct):
     """One line of a stack; `library`: it belongs to Python, a package or ringreduce."""
 
@@ -97,6 +112,7 @@ class Group(msgspec.Struct):
     failure: Failure | None = None
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
+    parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
 
 
 class Dump(msgspec.Struct):
@@ -112,7 +128,7 @@ class Dump(msgspec.Struct):
         pending: the send or recv that it waits in, or the call of a group, beside its collectives.
         failure: None while the communicator works.
         peers: what was last known of other ranks; see `Recorder.peers`.
-        entries: the last calls, oldest first.
+        entries: the last calls, oldest first; `parts`: of these calls.
     """
 
     format: int
@@ -134,6 +150,7 @@ class Dump(msgspec.Struct):
     failure: Failure | None = None
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
+    parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
     groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []
 
