@@ -24,6 +24,7 @@ from ringreduce.communicator.ends import bind_of
 from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport import routes
 from ringreduce.transport.address import split_host
 from ringreduce.transport.interfaces import own_networks
 from ringreduce.vocabulary.config import Config
@@ -31,6 +32,7 @@ from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,
     PeerError,
+    PeerLostError,
     RendezvousError,
     RingReduceError,
 )
@@ -528,6 +530,23 @@ def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
         assert "cannot reach ranks of a group" in text
         assert "127.0.0.1:9  refused" in text
         assert rank == 1 or "rank 1 failed with RendezvousError" in text
+
+
+def test_a_message_to_a_rank_that_is_not_reached_says_where_it_was_tried(monkeypatch):
+    monkeypatch.setattr(formation, "own_networks", several_addresses)
+
+    def work(comm):
+        comm._session.job.routes._chosen.clear()
+        monkeypatch.setattr(
+            routes, "race", lambda *_: ({}, [Unreached(0, 1, "10.0.0.5:9", "refused")])
+        )
+        with pytest.raises(PeerLostError) as caught:
+            comm.send(np.ones(3), 1) if comm.rank == 0 else comm.recv(np.ones(3), 0)
+        return str(caught.value)
+
+    sender, receiver = ring_of_threads(2, work, transport="zmq")
+    assert "rank 0 of 2 cannot connect to rank 1 (10.0.0.5:9: refused), in send #0" in sender
+    assert "(10.0.0.5:9: refused)" in receiver
 
 
 def test_ports_are_from_the_range_and_too_few_are_refused():
