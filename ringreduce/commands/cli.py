@@ -15,6 +15,8 @@ from ringreduce.commands.launch import supervisor
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.hosts import Host, parse_hosts, share_out
+from ringreduce.commands.launch.meeting import Node
+from ringreduce.commands.launch.nodes import node_of
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.spread import read_hostfile, spread_over
 from ringreduce.vocabulary.config import (
@@ -36,12 +38,26 @@ app = typer.Typer(
 _SEVERAL_HOSTS = "Several hosts"
 
 
-def _number(metavar: str, least: int, help: str, *flags: str, default: str | None = None) -> Any:
+def _number(
+    metavar: str,
+    least: int,
+    help: str,
+    *flags: str,
+    default: str | None = None,
+    panel: str | None = None,
+) -> Any:
     """An option that is a whole number of at least `least`; `default` in words, if it has none."""
     # typer's own check would show as a wide column of the help.
     check = _checked(lambda value: value >= least, f"{least} or more")
     shown = True if default is None else default
-    return typer.Option(*flags, help=help, metavar=metavar, callback=check, show_default=shown)
+    return typer.Option(
+        *flags,
+        help=help,
+        metavar=metavar,
+        callback=check,
+        show_default=shown,
+        rich_help_panel=panel,
+    )
 
 
 def _one_of(values: Sequence[str], help: str) -> Any:
@@ -139,6 +155,28 @@ def run(
             rich_help_panel=_SEVERAL_HOSTS,
         ),
     ] = None,
+    nnodes: Annotated[
+        int | None,
+        _number(
+            "N",
+            1,
+            "Hosts, on each of which this command is run; -n counts one host's workers.",
+            "--nnodes",
+            default="1",
+            panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        _number(
+            "I",
+            0,
+            "Which of the N hosts this one is; 0 is that of --rendezvous.",
+            "--node-rank",
+            default="none",
+            panel=_SEVERAL_HOSTS,
+        ),
+    ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
     ] = False,
@@ -230,24 +268,26 @@ def run(
 ) -> None:
     """Start the workers, and leave with the job's exit code."""
     program = ["-m"] * module + [script, *(arguments or [])]
-    spread = None
+    spread = node = None
     if hosts is not None or hostfile is not None:
-        if stdin is not None:
-            raise typer.BadParameter("only on one host, without -H", param_hint="--stdin")
-        found = _hosts(hosts, hostfile)
-        spread = spread_over(share_out(found, workers), ssh, python, rendezvous)
-        size = spread.size
-        variables = forwarded_environment(env or ())
+        for name, value in (("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin)):
+            if value is not None:
+                raise typer.BadParameter("not with -H or --hostfile", param_hint=name)
+        spread = spread_over(share_out(_hosts(hosts, hostfile), workers), ssh, python, rendezvous)
+        size, variables = spread.size, forwarded_environment(env or ())
     else:
         check_program(program)
-        size = workers or 1
-        variables = chosen_variables(env or ())
+        size, variables = workers or 1, chosen_variables(env or ())
+        node = _node(nnodes, node_rank, rendezvous, size, max_restarts, timeout)
+    if stdin is not None and node is not None:
+        raise typer.BadParameter("not with --nnodes", param_hint="--stdin")
     if stdin is not None and stdin >= size:
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
     code = supervisor.run(
         program,
         size,
         spread=spread,
+        node=node,
         variables=variables,
         threads=threads_per_worker,
         max_restarts=max_restarts,
@@ -261,6 +301,29 @@ def run(
         encryption=encryption,
     )
     raise typer.Exit(code)
+
+
+def _node(
+    nnodes: int | None,
+    node_rank: int | None,
+    rendezvous: str | None,
+    count: int,
+    max_restarts: int,
+    timeout: float | None,
+) -> Node | None:
+    """Which of several launchers this is, if the options say that there are others."""
+    if nnodes is None and node_rank is None and rendezvous is None:
+        return None
+    if nnodes is None or node_rank is None or rendezvous is None:
+        raise typer.BadParameter(
+            "--nnodes, --node-rank and --rendezvous HOST:PORT are given together; or hosts by -H",
+            param_hint="--nnodes",
+        )
+    if node_rank >= nnodes:
+        raise typer.BadParameter(
+            f"{node_rank}; accepted: 0 to {nnodes - 1}", param_hint="--node-rank"
+        )
+    return node_of(nnodes, node_rank, count, rendezvous, max_restarts, timeout)
 
 
 def _hosts(names: str | None, file: Path | None) -> list[Host]:

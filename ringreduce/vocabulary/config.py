@@ -19,7 +19,7 @@ from typing import Any
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.launched import find_place, take_place
-from ringreduce.vocabulary.secret import check_secret, read_secret
+from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
 
 # A rank needs all four to find the others.
@@ -338,6 +338,32 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
         return secret
     path = variables.get("RINGREDUCE_SECRET_FILE")
     return read_secret(path) if path else ""
+
+
+def shared_secret(*, is_local: bool) -> str:
+    """The secret of launchers that meet: as `configured_secret`, or the file in the user's home.
+
+    Args:
+        is_local: whether they meet within this host, so that the file may be made here.
+
+    Raises:
+        ConfigError: there is none, or as `configured_secret`.
+    """
+    home = os.environ.get("HOME", "")
+    if secret := configured_secret() or users_secret(home, makes_one=is_local):
+        return secret
+    raise ConfigError(
+        "launchers on several hosts need a secret that all of them have, and there is none",
+        remedy="Set RINGREDUCE_SECRET_FILE on each host to a file with the same text of 16 "
+        "characters or more (`openssl rand -hex 32`), mode 0600; or make ~/.ringreduce/secret so.",
+    )
+
+
+def join_timeout(choices: Mapping[str, object]) -> float:
+    """How long ranks wait for each other, by `choices` or the user's variables."""
+    names = ("timeout_s", "join_timeout_s")
+    given: Any = {name: choices.get(name) for name in names}
+    return Config.from_environment(rank=0, size=1, job_id="", rendezvous="", **given).join_timeout_s
 
 
 def worker_environment(

@@ -44,6 +44,7 @@ DECIDES = [
     "ringreduce.commands.launch.failure",
     "ringreduce.commands.launch.holding",
     "ringreduce.commands.launch.hosts",
+    "ringreduce.commands.launch.node_messages",
     "ringreduce.commands.launch.output",
     "ringreduce.commands.launch.ssh",
     "ringreduce.commands.launch.startup",

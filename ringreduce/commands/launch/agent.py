@@ -31,11 +31,11 @@ from ringreduce.commands.launch.exchange import (
     Start,
     encode,
 )
-from ringreduce.commands.launch.local import LocalHost
+from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import ConfigError, RingReduceError
+from ringreduce.vocabulary.errors import RingReduceError
 
 _PIECE_BYTES = 1 << 16
 
@@ -166,35 +166,16 @@ def _listen(assignment: Assignment) -> socket.socket | None:
     """
     if assignment.first_rank > 0 or assignment.size == 1:
         return None
-    host, port = assignment.meeting_host, assignment.meeting_port
-    remedy = (
-        "Name an address of this host, which all hosts reach, with --rendezvous ADDRESS or "
-        "--rendezvous ADDRESS:PORT."
+    listener = listen(
+        assignment.meeting_host,
+        assignment.meeting_port,
+        assignment.size,
+        is_reached_by_others=assignment.is_reached_by_others,
+        remedy="Name an address of this host, which all hosts reach, with --rendezvous ADDRESS or "
+        "--rendezvous ADDRESS:PORT.",
     )
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        address = str(target[0])
-        if assignment.is_reached_by_others and _is_loopback(address):
-            raise ConfigError(
-                f"{host}, where the ranks are to meet, is {address} here, which other hosts "
-                "cannot reach",
-                remedy=remedy,
-            )
-        listener = socket.create_server(
-            (address, port), family=family, backlog=max(128, assignment.size)
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"the ranks cannot meet at {host}"
-            f"{f' port {port}' if port else ''}: {error.strerror or error}",
-            remedy=remedy,
-        ) from None
     listener.setblocking(False)
     return listener
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 if __name__ == "__main__":

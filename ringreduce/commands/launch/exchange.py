@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ringreduce.commands.launch.failure import Failure
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce agent\n"
@@ -121,9 +122,15 @@ class Lost(msgspec.Struct, tag=True, frozen=True):
     why: str
 
 
+class FailedElsewhere(msgspec.Struct, tag=True, frozen=True):
+    """What another launcher of the job says. Never sent in this form."""
+
+    failure: Failure
+
+
 Order = Assignment | Start | Signal | Alive
 Report = Hello | Refused | Ready | Output | Ended
-Event = Report | Said | Lost
+Event = Report | Said | Lost | FailedElsewhere
 
 _ORDERS = msgspec.msgpack.Decoder(Order)
 _REPORTS = msgspec.msgpack.Decoder(Report)
@@ -139,7 +146,7 @@ class Orders:
     """Makes records of the launcher's bytes."""
 
     def __init__(self) -> None:
-        self._frames = _Frames()
+        self._frames = Frames(_FRAME_BYTES_MAX)
 
     def feed(self, data: bytes) -> list[Order]:
         """The records that `data` completes. Raises ConfigError for what is none."""
@@ -150,7 +157,7 @@ class Reports:
     """Makes records of an agent's bytes, from `MAGIC` on."""
 
     def __init__(self) -> None:
-        self._frames, self._before, self._has_begun = _Frames(), b"", False
+        self._frames, self._before, self._has_begun = Frames(_FRAME_BYTES_MAX), b"", False
 
     def feed(self, data: bytes) -> list[Report]:
         """The records that `data` completes. Raises ConfigError for what is none."""
@@ -163,16 +170,19 @@ class Reports:
         return [_decode(_REPORTS, frame) for frame in self._frames.feed(data)]
 
 
-class _Frames:
-    def __init__(self) -> None:
-        self._data = bytearray()
+class Frames:
+    """Cuts bytes into frames, at most `bytes_max` long."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._data, self._bytes_max = bytearray(), bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
+        """The frames that `data` completes. Raises ConfigError for one that is too long."""
         self._data += data
         frames = []
         while len(self._data) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "big")
-            if end > _FRAME_BYTES_MAX:
+            if end > self._bytes_max:
                 raise ConfigError(f"got a record of {end} bytes, which ringreduce does not send")
             if len(self._data) < end:
                 break

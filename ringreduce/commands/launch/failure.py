@@ -31,7 +31,9 @@ class Failure:
         traceback: lines of the last traceback that it printed, and lines after it; empty for none.
         was_stopped: whether the launcher stopped it, after its traceback.
         host: the name of its host; empty where all ranks are on the launcher's.
-        lost: how the connection to its host ended, if that is why it counts as failed.
+        lost: why it counts as failed, if its own launcher or its host is gone.
+        is_report: whether it is known, from another launcher, to only report another rank's.
+        is_final: whether somebody has asked for the end of the job.
     """
 
     rank: int
@@ -41,6 +43,8 @@ class Failure:
     was_stopped: bool = False
     host: str = ""
     lost: str = ""
+    is_report: bool = False
+    is_final: bool = False
 
     @property
     def who(self) -> str:
@@ -50,7 +54,8 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether this worker only reports that another one failed."""
-        return self.returncode > 0 and any(map(_REPORTS_ANOTHER.search, self.traceback))
+        found = self.returncode > 0 and any(map(_REPORTS_ANOTHER.search, self.traceback))
+        return found or self.is_report
 
     @property
     def exception(self) -> str:
@@ -67,7 +72,7 @@ class Failure:
         if self.was_stopped:
             return "stopped while it ended"
         if self.lost:
-            return f"its host was lost: {self.lost}"
+            return self.lost
         if self.returncode > 0:
             return f"exit code {self.returncode}"
         try:

@@ -12,18 +12,25 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from ringreduce.commands.launch.conclusion import conclude, others, wanted_keyboard
 from ringreduce.commands.launch.display import Display
-from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Lost, Output, Said
+from ringreduce.commands.launch.exchange import (
+    Assignment,
+    Ended,
+    Event,
+    FailedElsewhere,
+    Lost,
+    Output,
+    Said,
+)
 from ringreduce.commands.launch.failure import Failure, first_cause
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.logs import Logs
+from ringreduce.commands.launch.node_messages import Placed
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.screen import Screen
@@ -36,35 +43,6 @@ from ringreduce.vocabulary.errors import ConfigError
 
 # What ssh itself returns when it fails.
 _LOST_CODE = 255
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a job runs, in every attempt.
-
-    Attributes:
-        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own.
-        threads: compute threads of each worker; None: its host's cores shared out.
-        output: whose lines are shown as they come (`display.OUTPUTS`).
-        tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
-        stdin_rank: the rank that gets the launcher's standard input, or its terminal.
-        choices: fields of `Config` that the user chose.
-        inherited: for each rank, descriptors that its process gets, and whose numbers stand after
-            the command's arguments; empty: none.
-        variables: added to the workers' environment.
-        spread: the hosts; None: this one alone, without ssh.
-    """
-
-    arguments: Sequence[str]
-    size: int
-    threads: int | None
-    output: str
-    tracebacks: str
-    stdin_rank: int | None
-    choices: Mapping[str, Any]
-    inherited: Sequence[Sequence[int]] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    spread: Spread | None = None
 
 
 class Job:
@@ -91,7 +69,10 @@ class Job:
         self._keeps_records = "log_dir" in plan.choices
         self._hosts: list[Host] = []
         self._agents: list[RemoteHost] = []
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}
+        # What launchers of other hosts say.
+        self._elsewhere: list[Failure] = []
+        self._own_name = "" if plan.meeting is None else socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
         self._stop_s: float | None = None
@@ -111,13 +92,19 @@ class Job:
                 host.leave()
             for host in self._hosts:
                 host.close()
+            if self._plan.meeting is not None:
+                self._plan.meeting.close()
             self._selector.close()
         self._display.end_lines()
         cause = self.cause
         if self.ended_by is not None or cause is None:
-            self._display.release(range(self._plan.size))
+            self._display.release(self._plan.ranks)
         else:
             self._display.reveal(cause.rank)
+
+    def give_up(self) -> None:
+        """Instead of `run`: a signal came before there was anything to start."""
+        self.ended_by = next(number for number in self._signals if number in STOPPING)
 
     @property
     def cause(self) -> Failure | None:
@@ -134,6 +121,7 @@ class Job:
             and self.ended_by is None
             and not any(number in STOPPING for number in self._signals)
             and cause.returncode != -signal.SIGINT
+            and not cause.is_final
         )
 
     def _start(self) -> None:
@@ -141,15 +129,18 @@ class Job:
         choices = dict(plan.choices)
         # Workers read the user's own secret from the environment, on other hosts from here.
         secret = configured_secret()
-        if not secret or plan.spread is not None:
+        if plan.meeting is not None:
+            choices["secret"] = plan.meeting.node.secret
+        elif not secret or plan.spread is not None:
             choices["secret"] = secret or secrets.token_hex(32)
+        placed = self._placed()
         assignment = Assignment(
             arguments=list(plan.arguments),
-            first_rank=0,
-            count=plan.size,
-            size=plan.size,
-            job_id=secrets.token_hex(8),
-            restart=self._attempt,
+            first_rank=placed.first_rank,
+            count=plan.count,
+            size=placed.size,
+            job_id=placed.job_id,
+            restart=placed.restart,
             choices=choices,
             variables=dict(plan.variables),
             threads=plan.threads,
@@ -161,28 +152,44 @@ class Job:
         else:
             self._reach(assignment, plan.spread)
 
+    def _placed(self) -> Placed:
+        plan = self._plan
+        if plan.meeting is not None:
+            return plan.meeting.placed
+        return Placed(0, plan.count, secrets.token_hex(8), self._attempt, 0)
+
     def _start_here(self, assignment: Assignment) -> None:
+        meeting = self._plan.meeting
+        if meeting is not None:
+            meeting.register(self._selector)
+            own = msgspec.structs.replace(assignment, meeting_host=meeting.node.host)
+            self._start_ranks(own, meeting.placed.port, meeting.listener)
+            return
+        # Rank 0 inherits the listening socket, so that no other program can take the port, and a
+        # rank that connects early waits instead of being refused.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, self._plan.count)) as listener:
+            listener.setblocking(False)
+            self._start_ranks(assignment, listener.getsockname()[1], listener)
+
+    def _start_ranks(
+        self, assignment: Assignment, port: int, listener: socket.socket | None
+    ) -> None:
         plan = self._plan
         host = LocalHost(assignment, self._selector, self._guard)
         self._hosts.append(host)
-        # Rank 0 inherits the listening socket, so that no other program can take the port, and a
-        # rank that connects early waits instead of being refused.
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.size)) as listener:
-            listener.setblocking(False)
-            has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
-            try:
-                host.start(
-                    listener.getsockname()[1],
-                    listener,
-                    stdin_rank=plan.stdin_rank,
-                    inherited=plan.inherited,
-                    columns=lambda: self._screen.columns,
-                )
-            finally:
-                self._workers += [
-                    Worker(rank, host, is_raw=has_terminal and rank == plan.stdin_rank)
-                    for rank in host.started
-                ]
+        has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
+        try:
+            host.start(
+                port,
+                listener,
+                stdin_rank=plan.stdin_rank,
+                inherited=plan.inherited,
+                columns=lambda: self._screen.columns,
+            )
+        finally:
+            for rank in host.started:
+                is_raw = has_terminal and rank == plan.stdin_rank
+                self._workers[rank] = Worker(rank, host, self._own_name, is_raw=is_raw)
 
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
@@ -198,7 +205,7 @@ class Job:
             host = RemoteHost(share.host, own, spread.reach, self._selector, self._guard)
             self._hosts.append(host)
             self._agents.append(host)
-            self._workers += [Worker(rank, host, host.name) for rank in host.ranks]
+            self._workers |= {rank: Worker(rank, host, host.name) for rank in host.ranks}
 
     def _start_agents(self) -> None:
         """Start all ranks, if that has not been done, once every agent is ready."""
@@ -207,14 +214,25 @@ class Job:
             for agent in self._agents:
                 agent.start(ports[0] or 0)
 
+    def _await_others(self) -> bool:
+        """Whether ranks of other launchers decide how the job ends, and it is not known yet."""
+        meeting = self._plan.meeting
+        if meeting is None or self.ended_by is not None:
+            return False
+        if self.cause is None:
+            meeting.note_done()
+            return not meeting.is_over
+        return not self._is_doomed()
+
     def _watch(self) -> None:
         """Until every worker has ended: show output, pass on signals, stop after a failure."""
-        while self._running():
+        while self._running() or self._await_others():
             self._read_all()
             self._start_agents()
             while self._signals:
                 self._pass_on(self._signals.popleft())
             self._poll()
+            self._report()
             self._display.tick(releases=not self._failures())
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self._stop(TIMES.grace_s)
@@ -225,7 +243,7 @@ class Job:
             self._read_all()
 
     def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.alive]
+        return [worker for worker in self._workers.values() if worker.alive]
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
@@ -237,6 +255,25 @@ class Job:
             for event in host.poll():
                 self._take(event)
 
+        if self._plan.meeting is not None:
+            for event in self._plan.meeting.poll():
+                self._take(event)
+
+    def _report(self) -> None:
+        """Send the launchers of other hosts the failure of this one, once it is known."""
+        meeting, cause = self._plan.meeting, self.cause
+        if meeting is None:
+            return
+        if self.ended_by is not None:
+            name = signal.Signals(self.ended_by).name
+            first, code = self._plan.ranks[0], 128 + self.ended_by
+            lost = f"its launcher was stopped by {name}"
+            meeting.report(
+                Failure(first, code, 0.0, (), host=self._own_name, lost=lost, is_final=True)
+            )
+        elif cause is not None and cause.rank in self._workers and self._is_doomed():
+            meeting.report(cause)
+
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
             source, lines, partial = self._workers[event.rank].take(event)
@@ -247,6 +284,8 @@ class Job:
             self._screen.say(f"{event.host}: {event.text}")
         elif isinstance(event, Lost):
             self._lose(event)
+        elif isinstance(event, FailedElsewhere):
+            self._elsewhere.append(event.failure)
 
     def _end_worker(self, worker: Worker, returncode: int, lost: str = "") -> None:
         worker.end(returncode, lost)
@@ -258,7 +297,7 @@ class Job:
         agent = next(agent for agent in self._agents if agent.name == event.host)
         for rank in agent.ranks:
             if self._workers[rank].alive:
-                self._end_worker(self._workers[rank], _LOST_CODE, event.why)
+                self._end_worker(self._workers[rank], _LOST_CODE, f"its host was lost: {event.why}")
         if not agent.has_started and self._stop_s is None:
             raise ConfigError(f"cannot start on {event.host}: {event.why}")
 
@@ -274,12 +313,14 @@ class Job:
             self._stop_s = time.monotonic() + TIMES.grace_s
 
     def _failures(self) -> list[Failure]:
-        found = [failure for worker in self._workers if (failure := worker.failure())]
+        workers = self._workers.values()
+        found = [failure for worker in workers if (failure := worker.failure())]
+        found += self._elsewhere
         if not found or not all(failure.is_consequence for failure in found):
             return found
         # The cause may have been about to end when it was stopped; others may have logged
         # tracebacks long ago.
-        late = [failure for worker in self._workers if (failure := worker.unfinished_failure())]
+        late = [failure for worker in workers if (failure := worker.unfinished_failure())]
         late = [failure for failure in late if not failure.is_consequence]
         return found + sorted(late, key=lambda failure: failure.time_s)[-1:]
 
@@ -290,8 +331,9 @@ class Job:
             return False
         if not cause.is_consequence:
             return True
-        first_exit = min(w.exit_s for w in self._workers if w.failure() and w.exit_s is not None)
-        return time.monotonic() - first_exit >= TIMES.cause_s
+        ends = [w.exit_s for w in self._workers.values() if w.failure() and w.exit_s is not None]
+        ends += [failure.time_s for failure in self._elsewhere]
+        return time.monotonic() - min(ends) >= TIMES.cause_s
 
     def _have_recorded(self) -> bool:
         """Whether the running workers have had time to write flight records."""
@@ -339,6 +381,10 @@ class Job:
         held = self._display.take_held()
         for line in conclude(cause, self._failures(), held, self._plan.tracebacks):
             self._screen.say(line)
+        if self._keeps_records and (self._agents or self._plan.meeting is not None):
+            folder = self._plan.choices["log_dir"]
+            self._screen.say(f"flight records are in {folder} on each host; `ringreduce report`")
+            self._screen.say("reads those that are in one folder: copy them together")
         if wanted_keyboard(cause) and self._plan.stdin_rank is None:
             self._screen.say(f"--stdin {cause.rank} gives rank {cause.rank} the keyboard")
         return cause.exit_code

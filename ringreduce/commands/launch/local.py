@@ -17,6 +17,7 @@ from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import Config, worker_environment
+from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
 
@@ -177,6 +178,38 @@ class LocalHost:
 def address(host: str, port: int) -> str:
     """``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(
+    host: str, port: int, count: int, *, is_reached_by_others: bool, remedy: str
+) -> socket.socket:
+    """A socket that listens at `host` for `count` others; port 0: any free one.
+
+    Raises:
+        ConfigError: the host's name has no address, another host's, or only one that other hosts
+            cannot reach though they must; or the port is taken.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = str(target[0])
+        if is_reached_by_others and is_loopback(found):
+            raise ConfigError(
+                f"{host}, where the ranks are to meet, is {found} here, which other hosts cannot "
+                "reach",
+                remedy=remedy,
+            )
+        return socket.create_server((found, port), family=family, backlog=max(128, count))
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at {address(host, port) if port else host}: "
+            f"{error.strerror or error}",
+            remedy=remedy,
+        ) from None
+
+
+def is_loopback(found: str) -> bool:
+    """Whether a numeric address can be reached from its own host alone."""
+    return found.startswith("127.") or found == "::1"
 
 
 def default_threads(size: int) -> int:

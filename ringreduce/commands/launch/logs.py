@@ -11,20 +11,22 @@ from ringreduce.vocabulary.errors import ConfigError
 
 
 class Logs:
-    """Writes the lines of `size` workers into ``rank-0.log`` and so on; closed with its context.
+    """Writes the lines of `ranks` into ``rank-0.log`` and so on; closed with its context.
 
     Raises:
         ConfigError: `folder` cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, ranks: range) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._files = [
-                    stack.enter_context((folder / f"rank-{rank}.log").open("w", encoding="utf-8"))
-                    for rank in range(size)
-                ]
+                self._files = {
+                    rank: stack.enter_context(
+                        (folder / f"rank-{rank}.log").open("w", encoding="utf-8")
+                    )
+                    for rank in ranks
+                }
             except OSError as error:
                 raise ConfigError(
                     f"cannot keep the workers' output in {folder}: {error}",

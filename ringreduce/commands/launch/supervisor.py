@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ringreduce.commands.launch.hosts import labels
-from ringreduce.commands.launch.job import Job, Plan
+from ringreduce.commands.launch.job import Job
 from ringreduce.commands.launch.logs import Logs
+from ringreduce.commands.launch.meeting import Node
+from ringreduce.commands.launch.nodes import Nodes
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import queued_signals
@@ -46,6 +49,7 @@ def supervise(
     stdin_rank: int | None = None,
     variables: Mapping[str, str] | None = None,
     spread: Spread | None = None,
+    node: Node | None = None,
     **choices: Any,
 ) -> Job:
     """Run Python with `arguments` as `size` workers of one job; return the last attempt.
@@ -68,13 +72,15 @@ def supervise(
             unless `choices` has others, so that a debugger may wait.
         variables: added to the workers' environment.
         spread: the hosts on which the workers run; by default this one.
+        node: which of a job's launchers this one is, if there are others; `size` counts the
+            workers of this one alone.
         choices: fields of `Config` for the workers; None: as the environment has it. With
             `log_dir`, their lines are also written there, to ``rank-0.log`` and so on; what is
             kept of the k-th restart goes to its folder ``restart-k``.
 
     Raises:
         ConfigError: `log_dir` cannot be written to, a setting is out of range, or a host of
-            `spread` cannot be used; the text says which and why.
+            `spread` or a launcher of `node` cannot be used; the text says which and why.
     """
     choices = {name: value for name, value in choices.items() if value is not None}
     if stdin_rank is not None:
@@ -93,20 +99,28 @@ def supervise(
         variables or {},
         spread,
     )
-    names = labels(spread.shares) if spread else [str(rank) for rank in range(size)]
-    screen = Screen(names, stdout or sys.stdout, stderr or sys.stderr)
-    with queued_signals() as signals, Guard() as guard:
+    with contextlib.ExitStack() as whole:
+        signals, guard = whole.enter_context(queued_signals()), whole.enter_context(Guard())
+        nodes = None if node is None else whole.enter_context(Nodes(node, signals))
         attempt = 0
         while True:
             with contextlib.ExitStack() as stack:
                 here, logs = plan, None
+                if nodes is not None and (meeting := nodes.meet(attempt)) is not None:
+                    stack.callback(meeting.close)
+                    here, attempt = replace(here, meeting=meeting), meeting.placed.restart
+                names = labels(spread.shares) if spread else list(map(str, range(here.size)))
+                screen = Screen(names, stdout or sys.stdout, stderr or sys.stderr)
                 if "log_dir" in choices:
                     folder = _folder_of(attempt, Path(choices["log_dir"]))
-                    logs = stack.enter_context(Logs(folder, size))
-                    here = replace(plan, choices={**choices, "log_dir": str(folder.absolute())})
+                    logs = stack.enter_context(Logs(folder, here.ranks))
+                    here = replace(here, choices={**choices, "log_dir": str(folder.absolute())})
                 job = Job(here, attempt, screen, logs, guard, signals)
-                job.run()
-            if attempt == max_restarts or not job.may_start_again:
+                if nodes is not None and here.meeting is None:
+                    job.give_up()
+                else:
+                    job.run()
+            if attempt >= max_restarts or not job.may_start_again:
                 return job
             job.conclude()
             attempt += 1

@@ -1,0 +1,187 @@
+"""The launchers of a job with ``--nnodes`` while an attempt runs: who failed, who is done."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ringreduce._version import __version__
+from ringreduce.commands.launch.exchange import Event, FailedElsewhere
+from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.local import address
+from ringreduce.commands.launch.node_messages import Done, Failed, Placed, Record, Refused
+from ringreduce.commands.launch.peer import Peer
+from ringreduce.vocabulary.errors import ConfigError
+
+_PIECE_BYTES = 1 << 16
+# Launchers without a place that are connected at a time.
+_LATE_MAX = 16
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a launcher was told: which one it is, and where node 0 listens.
+
+    Attributes:
+        count: ranks of this host.
+        secret: the job's; every launcher has it.
+        join_timeout_s: how long node 0 waits for the others, and they for it.
+    """
+
+    nodes: int
+    node: int
+    count: int
+    host: str
+    port: int
+    secret: str
+    max_restarts: int
+    join_timeout_s: float
+    version: str = __version__
+
+    @property
+    def address(self) -> str:
+        """Where node 0 listens, for people."""
+        return address(self.host, self.port)
+
+
+class Meeting:
+    """The launchers of an attempt, from the time when all have come.
+
+    Args:
+        door: where node 0 listens for launchers; elsewhere None.
+
+    Attributes:
+        node: this launcher.
+        placed: this launcher's ranks, and where they meet.
+        listener: of that port on node 0's host; elsewhere None.
+        is_over: whether the ranks of all nodes have ended well.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        placed: Placed,
+        peers: Sequence[Peer],
+        listener: socket.socket | None = None,
+        door: socket.socket | None = None,
+    ) -> None:
+        self.placed, self.listener, self.is_over = placed, listener, False
+        self.node, self._peers, self._door = node, peers, door
+        self._late: list[Peer] = []
+        self._is_done = self._has_reported = False
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Have `selector` watch the connections; its data are callables that read them."""
+        for peer in self._peers:
+            selector.register(peer.end, selectors.EVENT_READ, partial(self._read, peer, selector))
+
+    def poll(self) -> list[Event]:
+        """Keep the connections alive; the ranks of launchers that are gone."""
+        events: list[Event] = []
+        for peer in self._peers:
+            if not peer.is_gone:
+                peer.keep_alive()
+            # A launcher that is done, or that knows of a failure, may leave.
+            elif not (peer.is_done or peer.has_failed or self._has_reported or self.is_over):
+                lost = "its launcher is gone, or the network to it"
+                events += self._take_failure(peer, Failed(peer.host, peer.first_rank, 255, lost))
+        if self.node.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
+            self.is_over = True
+            self._send_all(Done())
+        self._refuse_late()
+        return events
+
+    def report(self, failure: Failure) -> None:
+        """Send the others, once, which rank of this node has failed first."""
+        if not self._has_reported:
+            self._has_reported = True
+            fields = (failure.rank, failure.returncode, failure.lost, failure.is_consequence)
+            self._send_all(Failed(failure.host, *fields, failure.is_final))
+
+    def note_done(self) -> None:
+        """The ranks of this node have ended well."""
+        if not self._is_done:
+            self._is_done = True
+            if self.node.node > 0:
+                self._send_all(Done())
+
+    def close(self) -> None:
+        """Close the connections."""
+        for peer in self._peers:
+            # What is left to read would make the system drop what was sent.
+            with contextlib.suppress(OSError):
+                peer.end.setblocking(False)
+                while peer.end.recv(_PIECE_BYTES):
+                    pass
+            peer.end.close()
+        for peer in self._late:
+            peer.end.close()
+        if self.listener is not None:
+            self.listener.close()
+
+    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[Event]:
+        try:
+            records = peer.read()
+        except ConfigError:
+            peer.is_gone, records = True, []
+        if peer.is_gone:
+            selector.unregister(peer.end)
+        events: list[Event] = []
+        for record in records:
+            if isinstance(record, Done):
+                peer.is_done = True
+                self.is_over = self.node.node > 0
+            elif isinstance(record, Failed):
+                events += self._take_failure(peer, record)
+        return events
+
+    def _take_failure(self, peer: Peer, record: Failed) -> list[Event]:
+        peer.has_failed = True
+        # Node 0 passes on what it learns; the others know only node 0.
+        self._send_all(record, but=peer)
+        failure = Failure(
+            record.rank,
+            record.returncode,
+            time.monotonic(),
+            (),
+            host=record.host,
+            lost=record.lost,
+            is_report=record.is_report,
+            is_final=record.is_final,
+        )
+        return [FailedElsewhere(failure)]
+
+    def _refuse_late(self) -> None:
+        """On node 0: answer launchers for which there is no place, with the reason."""
+        # Those that come after a failure come for the next attempt, and wait for it.
+        has_failed = self._has_reported or any(peer.has_failed for peer in self._peers)
+        if self._door is None or has_failed or self.is_over:
+            return
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while len(self._late) < _LATE_MAX:
+                end, _ = self._door.accept()
+                self._late.append(Peer(end, self.node.secret, is_first=True))
+                self._late[-1].send(
+                    Refused(
+                        "the job has started already, with other launchers. Give each host a "
+                        "--node-rank of its own, and each job a --rendezvous of its own"
+                    )
+                )
+        for peer in self._late:
+            with contextlib.suppress(ConfigError):
+                if select.select([peer.end], [], [], 0)[0]:
+                    peer.read()
+        for peer in [peer for peer in self._late if peer.is_gone]:
+            peer.end.close()
+            self._late.remove(peer)
+
+    def _send_all(self, record: Record, but: Peer | None = None) -> None:
+        for peer in self._peers:
+            if peer is not but and not peer.is_gone:
+                peer.send(record)

@@ -1,0 +1,152 @@
+"""What the launchers of a job with ``--nnodes`` send each other. Pure.
+
+    node 1, 2, ... -- Join ---------------> node 0
+                   <- Placed, or Refused --
+                   <- Failed, Done, Alive ->
+
+Each end begins with `MAGIC` and a random nonce. A frame is its length, a code that only who knows
+the secret can make for this connection, direction and frame, and a record. Records are not
+encrypted: they hold no secret, and no text of a program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+import msgspec
+
+from ringreduce.commands.launch.exchange import Frames
+from ringreduce.vocabulary.errors import ConfigError
+
+MAGIC = b"\0ringreduce node\n"
+NONCE_BYTES = 32
+_CODE_BYTES = 16
+_FRAME_BYTES_MAX = 1 << 16
+_PERSON = b"rr launchers"
+
+
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """A launcher, and what must be equal on all (`version`, `nodes`, `max_restarts`)."""
+
+    version: str
+    nodes: int
+    max_restarts: int
+    node: int
+    count: int
+    host: str
+
+
+class Placed(msgspec.Struct, tag=True, frozen=True):
+    """The ranks that a launcher starts, and the port of node 0's host where they meet."""
+
+    first_rank: int
+    size: int
+    job_id: str
+    restart: int
+    port: int
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Why the job cannot start."""
+
+    text: str
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The rank that failed first on a node; fields as of `Failure`."""
+
+    host: str
+    rank: int
+    returncode: int
+    lost: str = ""
+    is_report: bool = False
+    is_final: bool = False
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """All ranks of this node have ended well; from node 0: those of all nodes."""
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The launcher lives."""
+
+
+Record = Join | Placed | Refused | Failed | Done | Alive
+
+_DECODER = msgspec.msgpack.Decoder(Record)
+
+
+class Channel:
+    """Makes frames of records, and records of the other end's bytes.
+
+    Args:
+        secret: the job's.
+        nonce: this end's, of `NONCE_BYTES`.
+        is_first: whether this is node 0's end.
+    """
+
+    def __init__(self, secret: str, nonce: bytes, *, is_first: bool) -> None:
+        self._master = hashlib.blake2b(secret.encode(), person=_PERSON).digest()
+        self._nonce, self._is_first = nonce, is_first
+        self._begun = b""
+        self._keys: tuple[bytes, bytes] | None = None
+        self._sent = self._received = 0
+        self._frames = Frames(_FRAME_BYTES_MAX)
+
+    @property
+    def opening(self) -> bytes:
+        """What each end sends first."""
+        return MAGIC + self._nonce
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end's nonce has arrived, so that `encode` can be called."""
+        return self._keys is not None
+
+    def encode(self, record: Record) -> bytes:
+        """One frame."""
+        assert self._keys is not None
+        data = msgspec.msgpack.encode(record)
+        code = _code(self._keys[0], self._sent, data)
+        self._sent += 1
+        return (len(code) + len(data)).to_bytes(4, "big") + code + data
+
+    def feed(self, data: bytes) -> list[Record]:
+        """The records that `data` completes.
+
+        Raises ConfigError for what no launcher of this job sends.
+        """
+        if self._keys is None:
+            self._begun += data
+            length = len(MAGIC) + NONCE_BYTES
+            if not MAGIC.startswith(self._begun[: len(MAGIC)]):
+                raise ConfigError("is no launcher of ringreduce")
+            if len(self._begun) < length:
+                return []
+            self._keys = self._derive(self._begun[len(MAGIC) : length])
+            data = self._begun[length:]
+        return [self._open(frame) for frame in self._frames.feed(data)]
+
+    def _derive(self, theirs: bytes) -> tuple[bytes, bytes]:
+        """Keys of what this end sends and receives."""
+        nonces = self._nonce + theirs if self._is_first else theirs + self._nonce
+        keys = [hashlib.blake2b(nonces + end, key=self._master).digest() for end in (b"0", b"1")]
+        return (keys[0], keys[1]) if self._is_first else (keys[1], keys[0])
+
+    def _open(self, frame: bytes) -> Any:
+        assert self._keys is not None
+        code, data = frame[:_CODE_BYTES], frame[_CODE_BYTES:]
+        if not hmac.compare_digest(code, _code(self._keys[1], self._received, data)):
+            raise ConfigError("does not know this job's secret")
+        self._received += 1
+        try:
+            return _DECODER.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise ConfigError("runs another version of ringreduce") from None
+
+
+def _code(key: bytes, number: int, data: bytes) -> bytes:
+    message = number.to_bytes(8, "big") + data
+    return hashlib.blake2b(message, key=key, digest_size=_CODE_BYTES).digest()

@@ -1,0 +1,285 @@
+"""The launchers of one job, one on each host, that somebody starts with ``--nnodes``.
+
+Node 0's launcher listens at the rendezvous address until the others have come, gives each its ranks
+and, while the job runs, passes on to all which rank has failed first. So a rank that fails before
+the ring has formed ends all hosts too, and all launchers name the same cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ringreduce.commands.launch.local import is_loopback, listen
+from ringreduce.commands.launch.meeting import Meeting, Node
+from ringreduce.commands.launch.node_messages import Join, Placed, Refused
+from ringreduce.commands.launch.peer import Peer
+from ringreduce.commands.launch.signals import STOPPING
+from ringreduce.vocabulary.config import TIMES, join_timeout, shared_secret
+from ringreduce.vocabulary.endpoints import host_and_port
+from ringreduce.vocabulary.errors import ConfigError
+
+_REFUSALS_MAX = 3
+
+
+def node_of(
+    nodes: int, node: int, count: int, rendezvous: str, max_restarts: int, timeout_s: float | None
+) -> Node:
+    """What the options say, with the user's secret and time limit.
+
+    Raises:
+        ConfigError: `rendezvous` is not ``host:port``, or there is no secret.
+    """
+    host, port = host_and_port(rendezvous)
+    return Node(
+        nodes,
+        node,
+        count,
+        host,
+        port,
+        shared_secret(is_local=_is_local(host)),
+        max_restarts,
+        join_timeout({"timeout_s": timeout_s}),
+    )
+
+
+def _is_local(host: str) -> bool:
+    """Whether the user has named this host's loopback interface."""
+    return host == "localhost" or is_loopback(host)
+
+
+class Nodes:
+    """This launcher's way to the others, for all attempts; closed with its context.
+
+    Raises:
+        ConfigError: node 0 cannot listen at the rendezvous address.
+    """
+
+    def __init__(self, node: Node, signals: deque[int]) -> None:
+        self._node, self._signals = node, signals
+        self._listener: socket.socket | None = None
+        # Connections that did not know the secret.
+        self._strangers = 0
+        if node.node == 0:
+            self._listener = listen(
+                node.host,
+                node.port,
+                node.nodes,
+                # The user may mean several launchers on this host.
+                is_reached_by_others=not _is_local(node.host),
+                remedy="Give all launchers --rendezvous with an address of node 0's host and a "
+                "free port there. --node-rank 0 belongs on that host, once.",
+            )
+            self._listener.setblocking(False)
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def meet(self, restart: int) -> Meeting | None:
+        """Wait until all launchers have come; None when a signal that ends the job came before.
+
+        Args:
+            restart: how often the job was started before; node 0's counts.
+
+        Raises:
+            ConfigError: a launcher has another version or other options, or the same node rank as
+                another one, or not all came in time; the text says which.
+        """
+        deadline = time.monotonic() + self._node.join_timeout_s
+        if self._listener is not None:
+            return self._admit(self._listener, restart, deadline)
+        return self._join(deadline)
+
+    def _is_unwanted(self) -> bool:
+        return any(number in STOPPING for number in self._signals)
+
+    def _admit(self, listener: socket.socket, restart: int, deadline: float) -> Meeting | None:
+        """Node 0's side."""
+        node = self._node
+        connected: list[Peer] = []
+        joined: dict[int, Peer] = {}
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+            stack.callback(_close_all, connected)
+            selector.register(listener, selectors.EVENT_READ)
+            while len(joined) < node.nodes - 1:
+                if self._is_unwanted():
+                    return None
+                if time.monotonic() >= deadline:
+                    raise self._refuse_all(joined, self._missing(joined))
+                for key, _ in selector.select(TIMES.poll_s):
+                    if key.fileobj is listener:
+                        try:
+                            end, _ = listener.accept()
+                        except OSError:  # It has left again.
+                            continue
+                        connected.append(Peer(end, node.secret, is_first=True))
+                        selector.register(end, selectors.EVENT_READ, connected[-1])
+                        continue
+                    peer: Peer = key.data
+                    self._hear(peer, joined)
+                    if peer.is_gone:
+                        selector.unregister(peer.end)
+                        peer.end.close()
+                        joined = {k: v for k, v in joined.items() if v is not peer}
+            stack.pop_all()
+        for peer in connected:
+            if peer not in joined.values():
+                peer.end.close()
+        return self._place([joined[k] for k in sorted(joined)], restart)
+
+    def _hear(self, peer: Peer, joined: dict[int, Peer]) -> None:
+        """Take what a launcher, or a stranger, has sent to node 0."""
+        try:
+            records = peer.read()
+        except ConfigError:
+            peer.is_gone = True
+            self._strangers += 1
+            return
+        for record in records:
+            if isinstance(record, Join) and peer.join is None:
+                peer.join, peer.host = record, record.host
+                if record.node in joined or record.node == 0:
+                    other = joined[record.node].host if record.node in joined else "this host"
+                    peer.send(Refused(f"--node-rank {record.node} is that of {other} already"))
+                    continue
+                if (why := self._differs(record)) is not None:
+                    peer.send(Refused(why))
+                    raise self._refuse_all(joined, why)
+                joined[record.node] = peer
+
+    def _differs(self, join: Join) -> str | None:
+        node = self._node
+        for what, theirs, ours in (
+            ("ringreduce", join.version, node.version),
+            ("--nnodes", join.nodes, node.nodes),
+            ("--max-restarts", join.max_restarts, node.max_restarts),
+        ):
+            if theirs != ours:
+                return (
+                    f"node {join.node} ({join.host}) has {what} {theirs}, node 0 has {ours}. Start "
+                    "all launchers with the same options and the same ringreduce"
+                )
+        return None
+
+    def _missing(self, joined: dict[int, Peer]) -> str:
+        node = self._node
+        missing = [k for k in range(1, node.nodes) if k not in joined]
+        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        text = f"waited {node.join_timeout_s:g} s at {node.address}, and "
+        text += f"node{'s' * (len(missing) > 1)} {named} did not come"
+        if self._strangers:
+            text += f" ({self._strangers} connections could not show the job's secret)"
+        return (
+            f"{text}. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
+        )
+
+    def _refuse_all(self, joined: dict[int, Peer], why: str) -> ConfigError:
+        for peer in joined.values():
+            peer.send(Refused(why))
+        return ConfigError(why)
+
+    def _place(self, peers: list[Peer], restart: int) -> Meeting:
+        node = self._node
+        size = node.count + sum(peer.join.count for peer in peers if peer.join)
+        family = self._listener.family if self._listener else socket.AF_INET
+        host = self._listener.getsockname()[0] if self._listener else node.host
+        listener = socket.create_server((host, 0), family=family, backlog=max(128, size))
+        listener.setblocking(False)
+        job_id, port = secrets.token_hex(8), listener.getsockname()[1]
+        first = node.count
+        for peer in peers:
+            assert peer.join is not None
+            peer.first_rank = first
+            peer.send(Placed(first, size, job_id, restart, port))
+            first += peer.join.count
+        return Meeting(
+            node, Placed(0, size, job_id, restart, port), peers, listener, self._listener
+        )
+
+    def _join(self, deadline: float) -> Meeting | None:
+        """The other nodes' side."""
+        node, refusals = self._node, 0
+        join = Join(
+            node.version,
+            node.nodes,
+            node.max_restarts,
+            node.node,
+            node.count,
+            socket.gethostname(),
+        )
+        while not self._is_unwanted():
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"got no answer from node 0 at {node.address} in {node.join_timeout_s:g} s",
+                    remedy="Start `ringreduce run --node-rank 0` there; --rendezvous must be its "
+                    "address, which this host reaches.",
+                )
+            peer = _connect(node)
+            if peer is None:
+                continue
+            with contextlib.ExitStack() as stack:
+                stack.callback(peer.end.close)
+                placed = self._await_place(peer, join, deadline)
+                if placed is not None:
+                    stack.pop_all()
+                    peer.host = node.host
+                    return Meeting(node, placed, [peer])
+            refusals += peer.is_gone
+            # Once can mean that node 0's launcher has just ended.
+            if refusals >= _REFUSALS_MAX:
+                raise ConfigError(
+                    f"what listens at {node.address} does not know this job's secret, or is no "
+                    "launcher of ringreduce",
+                    remedy="All launchers need the same RINGREDUCE_SECRET or "
+                    "RINGREDUCE_SECRET_FILE.",
+                )
+        return None
+
+    def _await_place(self, peer: Peer, join: Join, deadline: float) -> Placed | None:
+        """Node 0's answer; None if there is none."""
+        peer.send(join)
+        with selectors.DefaultSelector() as selector:
+            selector.register(peer.end, selectors.EVENT_READ)
+            while not (peer.is_gone or self._is_unwanted() or time.monotonic() >= deadline):
+                if not selector.select(TIMES.poll_s):
+                    continue
+                try:
+                    records = peer.read()
+                except ConfigError:
+                    peer.is_gone = True
+                    return None
+                for record in records:
+                    if isinstance(record, Refused):
+                        raise ConfigError(record.text)
+                    if isinstance(record, Placed):
+                        return record
+        return None
+
+
+def _connect(node: Node) -> Peer | None:
+    """A connection with node 0; None after a moment in which there was none."""
+    try:
+        end = socket.create_connection((node.host, node.port), timeout=TIMES.agent_ping_s)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"the rendezvous {node.address} has no address here: {error.strerror}",
+            remedy="Give all launchers --rendezvous with a name or address of node 0's host.",
+        ) from None
+    except OSError:
+        time.sleep(TIMES.reconnect_s)  # Its launcher may start later.
+        return None
+    return Peer(end, node.secret, is_first=False)
+
+
+def _close_all(peers: Sequence[Peer]) -> None:
+    for peer in peers:
+        peer.end.close()

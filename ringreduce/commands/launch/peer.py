@@ -1,0 +1,83 @@
+"""The connection between two launchers of a job with ``--nnodes``."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+from ringreduce.commands.launch.node_messages import (
+    NONCE_BYTES,
+    Alive,
+    Channel,
+    Join,
+    Record,
+)
+from ringreduce.vocabulary.config import TIMES
+
+_PIECE_BYTES = 1 << 16
+
+
+class Peer:
+    """The connection with another launcher.
+
+    Attributes:
+        join: what it has said of itself, on node 0.
+        host, first_rank: its host, and the first of its ranks.
+        is_done: whether its ranks have ended well.
+        has_failed: whether it has said which rank failed.
+        is_gone: whether the connection has ended.
+    """
+
+    def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
+        self.end = end
+        self._channel = Channel(secret, secrets.token_bytes(NONCE_BYTES), is_first=is_first)
+        self._waiting: list[Record] = []
+        self._sent_s = self._received_s = time.monotonic()
+        self.join: Join | None = None
+        self.host, self.first_rank = "", 0
+        self.is_done = self.has_failed = self.is_gone = False
+        end.settimeout(TIMES.agent_end_s)
+        self._write(self._channel.opening)
+
+    def send(self, record: Record) -> None:
+        """Send a record, once the other end has begun; does nothing if it has gone."""
+        self._waiting.append(record)
+        self._sent_s = time.monotonic()
+        if self._channel.is_open:
+            for each in self._waiting:
+                self._write(self._channel.encode(each))
+            self._waiting.clear()
+
+    def keep_alive(self) -> None:
+        """Show now and then that this launcher lives; note whether the other one does."""
+        now_s = time.monotonic()
+        if now_s - self._sent_s >= TIMES.agent_ping_s:
+            self.send(Alive())
+        if now_s - self._received_s >= TIMES.agent_silent_s:
+            self.is_gone = True
+
+    def read(self) -> Sequence[Record]:
+        """What has arrived. Raises ConfigError for what no launcher of this job sends."""
+        try:
+            data = self.end.recv(_PIECE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self.is_gone = True
+            return []
+        self._received_s = time.monotonic()
+        was_open = self._channel.is_open
+        records = self._channel.feed(data)
+        if self._channel.is_open and not was_open:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                self.send(each)
+        return records
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self.end.sendall(data)
+        except OSError:
+            self.is_gone = True

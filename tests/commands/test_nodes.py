@@ -1,0 +1,294 @@
+"""Launchers of several hosts that meet: who gets which ranks, who is refused, who learns what.
+
+Most are threads here: `Nodes` needs no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.commands.launch.meeting import Meeting, Node
+from ringreduce.commands.launch.node_messages import (
+    NONCE_BYTES,
+    Alive,
+    Channel,
+    Done,
+    Failed,
+    Join,
+    Placed,
+)
+from ringreduce.commands.launch.nodes import Nodes
+from ringreduce.vocabulary.errors import ConfigError
+from tests.launching import RANK, WAITS, numbers, script
+from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
+
+SECRET = "a secret that all launchers have"
+RECORDS = [
+    Join("1.0", 2, 0, 1, 4, "b"),
+    Placed(4, 8, "job", 0, 4000),
+    Failed("b", 5, -9),
+    Done(),
+    Alive(),
+]
+
+
+# --- Records on a connection ------------------------------------------------------------------
+
+
+def channels(secret: str = SECRET) -> tuple[Channel, Channel]:
+    """Both ends of a connection, which have exchanged their nonces."""
+    first = Channel(SECRET, b"1" * NONCE_BYTES, is_first=True)
+    other = Channel(secret, b"2" * NONCE_BYTES, is_first=False)
+    assert first.feed(other.opening) == other.feed(first.opening) == []
+    return first, other
+
+
+@given(cuts=st.lists(st.integers(0, 600), max_size=8))
+def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
+    first, other = channels()
+    data = b"".join(map(first.encode, RECORDS))
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert [one for a, b in pairwise(bounds) for one in other.feed(data[a:b])] == RECORDS
+
+
+@given(place=st.integers(4, 10_000), change=st.integers(1, 255))
+def test_a_changed_record_is_refused(place: int, change: int) -> None:
+    first, other = channels()
+    data = bytearray(first.encode(RECORDS[0]))
+    data[4 + place % (len(data) - 4)] ^= change
+    with pytest.raises(ConfigError, match="does not know this job's secret"):
+        other.feed(bytes(data))
+
+
+def test_a_repeated_record_a_reflected_one_and_another_secret_are_refused() -> None:
+    first, other = channels()
+    frame = first.encode(Done())
+    assert other.feed(frame) == [Done()]
+    with pytest.raises(ConfigError, match="secret"):
+        other.feed(frame)
+    with pytest.raises(ConfigError, match="secret"):
+        first.feed(first.encode(Done()))
+    first, other = channels("another secret of the job")
+    with pytest.raises(ConfigError, match="secret"):
+        first.feed(other.encode(Done()))
+
+
+def test_a_stranger_is_no_launcher() -> None:
+    with pytest.raises(ConfigError, match="is no launcher"):
+        Channel(SECRET, b"1" * NONCE_BYTES, is_first=True).feed(b"GET / HTTP/1.1\r\n")
+
+
+# --- Launchers that meet ----------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def node(port: int, number: int, nodes: int = 2, count: int = 1, **fields: Any) -> Node:
+    made = Node(nodes, number, count, "127.0.0.1", port, SECRET, 0, 20.0)
+    return replace(made, **fields)
+
+
+@contextlib.contextmanager
+def meeting(*all_nodes: Node) -> Iterator[list[Future[Meeting]]]:
+    """Each launcher's meeting, or error, as soon as there is one."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(all_nodes)) as threads:
+
+        def meet(node: Node) -> Meeting:
+            found = stack.enter_context(Nodes(node, deque())).meet(0)
+            assert found is not None
+            stack.callback(found.close)
+            return found
+
+        yield [threads.submit(meet, node) for node in all_nodes]
+
+
+def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port() -> None:
+    port = free_port()
+    with meeting(node(port, 2, 3, 1), node(port, 0, 3, 2), node(port, 1, 3, 4)) as found:
+        placed = {one.result().node.node: one.result().placed for one in found}
+        listener = found[1].result().listener
+        assert listener is not None
+        assert listener.getsockname()[1] == placed[0].port
+    assert [placed[number].first_rank for number in range(3)] == [0, 2, 6]
+    assert {(each.size, each.job_id, each.restart, each.port) for each in placed.values()} == {
+        (7, placed[0].job_id, 0, placed[0].port)
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "complaint"),
+    [
+        ({"nodes": 3}, r"node 1 \(.*\) has --nnodes 3, node 0 has 2"),
+        ({"version": "0.0"}, r"node 1 \(.*\) has ringreduce 0.0, node 0 has "),
+        ({"max_restarts": 1}, r"node 1 \(.*\) has --max-restarts 1, node 0 has 0"),
+    ],
+)
+def test_launchers_that_differ_all_say_how(other: dict[str, Any], complaint: str) -> None:
+    port = free_port()
+    with meeting(node(port, 0), node(port, 1, **other)) as found:
+        for one in found:
+            with pytest.raises(ConfigError, match=complaint):
+                one.result()
+
+
+def test_a_launcher_with_another_secret_is_refused_and_the_others_meet() -> None:
+    port = free_port()
+    stranger = node(port, 1, secret="another secret of the job")
+    with meeting(node(port, 0), stranger) as (first, refused):
+        with pytest.raises(ConfigError, match="does not know this job's secret"):
+            refused.result()
+        with meeting(node(port, 1)) as (other,):
+            assert other.result().placed.first_rank == first.result().placed.size - 1
+
+
+def test_a_node_rank_that_is_taken_is_refused() -> None:
+    port = free_port()
+    with meeting(node(port, 0, 3), node(port, 1, 3), node(port, 1, 3)) as (first, *same):
+        wait_until(lambda: any(one.done() for one in same), "a refusal")
+        (refused,) = (one for one in same if one.done())
+        with pytest.raises(ConfigError, match=r"--node-rank 1 is that of .* already"):
+            refused.result()
+        with meeting(node(port, 2, 3)):
+            assert first.result().placed.size == 3
+
+
+def test_who_comes_after_the_start_is_refused() -> None:
+    port = free_port()
+    with meeting(node(port, 0), node(port, 1)) as (first, one), meeting(node(port, 1)) as (late,):
+        wait_until(lambda: first.done() and one.done() + late.done() == 1, "the others")
+        wait_until(lambda: first.result().poll() or (one.done() and late.done()), "a refusal")
+        (error,) = filter(None, (one.exception(), late.exception()))
+        assert "the job has started already" in str(error)
+
+
+def test_nodes_that_do_not_come_are_named() -> None:
+    with meeting(node(free_port(), 0, 4, join_timeout_s=0.2)) as (first,):
+        error = str(first.exception())
+    assert "waited 0.2 s at 127.0.0.1:" in error
+    assert "and nodes 1, 2, 3 did not come" in error
+
+
+def test_without_node_0_there_is_no_answer() -> None:
+    with meeting(node(free_port(), 1, join_timeout_s=0.2)) as (one,):
+        assert "got no answer from node 0 at 127.0.0.1:" in str(one.exception())
+
+
+def test_a_rendezvous_that_is_taken_or_elsewhere_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"the ranks cannot meet at 127\.0\.0\.1:"):
+            Nodes(node(port, 0), deque())
+    with pytest.raises(ConfigError, match=r"the ranks cannot meet at 192\.0\.2\.1:"):
+        Nodes(node(port, 0, host="192.0.2.1"), deque())
+
+
+# --- Jobs -------------------------------------------------------------------------------------
+
+
+def job(directory: Path, port: int, number: int, *arguments: str, **variables: str) -> Process:
+    environment = clean_environment(RINGREDUCE_SECRET=SECRET, **variables)
+    folder = directory / f"node{number}"
+    folder.mkdir()
+    options = ("--nnodes", "2", "--node-rank", str(number), "--rendezvous", f"127.0.0.1:{port}")
+    path = str(directory / "script.py")
+    return launcher(folder, "run", *options, *arguments, path, environment=environment)
+
+
+def test_a_failure_before_the_ring_forms_ends_all_hosts_and_all_name_it(tmp_path: Path) -> None:
+    script(tmp_path, RANK + "if rank == 2:\n    raise SystemExit(3)\n" + WAITS)
+    port = free_port()
+    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0, "-n", "2") as first:
+        assert (first.wait(), other.wait()) == (3, 3)
+        name = f"rank 2 on {socket.gethostname()} failed first (exit code 3)"
+        assert f"ringreduce: {name}" in first.stderr
+        assert f"ringreduce: {name}" in other.stderr
+        wait_gone(numbers(first.stdout))
+
+
+@pytest.mark.full
+def test_a_ring_forms_over_launchers_and_starts_again_after_a_failure(tmp_path: Path) -> None:
+    text = """
+        import os, ringreduce, numpy
+        ring = ringreduce.init()
+        total = ring.all_reduce(numpy.full(3, ring.rank + 1.0))
+        if os.environ["RINGREDUCE_RESTART"] == "0" and ring.rank == 2:
+            raise ValueError("bad data")
+        print("total", int(total[0]), flush=True)
+        ring.barrier()
+        """
+    script(tmp_path, text)
+    port, options = free_port(), ("-n", "2", "--max-restarts", "1", "--log-dir", "logs")
+    with job(tmp_path, port, 1, *options) as other, job(tmp_path, port, 0, *options) as first:
+        assert (first.wait(), other.wait()) == (0, 0), first.stderr
+        for one in (first, other):
+            assert numbers(one.stdout, "total").count(10) >= 2
+            assert "ringreduce: starting again, 1 of 1" in one.stderr
+            assert "rank 2 on " in one.stderr
+        assert "ValueError: bad data" in other.stderr
+    logs = tmp_path / "node1" / "logs" / "restart-1"
+    assert sorted(path.name for path in logs.glob("*.log")) == ["rank-2.log", "rank-3.log"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [2, 9])
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_end_of_a_launcher_ends_the_others_and_is_named(
+    tmp_path: Path, which: int, number: int
+) -> None:
+    script(tmp_path, WAITS)
+    port = free_port()
+    with job(tmp_path, port, 0, "--max-restarts", "0") as first, job(tmp_path, port, 1) as other:
+        launched = [first, other]
+        for one in launched:
+            one.wait_shown("pid")
+        launched[which].signal(number)
+        left = launched[1 - which]
+        assert left.wait() == (255 if number == 9 else 128 + number)
+        assert f"rank {which} on " in left.stderr
+        assert ("its launcher is gone" if number == 9 else "stopped by SIGINT") in left.stderr
+        launched[which].wait()
+        wait_gone([*numbers(first.stdout), *numbers(other.stdout)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--nnodes", "2"], "are given together"),
+        (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"], "accepted: host:port"),
+        (["--nnodes", "2", "-H", "a:2"], "not with -H or --hostfile"),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "192.0.2.1:4000"],
+            "need a secret that all of them have, and there is none",
+        ),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "no.such.name.invalid:4000"],
+            "need a secret",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_options_that_make_no_sense_are_refused(
+    tmp_path: Path, options: list[str], complaint: str
+) -> None:
+    environment = clean_environment(HOME=str(tmp_path))
+    name = script(tmp_path, "print('ran')")
+    with launcher(tmp_path, "run", *options, name, environment=environment) as run:
+        assert run.wait() == 2
+        assert complaint in " ".join(run.stderr.split())

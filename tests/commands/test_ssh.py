@@ -1,0 +1,208 @@
+"""``ringreduce run -H`` through a real sshd, which runs as this user on loopback addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench import namespaces
+from tests.launching import WAITS, numbers, script
+from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
+
+# Where it is not in PATH, and sshd wants to be started by its full path.
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+MISSING = [name for name, found in (("sshd", SSHD), ("ssh", shutil.which("ssh"))) if found is None]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
+
+ADDRESSES = ("127.0.0.2", "127.0.0.3")
+HOSTS = ("-H", ",".join(f"{address}:2" for address in ADDRESSES))
+
+
+@dataclass
+class Server:
+    """A running sshd.
+
+    Attributes:
+        folder: with its keys, and the user's.
+        daemon: its process.
+    """
+
+    folder: Path
+    port: int
+    daemon: Process
+
+    def ssh(self, *options: str, key: str = "user", known: str = "known") -> str:
+        """The command for ``--ssh``, which uses nothing of this user's own."""
+        keys = f"-i {self.folder / key} -o IdentitiesOnly=yes -o IdentityAgent=none"
+        files = f"-F none -o UserKnownHostsFile={self.folder / known}"
+        return f"ssh -p {self.port} {keys} {files} {shlex.join(options)}".rstrip()
+
+    def sessions(self) -> list[int]:
+        """The processes that serve connections."""
+        children = psutil.Process(self.daemon.pid).children()
+        return [child.pid for child in children if child.is_running()]
+
+
+def write_keys(folder: Path, addresses: tuple[str, ...], port: int) -> None:
+    for name in ("host", "user", "stranger"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
+        )
+    key = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known").write_text("".join(f"[{each}]:{port} {key}\n" for each in addresses))
+    (folder / "empty").touch()
+
+
+def configuration(folder: Path, addresses: tuple[str, ...], port: int) -> Path:
+    path = folder / f"sshd_config-{addresses[0]}"
+    path.write_text(
+        f"Port {port}\n"
+        + "".join(f"ListenAddress {address}\n" for address in addresses)
+        + f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'user.pub'}\n"
+        "PidFile none\nStrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\n"
+        "KbdInteractiveAuthentication no\nPrintMotd no\n"
+    )
+    return path
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, addresses: tuple[str, ...], port: int, prefix: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """An sshd, with the keys in `folder`; `prefix` starts it in a namespace."""
+    if os.geteuid() == 0:
+        # As the system's own start of sshd does.
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+    command = [*prefix, str(SSHD), "-D", "-e", "-f", str(configuration(folder, addresses, port))]
+    with Process(command, folder, name=f"sshd-{addresses[0]}") as daemon:
+        wait_until(lambda: daemon.has_ended() or "listening" in daemon.stderr, "sshd to listen")
+        if daemon.has_ended():
+            pytest.skip(f"sshd does not run here: {daemon.stderr.strip()[-200:]}")
+        yield Server(folder, port, daemon)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    with socket.create_server((ADDRESSES[0], 0)) as listener:
+        port = listener.getsockname()[1]
+    write_keys(folder, ADDRESSES, port)
+    with serving(folder, ADDRESSES, port) as server:
+        yield server
+
+
+def job(directory: Path, ssh: str, *arguments: str) -> Process:
+    environment = clean_environment(HOME=str(directory))
+    return launcher(directory, "run", "--ssh", ssh, *arguments, environment=environment)
+
+
+def test_a_ring_forms_between_hosts(tmp_path: Path, server: Server) -> None:
+    text = """
+        import json, os, sys, ringreduce, numpy
+        ring = ringreduce.init()
+        total = ring.all_reduce(numpy.full(3, ring.rank + 1.0))
+        print("total", int(total[0]), json.dumps([os.getcwd(), sys.argv[1:]]))
+        """
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    words = ["two words", "", "*", "'\"`id`\\"]
+    with job(folder, server.ssh(), *HOSTS, script(folder, text), *words) as run:
+        assert run.wait() == 0, run.stderr
+    assert numbers(run.stdout, "total") == [10, 10, 10, 10]
+    assert run.stdout.count("it's a $HOME") == 4
+    assert run.stdout.count('["two words", "", "*", "\'\\"`id`\\\\"]') == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"known": "empty"}, "Host key verification failed."),
+        ({"key": "stranger"}, "Permission denied (publickey)"),
+    ],
+    ids=["host key", "user key"],
+)
+def test_what_ssh_refuses_is_said_with_the_host(
+    tmp_path: Path, server: Server, options: dict[str, str], said: str
+) -> None:
+    with job(tmp_path, server.ssh(**options), *HOSTS, script(tmp_path, "pass")) as run:
+        assert run.wait(20) == 2
+        assert run.stdout == ""
+        assert run.stderr.startswith("ringreduce: 127.0.0.")
+        assert said in run.stderr
+        assert "ringreduce: cannot start on 127.0.0." in run.stderr
+
+
+def test_a_port_without_sshd_is_an_error_within_seconds(tmp_path: Path) -> None:
+    with socket.create_server((ADDRESSES[0], 0)) as listener:
+        port = listener.getsockname()[1]
+    with job(tmp_path, f"ssh -F none -p {port}", *HOSTS, script(tmp_path, "pass")) as run:
+        assert run.wait(20) == 2
+        assert "Connection refused" in run.stderr
+
+
+def test_a_lost_connection_ends_the_job_on_all_hosts(tmp_path: Path, server: Server) -> None:
+    with job(tmp_path, server.ssh(), *HOSTS, script(tmp_path, WAITS)) as run:
+        run.wait_shown("pid", times=4)
+        ranks = numbers(run.stdout)
+        os.kill(max(server.sessions()), signal.SIGKILL)
+        assert run.wait() == 255
+        assert "failed first (its host was lost: " in run.stderr
+        wait_gone(ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(
+    tmp_path: Path, server: Server, number: signal.Signals
+) -> None:
+    with job(tmp_path, server.ssh(), *HOSTS, script(tmp_path, WAITS)) as run:
+        run.wait_shown("pid", times=4)
+        ranks = numbers(run.stdout)
+        run.signal(number)
+        run.wait()
+        wait_gone(ranks)
+        wait_until(lambda: not server.sessions(), "the connections to end")
+
+
+def test_four_hosts_train_the_digits_to_equal_weights(tmp_path: Path) -> None:
+    """Each host is a network namespace with an sshd of its own."""
+    try:
+        namespaces.require()
+    except namespaces.UnavailableError as error:
+        pytest.skip(str(error))
+    port = 2222
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(namespaces.shaped(4, "1gbit"))
+        addresses = tuple(host.address for host in hosts)
+        write_keys(tmp_path, addresses, port)
+        for host in hosts:
+            server = stack.enter_context(serving(tmp_path, (host.address,), port, host.prefix))
+        command = [*hosts[0].prefix, sys.executable, "-m", "ringreduce", "run"]
+        options = ["-H", ",".join(addresses), "--ssh", server.ssh()]
+        example = str(Path(__file__).parents[2] / "examples" / "digits.py")
+        environment = clean_environment(HOME=str(tmp_path))
+        with Process(
+            [*command, *options, example, "--epochs", "1", "--json", "result"],
+            tmp_path,
+            environment=environment,
+        ) as run:
+            assert run.wait(100) == 0, run.stderr
+    digests = json.loads((tmp_path / "result").read_text())["weights_sha256"]
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
