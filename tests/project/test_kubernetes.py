@@ -1,0 +1,278 @@
+"""The manifests of examples/kubernetes: what the API's own models and our ranks make of them.
+
+What each controller adds to a pod is written down here as its source has it: the Job controller's
+labels and annotations, TF_CONFIG of Kubeflow's training operator 1.9 (genTFConfigJSONStr), the
+PET_* variables of Kubeflow Trainer 2's plugin Torch (EnforceMLPolicy).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubeflow.training.models
+import kubernetes.client
+import pytest
+import yaml
+
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "kubernetes"
+GUIDE = ROOT / "docs" / "guides" / "kubernetes.md"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+Object = dict[str, Any]
+
+MODELS = {
+    "Job": "V1Job",
+    "NetworkPolicy": "V1NetworkPolicy",
+    "Service": "V1Service",
+    "TFJob": "KubeflowOrgV1TFJob",
+}
+# Models of another generator, in modules that take a moment to load.
+PYDANTIC = {"TrainJob": "train_job", "TrainingRuntime": "training_runtime"}
+SIMPLE = {"str": str, "int": int, "bool": bool}
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+SECRET = "0123456789abcdef" * 2
+
+
+def load(name: str) -> dict[str, Object]:
+    """The objects of a file by kind."""
+    found = list(yaml.safe_load_all((FOLDER / name).read_text()))
+    return {each["kind"]: each for each in found}
+
+
+OBJECTS = [
+    pytest.param(each, id=f"{file.stem}-{kind}")
+    for file in FILES
+    for kind, each in load(file.name).items()
+]
+
+
+def check(data: Any, kind: str, where: str) -> Any:
+    """`data` as the client's model `kind`; ValueError for a field or type that it does not have.
+
+    The client itself drops unknown fields silently.
+    """
+    if matched := re.fullmatch(r"list\[(.*)\]", kind):
+        return [check(each, matched[1], f"{where}[{n}]") for n, each in enumerate(data)]
+    if matched := re.fullmatch(r"dict\(str, (.*)\)", kind):
+        return {key: check(each, matched[1], f"{where}.{key}") for key, each in data.items()}
+    if kind == "object":
+        return data
+    if kind in SIMPLE:
+        if type(data) is not SIMPLE[kind]:
+            raise ValueError(f"{where} is {data!r}, no {kind}")
+        return data
+    is_kubeflow = kind.startswith("KubeflowOrg")
+    model = getattr(kubeflow.training.models if is_kubeflow else kubernetes.client, kind)
+    names = {json_name: name for name, json_name in model.attribute_map.items()}
+    if unknown := sorted(data.keys() - names.keys()):
+        raise ValueError(f"{where} has no field {', '.join(unknown)}")
+    fields = {
+        names[key]: check(each, model.openapi_types[names[key]], f"{where}.{key}")
+        for key, each in data.items()
+    }
+    return model(**fields)
+
+
+def validate(each: Object) -> None:
+    kind = each["kind"]
+    if kind not in PYDANTIC:
+        check(each, MODELS[kind], kind)
+        return
+    module = importlib.import_module(
+        f"kubeflow_trainer_api.models.trainer_v1alpha1_{PYDANTIC[kind]}"
+    )
+    model = getattr(module, f"TrainerV1alpha1{kind}")
+    if model.from_dict(copy.deepcopy(each)).to_dict() != each:
+        raise ValueError(f"{kind} has a field that its model does not have")
+
+
+@pytest.mark.parametrize("each", OBJECTS)
+def test_the_models_have_every_field(each: Object) -> None:
+    validate(each)
+
+
+def dictionaries(each: Any) -> Iterator[Object]:
+    if isinstance(each, dict):
+        yield each
+    for below in each.values() if isinstance(each, dict) else each:
+        if isinstance(below, dict | list):
+            yield from dictionaries(below)
+
+
+@pytest.mark.parametrize("each", OBJECTS)
+def test_a_wrong_field_would_be_found(each: Object) -> None:
+    """In the object's spec, and at the end of the way down, in a container."""
+    for number, found in enumerate(dictionaries(each)):
+        if found is each["spec"] or "volumeMounts" in found:
+            wrong = copy.deepcopy(each)
+            list(dictionaries(wrong))[number]["misspelt"] = "1"
+            with pytest.raises(ValueError, match=r"misspelt|has a field that"):
+                validate(wrong)
+
+
+def value_of(variable: Object, container: Object, metadata: Object) -> str:
+    """What the kubelet makes of a container's variable."""
+    if "value" in variable:
+        return str(variable["value"])
+    (source,) = variable["valueFrom"].items()
+    if source[0] == "secretKeyRef":
+        assert source[1] == {"name": "ringreduce", "key": "secret"}
+        return SECRET
+    if source[0] == "resourceFieldRef":
+        kind, _, name = source[1]["resource"].partition(".")
+        return str(container["resources"][kind][name])
+    matched = re.fullmatch(r"metadata\.(labels|annotations)\['(.*)'\]", source[1]["fieldPath"])
+    assert matched, source
+    return str(metadata[matched[1]][matched[2]])
+
+
+def environment(container: Object, metadata: Object, added: dict[str, str]) -> dict[str, str]:
+    own = {each["name"]: value_of(each, container, metadata) for each in container["env"]}
+    assert not own.keys() & added.keys()
+    return own | added
+
+
+def indexed_job() -> tuple[str, list[dict[str, str]]]:
+    """The DNS name of pod 0, and the variables of each pod."""
+    found = load("indexed-job.yaml")
+    job, service = found["Job"], found["Service"]
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"]
+    pods = []
+    for index in range(spec["completions"]):
+        labels = {
+            "batch.kubernetes.io/job-name": job["metadata"]["name"],
+            "batch.kubernetes.io/controller-uid": "1b4e28ba-2fa1-11d2-883f-0016d3cca427",
+            INDEX: str(index),
+        }
+        metadata = {"labels": labels, "annotations": {INDEX: str(index)}}
+        (container,) = spec["template"]["spec"]["containers"]
+        pods.append(environment(container, metadata, {"JOB_COMPLETION_INDEX": str(index)}))
+        assert service["spec"]["selector"].items() <= labels.items()
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    return f"{job['metadata']['name']}-0.{service['metadata']['name']}", pods
+
+
+def tfjob() -> tuple[str, list[dict[str, str]]]:
+    job = load("tfjob.yaml")["TFJob"]
+    name = job["metadata"]["name"]
+    replicas = job["spec"]["tfReplicaSpecs"]
+    cluster: dict[str, list[str]] = {}
+    for kind, each in replicas.items():
+        (container,) = each["template"]["spec"]["containers"]
+        (port,) = (p["containerPort"] for p in container["ports"] if p["name"] == "tfjob-port")
+        low = kind.lower()
+        cluster[low] = [f"{name}-{low}-{i}.team.svc:{port}" for i in range(each["replicas"])]
+    pods = []
+    for kind, each in replicas.items():
+        (container,) = each["template"]["spec"]["containers"]
+        assert container["name"] == "tensorflow"
+        for index in range(each["replicas"]):
+            task = {"type": kind.lower(), "index": index}
+            text = json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
+            pods.append(environment(container, {}, {"TF_CONFIG": text}))
+    return f"{name}-worker-0.team.svc", pods
+
+
+def trainer() -> tuple[str, list[dict[str, str]]]:
+    found = load("trainer.yaml")
+    runtime, job = found["TrainingRuntime"], found["TrainJob"]
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert runtime["spec"]["mlPolicy"]["torch"] == {}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert replicated["template"]["metadata"]["labels"] == label
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert replicated["name"] == container["name"] == "node"
+    name, asked = job["metadata"]["name"], job["spec"]["trainer"]
+    pods = []
+    for index in range(asked["numNodes"]):
+        variables = {
+            "PET_NNODES": str(asked["numNodes"]),
+            "PET_NPROC_PER_NODE": str(asked["numProcPerNode"]),
+            "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+            "PET_MASTER_PORT": "29500",
+            "JOB_COMPLETION_INDEX": str(index),
+        }
+        pods.append(environment(container, {}, variables))
+    return f"{name}-node-0-0.{name}", pods
+
+
+@pytest.mark.parametrize("made", [indexed_job, tfjob, trainer])
+def test_the_pods_are_ranks_of_one_job(made: Any) -> None:
+    pod_0, pods = made()
+    configs = [Config.from_environment(each) for each in pods]
+    assert [each.rank for each in configs] == list(range(3))
+    assert {each.size for each in configs} == {3}
+    (rendezvous,) = {each.rendezvous for each in configs}
+    assert re.fullmatch(re.escape(pod_0) + r":\d+", rendezvous)
+    (job_id,) = {each.job_id for each in configs}
+    assert job_id
+    assert {each.secret for each in configs} == {SECRET}
+    assert {each.log_dir for each in configs} == {"/logs"}
+    for each in pods:
+        assert each["OMP_NUM_THREADS"] == each["TF_NUM_INTRAOP_THREADS"] == "2"
+
+
+def test_trainer_with_as_many_processes_as_cpus_is_refused() -> None:
+    """What it sets unless numProcPerNode is 1."""
+    _, (first, *_) = trainer()
+    with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE is 2"):
+        Config.from_environment({**first, "PET_NPROC_PER_NODE": "2"})
+
+
+def containers() -> Iterator[tuple[Object, Object]]:
+    """Each container with its pod."""
+    for file in FILES:
+        for each in load(file.name).values():
+            for pod in dictionaries(each):
+                for container in pod.get("containers", ()):
+                    yield pod, container
+
+
+def test_containers_fit_the_image() -> None:
+    lines = (FOLDER / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    stages = [n for n, line in enumerate(lines) if line.startswith("FROM")]
+    last = dict(line.split(" ", 1) for line in lines[stages[-1] :] if line[:1].isupper())
+    for line in lines:
+        if line.startswith("COPY"):
+            *sources, _ = line.split()[1:]
+            for source in sources:
+                assert (ROOT / source).exists(), line
+    # Process 1 is tini's: `command` would take its place, `args` takes that of CMD.
+    assert last["ENTRYPOINT"] == '["tini", "--"]'
+    found = list(containers())
+    assert len(found) == 3
+    for pod, container in found:
+        assert "command" not in container
+        assert pod["securityContext"]["runAsUser"] == int(last["USER"])
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+    commands = [c["args"] for _, c in found if "args" in c]
+    commands.append(load("trainer.yaml")["TrainJob"]["spec"]["trainer"]["args"])
+    assert len(commands) == 3
+    for command in commands:
+        assert command[:2] == json.loads(last["CMD"])
+        assert last["COPY"] == f"examples/{command[1]} ."
+
+
+def test_the_guide_shows_the_manifests_as_they_are() -> None:
+    shown = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), flags=re.S)
+    assert shown
+    for block in shown:
+        assert any(block in file.read_text() for file in FILES), block
