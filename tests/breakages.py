@@ -120,16 +120,14 @@ class Workspace:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
         (self.tree / "sitecustomize.py").write_text(_SITE)
-        # numba keeps what it compiles by each file's time, and knows nothing of what that calls.
         cache = self._folder / ("compiled by a breakage" if _is_compiled(breakage) else "compiled")
-        if _is_compiled(breakage):
-            shutil.rmtree(cache, ignore_errors=True)
         self._environment["NUMBA_CACHE_DIR"] = str(cache)
         self._place(self._library)
 
     def make(self, breakage: Breakage) -> str | None:
         """Make the breakage, also in the library; return the C test that fails by it, if any."""
         (self.tree / breakage.file).write_text(breakage.applied(self.tree))
+        self._forget_compiled(breakage)
         if not breakage.is_native:
             return None
         build, tools = self._folder / "build", Path(sys.executable).parent
@@ -149,7 +147,13 @@ class Workspace:
     def unmake(self, breakage: Breakage) -> None:
         """Undo the breakage, and put back the library of the current environment."""
         (self.tree / breakage.file).write_text((ROOT / breakage.file).read_text())
+        self._forget_compiled(breakage)
         self._place(self._library)
+
+    def _forget_compiled(self, breakage: Breakage) -> None:
+        """Compile anew: numba goes by each file's time, and knows nothing of what that calls."""
+        if _is_compiled(breakage):
+            shutil.rmtree(self._environment["NUMBA_CACHE_DIR"], ignore_errors=True)
 
     def forget_build(self) -> None:
         """Build the C library from nothing next time."""
