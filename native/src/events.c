@@ -57,16 +57,19 @@ void rr_events_end(rr_events *events)
                                      .since = ended};
 }
 
+typedef uint64_t __attribute__((may_alias)) word;
+
 void rr_parts_add(rr_parts *parts, rr_span span)
 {
-    rr_span *slot = &parts->spans[parts->count % RR_PARTS_KEPT];
-    /* A reader that finds one stamp before and after it has copied the span has no half of it. */
-    __atomic_store_n(&slot->stamp, 0, __ATOMIC_RELAXED);
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    span.stamp = 0;
+    word *slot = (word *)&parts->spans[parts->count % RR_PARTS_KEPT];
+    const word *from = (const word *)&span;
     span.thread = (uint64_t)pthread_self();
-    *slot = span;
-    __atomic_store_n(&slot->stamp, parts->count + 1, __ATOMIC_RELEASE);
+    /* The stamp is first 0 and last new, in this order for every reader: one that finds a stamp
+     * before and after it has copied the span has no half of it. */
+    __atomic_store_n(&slot[0], 0, __ATOMIC_RELAXED);
+    for (size_t i = 1; i < sizeof span / sizeof *from; i++)
+        __atomic_store_n(&slot[i], from[i], __ATOMIC_RELEASE);
+    __atomic_store_n(&slot[0], parts->count + 1, __ATOMIC_RELEASE);
     parts->count++;
     parts->seconds[span.kind] += span.ended - span.began;
 }

@@ -1,6 +1,6 @@
 /* Calls are recorded one after the other, also when there are more than are kept. */
 
-#include "ringreduce.h"
+#include "events.h"
 
 #include "check.h"
 
@@ -34,8 +34,29 @@ static void check_a_call_that_was_failed_meanwhile(void)
     CHECK(events.calls[before.number % RR_CALLS_KEPT].number != before.number);
 }
 
+static void check_parts(void)
+{
+    static rr_parts parts;
+    for (uint64_t i = 0; i < 2 * RR_PARTS_KEPT + 5; i++) {
+        rr_parts_add(&parts, (rr_span){.kind = RR_SPAN_PACK + i % 2,
+                                       .other = -2,
+                                       .number = i,
+                                       .nbytes = 3 * i,
+                                       .began = (double)i,
+                                       .ended = (double)(2 * i)});
+        const rr_span *span = &parts.spans[i % RR_PARTS_KEPT];
+        CHECK(parts.count == i + 1 && span->stamp == i + 1 && span->kind == RR_SPAN_PACK + i % 2);
+        CHECK(span->other == -2 && span->number == i && span->nbytes == 3 * i);
+        CHECK(span->began == (double)i && span->ended == (double)(2 * i) && span->thread != 0);
+    }
+    /* The sums of the even and of the odd numbers below 2,053. */
+    CHECK(parts.seconds[RR_SPAN_PACK] == 1026.0 * 1027.0);
+    CHECK(parts.seconds[RR_SPAN_PACK + 1] == 1026.0 * 1026.0);
+}
+
 int main(void)
 {
+    check_parts();
     check_calls();
     check_a_call_that_was_failed_meanwhile();
     return 0;
