@@ -359,6 +359,11 @@ def shared_secret(*, is_local: bool) -> str:
     )
 
 
+def ports_wanted(variables: Mapping[str, str] | None = None) -> range | None:
+    """The ports of ``RINGREDUCE_PORTS``, in `variables` or else in this process's environment."""
+    return port_range({**os.environ, **(variables or {})}.get("RINGREDUCE_PORTS", ""))
+
+
 def join_timeout(choices: Mapping[str, object]) -> float:
     """How long ranks wait for each other, by `choices` or the user's variables."""
     names = ("timeout_s", "join_timeout_s")

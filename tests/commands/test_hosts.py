@@ -186,7 +186,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("returncode", "said", "why"),
     [
-        (255, ["ssh: connect to host b port 22: Connection refused"], "ssh failed"),
+        (255, ["ssh: connect to host b port 22: Connection refused"], "BatchMode=yes me@b"),
         (127, ["sh: 1: exec: /usr/bin/python3: not found"], "there is no program /usr/bin/python3"),
         (2, ["sh: 1: cd: can't cd to /work"], "there is no folder /work"),
         (1, ["/usr/bin/python3: No module named ringreduce"], "has no ringreduce there"),
@@ -197,7 +197,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
 def test_what_ssh_and_the_shell_say_becomes_what_to_do(
     returncode: int, said: list[str], why: str
 ) -> None:
-    assert why in REACH.explain(returncode, said)
+    assert why in REACH.explain("me@b", returncode, said)
 
 
 @pytest.mark.parametrize(

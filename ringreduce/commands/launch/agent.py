@@ -34,7 +34,7 @@ from ringreduce.commands.launch.exchange import (
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
-from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.config import TIMES, ports_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
 _PIECE_BYTES = 1 << 16
@@ -173,6 +173,7 @@ def _listen(assignment: Assignment) -> socket.socket | None:
         is_reached_by_others=assignment.is_reached_by_others,
         remedy="Name an address of this host, which all hosts reach, with --rendezvous ADDRESS or "
         "--rendezvous ADDRESS:PORT.",
+        ports=ports_wanted(assignment.variables),
     )
     listener.setblocking(False)
     return listener

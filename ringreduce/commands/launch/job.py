@@ -383,8 +383,7 @@ class Job:
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.choices["log_dir"]
-            self._screen.say(f"flight records are in {folder} on each host; `ringreduce report`")
-            self._screen.say("reads those that are in one folder: copy them together")
+            self._screen.say(f"each host has its flight records in {folder}: copy them together")
         if wanted_keyboard(cause) and self._plan.stdin_rank is None:
             self._screen.say(f"--stdin {cause.rank} gives rank {cause.rank} the keyboard")
         return cause.exit_code

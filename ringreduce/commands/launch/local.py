@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
@@ -181,9 +182,15 @@ def address(host: str, port: int) -> str:
 
 
 def listen(
-    host: str, port: int, count: int, *, is_reached_by_others: bool, remedy: str
+    host: str,
+    port: int,
+    count: int,
+    *,
+    is_reached_by_others: bool,
+    remedy: str,
+    ports: range | None = None,
 ) -> socket.socket:
-    """A socket that listens at `host` for `count` others; port 0: any free one.
+    """A socket that listens at `host` for `count` others; port 0: any free one of `ports`.
 
     Raises:
         ConfigError: the host's name has no address, another host's, or only one that other hosts
@@ -198,7 +205,13 @@ def listen(
                 "reach",
                 remedy=remedy,
             )
-        return socket.create_server((found, port), family=family, backlog=max(128, count))
+        for each in [port] if port or ports is None else ports:
+            try:
+                return socket.create_server((found, each), family=family, backlog=max(128, count))
+            except OSError as error:
+                if port or ports is None or error.errno != errno.EADDRINUSE:
+                    raise
+        raise OSError(errno.EADDRINUSE, "no port of RINGREDUCE_PORTS is free there")
     except OSError as error:
         raise ConfigError(
             f"the ranks cannot meet at {address(host, port) if port else host}: "

@@ -20,7 +20,7 @@ from ringreduce.commands.launch.meeting import Meeting, Node
 from ringreduce.commands.launch.node_messages import Join, Placed, Refused
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.signals import STOPPING
-from ringreduce.vocabulary.config import TIMES, join_timeout, shared_secret
+from ringreduce.vocabulary.config import TIMES, join_timeout, ports_wanted, shared_secret
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -190,9 +190,14 @@ class Nodes:
     def _place(self, peers: list[Peer], restart: int) -> Meeting:
         node = self._node
         size = node.count + sum(peer.join.count for peer in peers if peer.join)
-        family = self._listener.family if self._listener else socket.AF_INET
-        host = self._listener.getsockname()[0] if self._listener else node.host
-        listener = socket.create_server((host, 0), family=family, backlog=max(128, size))
+        listener = listen(
+            node.host,
+            0,
+            size,
+            is_reached_by_others=False,  # Checked for the launchers' own port.
+            remedy="Give RINGREDUCE_PORTS more ports.",
+            ports=ports_wanted(),
+        )
         listener.setblocking(False)
         job_id, port = secrets.token_hex(8), listener.getsockname()[1]
         first = node.count

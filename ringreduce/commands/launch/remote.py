@@ -68,7 +68,8 @@ class RemoteHost:
         selector: selectors.BaseSelector,
         guard: Guard,
     ) -> None:
-        self.name, self._assignment, self._reach = host.name, assignment, reach
+        self.name, self._login = host.name, host.login
+        self._assignment, self._reach = assignment, reach
         self.port: int | None = None
         self.has_started = False
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
@@ -180,7 +181,7 @@ class RemoteHost:
     def _describe_end(self) -> str:
         code = self._process.returncode
         if self._why or not self.has_started:
-            return self._why or self._reach.explain(code, self._said)
+            return self._why or self._reach.explain(self._login, code, self._said)
         last = next((line for line in reversed(self._said) if line.strip()), "")
         return f"{last or 'the connection ended'} (exit code {code})"
 

@@ -49,14 +49,14 @@ class Reach:
             return ["sh", "-c", text]
         return [*self.ssh, *_OPTIONS, host.login, text]
 
-    def explain(self, returncode: int, said: Sequence[str]) -> str:
+    def explain(self, login: str, returncode: int, said: Sequence[str]) -> str:
         """Why no agent answered: an exit code, and what ssh or the other end wrote last."""
         last = next((line for line in reversed(said) if line.strip()), "it said nothing")
         text = "\n".join(said)
         if returncode == _SSH_FAILED:
             return (
-                "ssh failed, as it says above. `ssh -o BatchMode=yes HOST true` must work, and ask "
-                "for nothing"
+                f"ssh failed, as it says above. `ssh -o BatchMode=yes {login} true` must work, and "
+                "ask for nothing"
             )
         if "No module named" in text:
             return (
