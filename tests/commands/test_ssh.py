@@ -180,6 +180,7 @@ def test_no_rank_outlives_the_launcher(
         wait_until(lambda: not server.sessions(), "the connections to end")
 
 
+@pytest.mark.timeout(240)
 def test_four_hosts_train_the_digits_to_equal_weights(tmp_path: Path) -> None:
     """Each host is a network namespace with an sshd of its own."""
     try:
@@ -202,7 +203,7 @@ def test_four_hosts_train_the_digits_to_equal_weights(tmp_path: Path) -> None:
             tmp_path,
             environment=environment,
         ) as run:
-            assert run.wait(100) == 0, run.stderr
+            assert run.wait(200) == 0, run.stderr
     digests = json.loads((tmp_path / "result").read_text())["weights_sha256"]
     assert len(digests) == 4
     assert len(set(digests)) == 1
