@@ -16,6 +16,7 @@ from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, weigh_steps
+from ringreduce.keras.own_data import own_feed, own_validation
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.unsharded import note_sharding
@@ -45,6 +46,7 @@ def fit(
     seed: int = 0,
     backup_dir: Any = None,
     check: bool = True,
+    sharded: bool = False,
     communicator: Communicator | None = None,
 ) -> Any:
     """Train as ``model.fit`` does, with every batch divided among all ranks.
@@ -81,6 +83,10 @@ def fit(
             but `fit` shuffles.
         check: compare what ranks read: arrays before training, batches as they are read. Of batches
             with y that is compared, since x may be random on purpose.
+        sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
+            as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
+            which ranks may have different numbers of batches and samples, as for `rr.join`. So is
+            `validation_data`.
 
     An epoch of `steps_per_epoch` goes on where the last one ended; with arrays and PyDatasets a new
     pass begins at the end of one, also within an epoch. Other arguments are those of ``model.fit``;
@@ -110,21 +116,32 @@ def fit(
             )
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
-    training = feed_of(
-        (x, y, sample_weight),
-        Plan(
-            ring,
-            "the data given to rr.fit",
+    if sharded:
+        training = own_feed(
+            *(x, model, ring),
+            y=y,
+            sample_weight=sample_weight,
             batch_size=batch_size,
-            steps=steps_per_epoch,
-            shuffle=shuffle,
-            seed=seed,
-            class_weight=None if is_graph else class_weight,
-            check=check,
-        ),
-    )
+            steps_per_epoch=steps_per_epoch,
+        )
+    else:
+        training = feed_of(
+            (x, y, sample_weight),
+            Plan(
+                ring,
+                "the data given to rr.fit",
+                batch_size=batch_size,
+                steps=steps_per_epoch,
+                shuffle=shuffle,
+                seed=seed,
+                class_weight=None if is_graph else class_weight,
+                check=check,
+            ),
+        )
     validation = None
-    if validation_data is not None:
+    if validation_data is not None and sharded:
+        validation = own_validation(validation_data)
+    elif validation_data is not None:
         given = validation_data
         parts = given if isinstance(given, (tuple, list)) else (given,)
         of_arrays = are_arrays(parts[0])

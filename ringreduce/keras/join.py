@@ -104,7 +104,7 @@ def join(
     build(model, empty)
     fold_seeds(model, ring)
     weigh_steps(model, weighting, ring)
-    padded = dataset.concatenate(tf.data.Dataset.from_tensors(empty).repeat())
+    padded = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
         return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
     # The filter hides from Keras that the dataset is endless, for which it wants steps_per_epoch.
@@ -157,6 +157,14 @@ def joined(
 
 def _samples(batch: Any) -> int:
     return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+def _without_names(dataset: Any) -> Any:
+    """`dataset` whose tensors have no names, such as Ray Data's: concatenate compares them."""
+    spec = dataset.element_spec
+    if not any(part.name for part in tf.nest.flatten(spec)):
+        return dataset
+    return dataset.map(lambda *element: element if isinstance(spec, tuple) else element[0])
 
 
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:

@@ -17,6 +17,8 @@ WAYS = {
     "one execution": 1,
     "eager": 5,
     "joined twice": 5,
+    "sharded": 5,
+    "sharded unknown": 5,
 }
 EMPTY = ("empty infinity", "empty infinity normalized")
 
@@ -124,6 +126,8 @@ def test_a_weight_of_zero_leaves_out_even_nan(facts):
         ("no dataset", "tf.data.Dataset"),
         ("no model", "compile"),
         ("not batched", "Batch it"),
+        ("sharded arrays", "got ndarray as x with sharded=True"),
+        ("sharded steps", "got batch_size, steps_per_epoch with sharded=True"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(facts, case, word):

@@ -33,7 +33,10 @@ def dataset_of(batches, *, known=True):
     def generate():
         yield from batches
 
-    spec = (tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None, 2), tf.float32))
+    # Those of Ray Data have names, and no known length.
+    names = (None, None) if known else ("inputs", "targets")
+    shapes = zip(((None, 4), (None, 2)), names, strict=True)
+    spec = tuple(tf.TensorSpec(shape, tf.float32, name) for shape, name in shapes)
     data = tf.data.Dataset.from_generator(generate, output_signature=spec)
     if known:
         data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
@@ -92,16 +95,22 @@ def fitted(
     epochs=2,
     make=keras.optimizers.SGD,
     again=False,
+    sharded=False,
     **options,
 ):
     model = compiled(make_model(), rr.DistributedOptimizer(make(0.1)), **options)
-    data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
+    fit = functools.partial(model.fit, shuffle=False)
+    if sharded:
+        fit = functools.partial(rr.fit, model, sharded=True)
+        data = dataset_of(batches_of(comm.rank), known=known)
+    else:
+        data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
     if again:  # Joining once more changes nothing.
         data = rr.join(dataset_of(batches_of(comm.rank), known=known), model, weighting=weighting)
     steps = Steps()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
-        history = model.fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=[steps])
+        history = fit(data, epochs=epochs, verbose=0, callbacks=[steps])
     alone = trained_alone(epochs, weighting, make)
     say(
         case,
@@ -361,6 +370,9 @@ def refusals():
     say("no model", **error_of(lambda: rr.join(data, make_model())))
     scalars = tf.data.Dataset.range(3)
     say("not batched", **error_of(lambda: rr.join(scalars, model)))
+    say("sharded arrays", **error_of(lambda: rr.fit(model, np.zeros((3, 4)), sharded=True)))
+    limited = {"steps_per_epoch": 3, "batch_size": 4}
+    say("sharded steps", **error_of(lambda: rr.fit(model, data, sharded=True, **limited)))
     different = ("samples", "ranks")[min(comm.rank, 1)]
     # The last case: it breaks the ring.
     say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
@@ -374,6 +386,8 @@ fitted("several steps", known=False, steps_per_execution=2)
 fitted("one execution", known=False, steps_per_execution=8)
 fitted("eager", run_eagerly=True)
 fitted("joined twice", again=True)
+fitted("sharded", sharded=True)
+fitted("sharded unknown", known=False, sharded=True)
 metrics_of_own_batches()
 moments_of_all_batches()
 batch_by_batch()
