@@ -409,6 +409,23 @@ def worker_environment(
     return environment
 
 
+def enter_job(
+    config: Config, threads: int, *, decided: Collection[str], variables: Mapping[str, str]
+) -> None:
+    """Make this process a worker: it gets the environment of `worker_environment`."""
+    environment = worker_environment(config, threads, decided=decided, variables=variables)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def leave_job() -> None:
+    """Remove from the environment which rank of a job this process was, and the job's secret."""
+    own = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
+    for name in {*own, "RINGREDUCE_HOST_ID", *_SECRET}:
+        os.environ.pop(name, None)
+
+
 def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
     """What ranks on other hosts get of this process's environment.
 

@@ -10,8 +10,8 @@ from tests.scope import in_full
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# digits.py has a test of its own, the others take no part in a ring.
-ELSEWHERE = {"digits", "digits_mirrored", "demo"}
+# digits.py and ray_digits.py have tests of their own, the others take no part in a ring.
+ELSEWHERE = {"digits", "digits_mirrored", "demo", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 
 

@@ -36,6 +36,7 @@ LAYERS = {
     "communicator": ("communicator",),
     "tensorflow": ("tensorflow",),
     "keras": ("keras",),
+    "ray": ("ray",),
     "entry points": ("commands", "__main__", "testing"),
 }
 DECIDES = [
@@ -177,10 +178,15 @@ def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
 
 
 def test_only_the_integrations_import_tensorflow_or_keras() -> None:
-    integrations = {*in_layer("tensorflow"), *in_layer("keras")}
+    integrations = {*in_layer("tensorflow"), *in_layer("keras"), "ringreduce.ray.checkpoints"}
     importers = importers_of("tensorflow", "keras")
     assert importers
     assert importers <= integrations
+
+
+def test_only_one_layer_imports_ray() -> None:
+    assert importers_of("ray")
+    assert importers_of("ray") <= set(in_layer("ray"))
 
 
 def test_only_the_launcher_starts_processes() -> None:

@@ -1,0 +1,174 @@
+"""`run`: a function on every rank of a job, in processes of a Ray cluster."""
+
+from __future__ import annotations
+
+import operator
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ringreduce.ray.job import Choices, form, host_here, leaving
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ConfigError, PeerError, WorkerError
+
+_Result = TypeVar("_Result")
+
+
+def run(
+    function: Callable[..., _Result],
+    num_workers: int,
+    *args: Any,
+    resources_per_worker: Mapping[str, float] | None = None,
+    start_timeout_s: float = 120.0,
+    **settings: Any,
+) -> list[_Result]:
+    """Call ``function(*args)`` in `num_workers` new processes of the cluster that can form a ring.
+
+    The function does what a script does under ``ringreduce run``: it imports what it needs and
+    calls ``rr.init()``. Neighbouring ranks are on one node as far as possible. No process is left
+    when this returns or raises.
+
+    Args:
+        function: what each rank calls. It, `args` and its results travel as Ray sends them.
+        resources_per_worker: as in `ray.train.ScalingConfig`; by default ``{"CPU": 1}``.
+        start_timeout_s: seconds to wait for the resources, more where nodes must start first.
+        settings: as in `RingReduceConfig`.
+
+    Returns:
+        What the function returned, in rank order.
+
+    Raises:
+        ConfigError: a setting is impossible, or the cluster has not enough resources in time.
+        WorkerError: a rank failed; `peer` is the one that failed first, `traceback` says how. All
+            others were stopped.
+    """
+    choices = Choices(settings)
+    size = _checked_size(num_workers)
+    resources = dict(resources_per_worker or {"CPU": 1})
+    if not ray.is_initialized():
+        ray.init()
+    group = placement_group([resources] * size, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not group.wait(start_timeout_s):
+            raise ConfigError(
+                f"the cluster, with {_in_all(resources)}, has had no room for {size} workers with "
+                f"{resources} each for {start_timeout_s:g} s",
+                remedy="Ask for fewer workers or resources_per_worker, or pass a longer "
+                "start_timeout_s.",
+            )
+        actors = [_actor(resources, group, bundle) for bundle in range(size)]
+        try:
+            actors = _by_host(actors)
+            form(size, lambda rank, *call: actors[rank].call.remote(*call), choices)
+        except RayActorError as error:
+            raise WorkerError(
+                "a worker ended before the function began", size=size, traceback=str(error)
+            ) from error
+        return _results([actor.run.remote(function, args) for actor in actors])
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+class _Worker:
+    """A rank's process."""
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with leaving():
+            return function(*args)
+
+
+def _actor(resources: Mapping[str, float], group: Any, bundle: int) -> Any:
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    options: dict[str, Any] = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": {name: amount for name, amount in others.items() if name != "memory"},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=bundle
+        ),
+    }
+    if "memory" in others:
+        options["memory"] = others["memory"]
+    return ray.remote(**options)(_Worker).remote()
+
+
+def _by_host(actors: Sequence[Any]) -> list[Any]:
+    """The actors, those of one host beside each other."""
+    hosts = ray.get([actor.call.remote(host_here) for actor in actors])
+    order = {host: place for place, host in reversed(list(enumerate(hosts)))}
+    return [actors[i] for i in sorted(range(len(actors)), key=lambda i: (order[hosts[i]], i))]
+
+
+def _results(running: Sequence[Any]) -> list[Any]:
+    """All results, in rank order; WorkerError as soon as a rank fails."""
+    ranks = {reference: rank for rank, reference in enumerate(running)}
+    results: list[Any] = [None] * len(running)
+    failures: dict[int, Exception] = {}
+    left = list(running)
+    end = None
+    # A rank that has lost another may say so before Ray says how that one ended.
+    while left and (end is None or (_all_about_others(failures) and time.monotonic() < end)):
+        limit = None if end is None else max(0.0, end - time.monotonic())
+        done, left = ray.wait(left, num_returns=1, timeout=limit)
+        for reference in done:
+            try:
+                results[ranks[reference]] = ray.get(reference)
+            except (RayTaskError, RayActorError) as error:
+                failures[ranks[reference]] = error
+                end = end or time.monotonic() + TIMES.grace_s
+    if failures:
+        raise _failure(failures, len(running))
+    return results
+
+
+def _all_about_others(failures: Mapping[int, Exception]) -> bool:
+    return all(isinstance(error, PeerError) for error in failures.values())
+
+
+def _failure(failures: Mapping[int, Exception], size: int) -> WorkerError:
+    own = [rank for rank, error in failures.items() if not isinstance(error, PeerError)]
+    rank = (own or list(failures))[0]
+    error = failures[rank]
+    if isinstance(error, RayActorError):
+        how = "its process ended"
+    else:
+        cause = getattr(error, "cause", error)
+        how = traceback.format_exception_only(type(cause), cause)[-1].strip()
+    others = "" if size == 1 else "; all workers were stopped"
+    return WorkerError(
+        f"rank {rank} of {size} failed first ({how}){others}",
+        size=size,
+        peer=rank,
+        traceback=str(error),
+    )
+
+
+def _checked_size(num_workers: Any) -> int:
+    try:
+        size = operator.index(num_workers)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ConfigError(
+            f"run got {num_workers!r} as the number of workers; accepted: 1 or more",
+            remedy="Call run(function, num_workers, *args).",
+        )
+    return size
+
+
+def _in_all(resources: Mapping[str, float]) -> str:
+    """What the cluster has of each of these, used or not."""
+    amounts = ray.cluster_resources()
+    return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in resources)

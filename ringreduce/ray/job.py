@@ -1,0 +1,133 @@
+"""Ranks of a job in processes that Ray has started, for Ray Train and `run` alike.
+
+The program that has started them (Ray Train's controller, or the caller of `run`) calls `form`,
+which sets each process's variables; then ``rr.init()`` works there as under ``ringreduce run``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from ringreduce.commands.launch.local import address, default_threads
+from ringreduce.communicator.process import default_communicator, is_initialized, shutdown
+from ringreduce.transport.listening import Bind, listen
+from ringreduce.vocabulary.config import (
+    SETTINGS,
+    Config,
+    enter_job,
+    forwarded_environment,
+    leave_job,
+)
+from ringreduce.vocabulary.endpoints import port_range
+from ringreduce.vocabulary.errors import ConfigError
+
+# What `form` decides for each job.
+_OWN = ("secret", "host_id")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user has chosen, where the program runs that starts the job.
+
+    Attributes:
+        settings: of `Config`, by name.
+        variables: of ringreduce in that program's environment.
+
+    Raises:
+        ConfigError: a setting is unknown, impossible, or not the user's choice.
+    """
+
+    settings: Mapping[str, Any]
+    variables: Mapping[str, str] = field(default_factory=forwarded_environment)
+
+    def __post_init__(self) -> None:
+        known = [name for name, one in SETTINGS.items() if one.is_choice and name not in _OWN]
+        if unknown := sorted(set(self.settings) - set(known)):
+            raise ConfigError(
+                f"got the unknown setting {', '.join(unknown)}",
+                remedy=f"Known are {', '.join(sorted(known))}.",
+            )
+        Config(**self.settings)
+
+
+def form(size: int, submit: Callable[..., Any], choices: Choices, restart: int = 0) -> None:
+    """Make `size` processes the ranks of a new job, with a new secret.
+
+    Args:
+        submit: ``submit(rank, function, *arguments)`` calls a function in that rank's process, and
+            returns Ray's reference to the result.
+        restart: how often the ranks have been started again.
+    """
+    hosts = ray.get([submit(rank, host_here) for rank in range(size)])
+    ports = str(choices.settings.get("ports") or choices.variables.get("RINGREDUCE_PORTS", ""))
+    meeting, descriptor = ray.get(submit(0, open_meeting, ports, size))
+    common = {
+        **choices.settings,
+        "size": size,
+        "rendezvous": meeting,
+        "job_id": f"ray-{secrets.token_hex(8)}",
+        "restart": restart,
+        "secret": secrets.token_hex(32),
+    }
+    entered = []
+    for rank, host in enumerate(hosts):
+        fd = descriptor if rank == 0 else None
+        config = Config(rank=rank, host_id=host, rendezvous_fd=fd, **common)
+        entered.append(submit(rank, enter, config, Counter(hosts)[host], choices))
+    ray.get(entered)
+
+
+def host_here() -> str:
+    """The name of this process's Ray node, by which ranks know who shares a host with them.
+
+    A node is a host to Ray: several on one machine, such as pods, need not share memory.
+    """
+    return f"{platform.node()[:128]}-{ray.get_runtime_context().get_node_id()[:12]}"
+
+
+def open_meeting(ports: str, size: int) -> tuple[str, int]:
+    """Listen for the other ranks, at this node's address and a free port.
+
+    Returns:
+        ``host:port``, and the socket's descriptor, which ``init`` takes and closes.
+    """
+    host = ray.util.get_node_ip_address()
+    (listener,) = listen(Bind((host,), port_range(ports) if ports else None), rank=0, size=size)
+    port = listener.getsockname()[1]
+    return address(host, port), listener.detach()
+
+
+def enter(config: Config, local_size: int, choices: Choices) -> None:
+    """Make this process the rank that `config` describes, one of `local_size` of its host."""
+    enter_job(
+        config,
+        default_threads(local_size),
+        decided=(*choices.settings, *_OWN),
+        variables=choices.variables,
+    )
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Afterwards the process has left the job, and may become a rank of another one.
+
+    An exception that ends the block goes to the other ranks, which fail at once and quote it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(leave_job)
+        stack.callback(shutdown)
+        stack.push(_close)
+        yield
+
+
+def _close(*exception: Any) -> None:
+    if is_initialized():
+        default_communicator().__exit__(*exception)

@@ -1,0 +1,146 @@
+"""Jobs on a real Ray cluster of two nodes: `ringreduce.ray`, as its users call it."""
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import Process, clean_environment
+
+pytest.importorskip("ray.train", reason="Ray is not installed", exc_type=ImportError)
+pytestmark = [pytest.mark.tensorflow, pytest.mark.full, pytest.mark.timeout(450)]
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "ray_jobs.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_digits.py"
+# A quarter of it on an idle machine.
+LIMIT_S = 400.0
+# By default Ray's workers give way to all other programs, such as other tests.
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_worker_niceness": "0",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """By case, what the program has said."""
+    folder = tmp_path_factory.mktemp("ray")
+    lines = output_of(folder, PROGRAM, str(folder)).splitlines()
+    facts = [json.loads(line) for line in lines if line.startswith("{")]
+    return {fact.pop("case"): fact for fact in facts}
+
+
+def output_of(folder, program, *arguments):
+    """What a program that uses Ray prints; no process of Ray's is left."""
+    # Ray's sockets lie in it, whose paths must be short.
+    short = tempfile.mkdtemp(prefix="rr-")
+    environment = clean_environment(**VARIABLES, RAY_TMPDIR=short)
+    command = [sys.executable, str(program), *arguments]
+    try:
+        with Process(command, folder, environment=environment) as process:
+            try:
+                code = process.wait(LIMIT_S)
+            finally:
+                end_all_below(process.pid)
+            assert code == 0, process.stdout + process.stderr
+            return process.stdout
+    finally:
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def end_all_below(pid):
+    """End Ray's processes, if the program has not."""
+    try:
+        left = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in left:
+        process.kill()
+
+
+def test_a_function_runs_on_every_rank_and_node_and_again(said):
+    # Three ranks on nodes of two CPUs: two share a host.
+    places = [place for place, _ in said["run"]["first"]]
+    assert sorted(places) in ([[0, 0, 2], [1, 1, 2], [2, 0, 1]], [[0, 0, 1], [1, 0, 2], [2, 1, 2]])
+    assert [sums for _, sums in said["run"]["first"]] == [[33.0] * 3] * 3
+    assert [sums for _, sums in said["run"]["second"]] == [[63.0] * 3] * 3
+
+
+def test_each_job_has_a_secret_of_its_own_that_no_log_shows(said):
+    assert said["run"]["secrets"] == [1, 1]
+    assert said["run"]["same"] is False
+    assert said["logs"]["files"] > 10
+    assert said["logs"]["secrets"] == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "how"), [("raised", "ValueError: no such luck"), ("died", "its process ended")]
+)
+def test_run_names_the_rank_that_failed_first(said, case, how):
+    error = said[case]
+    assert (error["kind"], error["peer"]) == ("WorkerError", 1)
+    assert error["text"].startswith(f"rank 1 of 2 failed first ({how}); all workers were stopped.")
+
+
+def test_what_a_cluster_has_no_room_for_is_an_error(said):
+    assert said["too many"]["kind"] == "ConfigError"
+    assert said["too many"]["text"].startswith(
+        "the cluster, with 4 CPU, has had no room for 9 workers with {'CPU': 1} each for 0.5 s."
+    )
+
+
+def test_an_unknown_setting_is_an_error(said):
+    assert said["unknown"]["kind"] == "ConfigError"
+    assert "unknown setting colour" in said["unknown"]["text"]
+
+
+def test_a_training_function_that_raises_ends_the_others_and_is_quoted(said):
+    failures = said["failed"]["failures"]
+    assert "no such luck" in failures["1"]
+    # Ray may look before rank 0 has failed too.
+    assert set(failures) <= {"0", "1"}
+
+
+def test_ray_trains_over_both_nodes(said):
+    ranks = said["undisturbed"]["ranks"]
+    assert [fact["ranks"] for fact in ranks] == [[0, 0], [1, 1]]
+    assert [fact["sizes"] for fact in ranks] == [[2, 2], [2, 2]]
+    assert [fact["locals"] for fact in ranks] == [[0, 1], [0, 1]]
+    assert [fact["timeout_s"] for fact in ranks] == [25.0, 25.0]
+    assert [fact["epochs"] for fact in ranks] == [[0, 1, 2, 3]] * 2
+    assert said["undisturbed"]["metrics"] == ["loss"]
+    assert "model.keras" in said["undisturbed"]["files"]
+
+
+def test_a_killed_worker_changes_nothing_in_the_end(said):
+    expected = {fact["digest"] for fact in said["undisturbed"]["ranks"]}
+    ranks = said["killed"]["ranks"]
+    assert len(expected) == 1
+    assert {fact["digest"] for fact in ranks} == expected
+    # Two epochs were whole; Ray may not have seen the second one's checkpoint yet.
+    assert [fact["epochs"] for fact in ranks] in ([[2, 3]] * 2, [[1, 2, 3]] * 2)
+    assert [fact["restart"] for fact in ranks] == [1, 1]
+    assert [fact["continued"] for fact in ranks] == [True, True]
+
+
+def test_shards_of_ray_data_of_different_lengths_are_all_used(said):
+    ranks = said["undisturbed"]["ranks"]
+    assert [fact["read"] for fact in ranks] == [4, 16]
+    assert [fact["loss"] for fact in ranks] == [[4.0], [4.0]]
+    assert [fact["steps"] for fact in ranks] in ([4, 4], [5, 5])
+
+
+def test_the_example_ends_with_equal_weights(tmp_path):
+    output = output_of(tmp_path, EXAMPLE, "--epochs", "2", "--storage", str(tmp_path))
+    text = output[output.index("{\n") : output.index("\n}") + 2]
+    result = json.loads(text)
+    assert result["workers"] == 2
+    assert result["accuracy"] > 0.5
+    assert len(set(result["weights_sha256"])) == 1
+    (checkpoint,) = [line for line in output.splitlines() if line.startswith("checkpoint: ")]
+    assert (Path(checkpoint.partition(": ")[2]) / "model.keras").is_file()
