@@ -736,7 +736,7 @@ BREAKAGES = (
     ),
     Breakage(
         "small-call-not-continued",
-        "ringreduce/communicator/session.py",
+        "ringreduce/communicator/calls.py",
         "            if done is None:\n                return False\n",
         "            if done is not True:\n                return done is False\n",
         "A call whose other ranks are late returns before it is done.",
@@ -744,11 +744,11 @@ BREAKAGES = (
     ),
     Breakage(
         "small-call-interrupted-in-silence",
-        "ringreduce/communicator/session.py",
+        "ringreduce/communicator/calls.py",
         "                if not isinstance(error, RingReduceError):\n"
-        '                    self._break(interrupted(self.config, error, "a collective"))\n'
+        '                    owner.broke(interrupted(owner.config, error, "a collective"))\n'
         "                else:\n"
-        "                    self._break(error)\n",
+        "                    owner.broke(error)\n",
         "                pass\n",
         "After Ctrl-C in a small call the next call goes on with its part.",
         ("tests/communicator/test_failures.py", "tests/communicator/test_leaving.py"),

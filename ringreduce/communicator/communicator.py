@@ -170,16 +170,16 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         """
         session = self._session
         is_plain = not (signature or async_op)
-        if is_plain and session.all_reduce(array, op):
+        if is_plain and session.calls.all_reduce(array, op):
             return array
         how = reduce_op(op)
         flat = flat_view(array, "all_reduce")
         if how is ReduceOp.MEAN:
             self._check_mean(array.dtype)
         run = session.collectives.all_reduce
-        result = session.run("all_reduce", array, signature, async_op, run, flat, how)
+        result = session.calls.run("all_reduce", array, signature, async_op, run, flat, how)
         if is_plain:
-            session.teach(array, op, how)
+            session.calls.teach(array, op, how)
         return result
 
     def reduce_scatter(
@@ -207,11 +207,11 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         if how is ReduceOp.MEAN:
             self._check_mean(array.dtype)
         run = self._session.collectives.reduce_scatter
-        return self._session.run("reduce_scatter", array, signature, async_op, run, flat, how)
+        return self._session.calls.run("reduce_scatter", array, signature, async_op, run, flat, how)
 
     def barrier(self) -> None:
         """Return once every rank has called it; raises as `all_reduce`, except ArrayError."""
-        self._session.call("barrier", 0, self._session.collectives.barrier)
+        self._session.calls.call("barrier", 0, self._session.collectives.barrier)
 
     def split(self, color: int | str | None, key: int | None = None) -> Communicator | None:
         """Form a group of the ranks that pass the same color; all ranks must call this.

@@ -35,7 +35,7 @@ class MovingCalls(Handle):
         """
         flat = flat_view(array, "all_gather", writable=False)
         arguments = varying.all_gather, self._session.collectives, array, flat, self._identity
-        return self._session.run("all_gather", array, signature, async_op, *arguments)
+        return self._session.calls.run("all_gather", array, signature, async_op, *arguments)
 
     def broadcast(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
@@ -57,7 +57,7 @@ class MovingCalls(Handle):
         root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "broadcast", writable=self.rank != root)
         arguments = self._session.collectives.broadcast, Kind.BROADCAST, flat, root
-        return self._session.run("broadcast", array, signature, async_op, *arguments)
+        return self._session.calls.run("broadcast", array, signature, async_op, *arguments)
 
     def all_to_all(
         self,
@@ -104,7 +104,7 @@ class MovingCalls(Handle):
                 )
             if np.may_share_memory(out, array):
                 raise self._refused("all_to_all got `out` that shares memory with its array", "")
-        run, known = self._session.run, (self._session.collectives, array, flat, out)
+        run, known = self._session.calls.run, (self._session.collectives, array, flat, out)
         if counts is None:
             even = varying.all_to_all, *known, self.size
             return run("all_to_all", array, signature, async_op, *even)
@@ -130,7 +130,9 @@ class MovingCalls(Handle):
         root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "gather", writable=False)
         arguments = self._session.collectives, array, flat, root, self._identity
-        return self._session.run("gather", array, signature, async_op, varying.gather, *arguments)
+        return self._session.calls.run(
+            "gather", array, signature, async_op, varying.gather, *arguments
+        )
 
     def scatter(
         self,
@@ -171,7 +173,9 @@ class MovingCalls(Handle):
             parts = checked_counts(counts, len(array), self.size, self._config.who)
         flat = flat_view(whole, "scatter", writable=False)
         arguments = self._session.collectives, whole, flat, parts, root, self._identity
-        return self._session.run("scatter", whole, signature, async_op, varying.scatter, *arguments)
+        return self._session.calls.run(
+            "scatter", whole, signature, async_op, varying.scatter, *arguments
+        )
 
     def _refused(self, problem: str, remedy: str) -> ArrayError:
         return ArrayError(problem, **self._config.who, remedy=remedy)

@@ -35,7 +35,7 @@ class ObjectCalls(Handle):
         root = checked_root(root, self.size, self._config.who)
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         arguments = self._session.collectives, payload, self.rank, root
-        received = self._session.call(
+        received = self._session.calls.call(
             "broadcast_object", payload.size, varying.broadcast_object, *arguments
         )
         return value if self.rank == root else decode(received)
@@ -63,7 +63,7 @@ class ObjectCalls(Handle):
         root = checked_root(root, self.size, self._config.who)
         payload = encode(value)
         arguments = self._session.collectives, payload, root, self._identity
-        gathered = self._session.call(
+        gathered = self._session.calls.call(
             "gather_object", payload.size, varying.gather_object, *arguments
         )
         return [decode(each) for each in gathered] if self.rank == root else None
@@ -95,5 +95,5 @@ class ObjectCalls(Handle):
         arguments = self._session.collectives, payloads, root, self.rank, self.size
         nbytes = sum(payload.size for payload in payloads)
         return decode(
-            self._session.call("scatter_object", nbytes, varying.scatter_object, *arguments)
+            self._session.calls.call("scatter_object", nbytes, varying.scatter_object, *arguments)
         )

@@ -1,7 +1,7 @@
 """One rank's part of a ring, from forming it to leaving it: state, calls, failure, threads.
 
 A `Communicator` is the user's handle on a session. `ringreduce.communicator.lifecycle` has the
-states. Threads: a call runs in the caller's thread under `_calling`, or in the engine's
+states. Threads: a call runs in the caller's thread or in the engine's
 (`ringreduce.engine.engine`); the watcher's (`ringreduce.engine.watch`) notices what happens
 elsewhere. All end when the session is closed.
 """
@@ -17,11 +17,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator import registry, varying
+from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.messages import Messages
@@ -31,7 +30,6 @@ from ringreduce.communicator.refusals import (
     described,
     ending_error,
     forked,
-    interrupted,
 )
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
@@ -42,19 +40,16 @@ from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
-from ringreduce.pure.payload import decode, encode, flat_view
-from ringreduce.pure.spans import CODES, SpanKind
+from ringreduce.pure.payload import decode, encode
+from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
-from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
-    ArrayError,
     MismatchError,
     PeerLostError,
     RingReduceError,
 )
-from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +97,6 @@ class Session:
         self.is_inherited = False
         self._life = LifeCycle()
         self.former_failures: tuple[RingReduceError, ...] = ()
-        # Held during a collective.
-        self._calling = threading.RLock()
         self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self.events = Events()
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
@@ -117,15 +110,12 @@ class Session:
         self._engine: Engine | None = None
         self._watcher: Watcher | None = None
         self._has_aborted = False
-        # The thread that is in a call; why it leaves the ring after that call, None: it stays.
-        self._caller: int | None = None
-        self._leaves_with: str | None = None
-        self.messages = Messages(self)
+        self.calls, self.messages = Calls(self), Messages(self)
         if form is not None:
             try:
                 self._form(form())
             except BaseException as error:
-                if self.failure is None:  # Else `_break` has dumped it.
+                if self.failure is None:  # Else `broke` has dumped it.
                     self._record(error)
                 self._close_flight()
                 raise
@@ -174,7 +164,7 @@ class Session:
                 raise
             self._recorder.peers = self._watcher.peers
             self._recorder.pending = self.messages.pending
-            self.call("barrier", 0, self.collectives.barrier)
+            self.calls.call("barrier", 0, self.collectives.barrier)
         except BaseException:
             self.leave("")
             if self.membership.epoch == 0:  # Else it may be tried again.
@@ -194,6 +184,16 @@ class Session:
         return self._life.state is State.CLOSED
 
     @property
+    def is_working(self) -> bool:
+        """Whether calls may begin."""
+        return self._life.is_working
+
+    @property
+    def engine_so_far(self) -> Engine | None:
+        """The background thread, if it was started."""
+        return self._engine
+
+    @property
     def engine(self) -> Engine:
         """The background thread, started by its first use. Raises ClosedError after `close`."""
         if self.is_inherited:
@@ -206,145 +206,11 @@ class Session:
                 self._engine = Engine(name, self, self.collectives, self.events)
             return self._engine
 
-    def run(
-        self,
-        name: str,
-        array: np.ndarray,
-        signature: int,
-        async_op: bool,
-        run: Callable[..., Any],
-        *arguments: Any,
-    ) -> Any:
-        """Run a collective on `array`, here or in the engine; its result, or `array` for None."""
-        if not 0 <= signature < 1 << 64:
-            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
-        if async_op:
-            now = (name, array, signature, False, run, *arguments)
-            return self.engine.submit(lambda: self.run(*now))
-        result = self.call(name, array.nbytes, run, *arguments, signature)
-        return array if result is None else result
-
-    def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run one collective, after all that the engine was given before; break if it fails.
-
-        Kept fast: in shared memory a small collective takes microseconds.
-        """
-        if self.is_inherited:
-            raise forked(self.config)
-        if self._engine is not None:
-            self._engine.drain()
-        result: _Result = self._within(self._run, name, nbytes, run, *arguments)
-        return result
-
-    def all_reduce(self, array: np.ndarray, option: ReduceOp | str) -> bool:
-        """All-reduce `array` by one C function; False: that does not know it, nothing was begun.
-
-        So a small call takes a third of the time that it takes in `call`.
-        """
-        small = self.collectives.small
-        if small is None or self._engine is not None or self.is_inherited:
-            return False
-        done: bool = self._within(self._run_small, small, array, option)
-        return done
-
-    def _within(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run what makes up a call, while no other thread is in one."""
-        try:
-            with self._calling:
-                is_nested = self._caller is not None
-                try:
-                    if is_nested:
-                        raise MismatchError(
-                            "made a call in a signal handler, within another call",
-                            **self.config.who,
-                            remedy="Note in the handler that it has run, and call afterwards.",
-                        )
-                    # From here on a signal handler that closes this leaves it to `_leave_late`.
-                    self._caller = threading.get_ident()
-                    return run(*arguments)
-                finally:
-                    if not is_nested:
-                        self._caller = None
-        finally:
-            if self._leaves_with is not None:
-                self._leave_late()
-
-    def _run_small(self, small: SmallCalls, array: np.ndarray, option: ReduceOp | str) -> bool:
-        try:
-            if not self._life.is_working:
-                return False
-            done = small.run(array, option)
-            if done:
-                self._log_call("all_reduce", array.nbytes)
-                return True
-            if done is None:
-                return False
-            flat, op = flat_view(array, "all_reduce"), reduce_op(option)
-            self._finish("all_reduce", array.nbytes, self.collectives.all_reduce, flat, op)
-            return True
-        except BaseException as error:
-            if self._life.is_working:
-                # From a signal handler. The call may have been begun, so it cannot be made again.
-                if not isinstance(error, RingReduceError):
-                    self._break(interrupted(self.config, error, "a collective"))
-                else:
-                    self._break(error)
-            raise
-
-    def teach(self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp) -> None:
-        """Have `all_reduce` know arrays like this one with `option`, which means `op`."""
-        if self.collectives.small is not None and self._engine is None:
-            with self._calling:
-                self.collectives.teach(array, option, op)
-
-    def _run(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run a collective, in the thread that is `_caller`."""
-        if not self._life.is_working:
-            self._refuse()
-        return self._finish(name, nbytes, run, *arguments)
-
-    def _finish(
-        self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
-    ) -> _Result:
-        """Run a collective, or the rest of it; what has ended the session meanwhile ends it."""
-        self.events.begin(CODES[name], nbytes)
-        try:
-            result = run(*arguments)
-        except RingReduceError as error:
-            self._break(self._explained(error))
-            if self.failure is error:
-                raise
-            # The watcher's error was better or earlier; later calls raise the same one.
-            raise again(self.failure or error) from error
-        except BaseException as error:
-            self._break(interrupted(self.config, error, "a collective"))
-            raise
-        self.events.end()
-        self._log_call(name, nbytes)
-        return result
-
-    def _log_call(self, name: str, nbytes: int) -> None:
-        if _log.isEnabledFor(logging.DEBUG):
-            number, elapsed_s = self._recorder.calls - 1, self._recorder.elapsed_s
-            _log.debug(
-                "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                *(self.config.rank, self.config.size, name, number, nbytes, elapsed_s * 1e3),
-            )
-
-    def _leave_late(self) -> None:
-        """Leave after the call during which a signal handler has closed this.
-
-        Without the lock: this waits for the engine, which may be waiting for the lock.
-        """
-        if self._caller is None:
-            why, self._leaves_with = self._leaves_with, None
-            self.leave(why or "")
-
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         payload = encode(value)
         arguments = self.collectives, kind, payload, self.identity, signature
-        gathered = self.call(kind.label, payload.size, varying.all_gather_object, *arguments)
+        gathered = self.calls.call(kind.label, payload.size, varying.all_gather_object, *arguments)
         return [decode(each) for each in gathered]
 
     @property
@@ -406,9 +272,9 @@ class Session:
             self._watcher.abort(error)
         # A call in another thread ends and releases the lock.
         self.collectives.interrupt(error)
-        if self._caller != threading.get_ident():
-            with self._calling:
-                self._break(error)
+        if self.calls.caller != threading.get_ident():
+            with self.calls.lock:
+                self.broke(error)
         # Else this is a signal handler, and the call that it has interrupted breaks the ring.
         return error
 
@@ -425,8 +291,8 @@ class Session:
             # In user code no call fails, so it is recorded here.
             self._record(first)
 
-    def _break(self, error: RingReduceError) -> None:
-        """Notify all ranks and threads of the first error, once; under `_calling`."""
+    def broke(self, error: RingReduceError) -> None:
+        """Notify all ranks and threads of the first error, once; under the calls' lock."""
         if self.membership.group and error.group is None:
             error.group = self.membership.name
         self._life.fail(error)
@@ -445,7 +311,7 @@ class Session:
             # Last: neither the other ranks nor this one's threads should wait for a disk.
             self._flight.dump(described(error))
 
-    def _explained(self, error: RingReduceError) -> RingReduceError:
+    def explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
         if isinstance(error, MismatchError) and error.origin is None:
             for explainer in list(self._explainers):
@@ -469,9 +335,10 @@ class Session:
         if self.is_inherited:
             raise forked(self.config)
         if not self._life.is_working:
-            self._refuse()
+            self.refuse()
 
-    def _refuse(self) -> None:
+    def refuse(self) -> None:
+        """Raise the error of a call that may not begin."""
         if self.failure is None or self.is_closed:
             raise closed(self.config)
         raise again(self.failure)
@@ -519,16 +386,13 @@ class Session:
             engine = self._engine
         self.collectives.interrupt()
         # In a signal handler the interrupted call still uses what would be freed here.
-        if self._caller == threading.get_ident():
-            self._leaves_with = why
-            return
-        if self.messages.leaves_later(why):
+        if self.calls.leaves_later(why) or self.messages.leaves_later(why):
             return
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
             engine.close(f"{who}: {said}")
         self.messages.close()
-        with self._calling:
+        with self.calls.lock:
             if not self._life.advance(State.CLOSED):
                 return
             calls = self._recorder.calls

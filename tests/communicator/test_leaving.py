@@ -76,7 +76,7 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
     program = """
         ring = join()
         def hand_over():
-            while ring._session._caller is None:
+            while ring._session.calls.caller is None:
                 os.sched_yield()
             work = ring.all_reduce(np.ones(10), async_op=True)
             while not ring._session._engine._queue.wait_idle(0.01) and ring._session._engine._work:

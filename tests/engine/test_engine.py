@@ -787,7 +787,7 @@ def test_no_engine_is_started_by_a_communicator_that_is_being_closed(monkeypatch
         def __exit__(self, *exception: object) -> None:
             self._lock.release()
 
-    monkeypatch.setattr(comm._session, "_calling", Lock(comm._session._calling))
+    monkeypatch.setattr(comm._session.calls, "lock", Lock(comm._session.calls.lock))
     comm.close()
     with pytest.raises(ClosedError):
         late[0].result(DEADLINE_S)

@@ -1,0 +1,218 @@
+"""The collectives of a session: one after the other, recorded, and broken off when one fails.
+
+A call runs in the thread that makes it, after all that the engine was given before; with
+``async_op`` in the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ringreduce.collectives.base import Collectives
+from ringreduce.communicator.refusals import again, forked, interrupted
+from ringreduce.effects.events import Events
+from ringreduce.engine.engine import Engine
+from ringreduce.pure.payload import flat_view
+from ringreduce.pure.spans import CODES
+from ringreduce.transport.small_calls import SmallCalls
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
+
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class Owner(Protocol):
+    """The session, as its calls see it."""
+
+    config: Config
+    collectives: Collectives
+    events: Events
+    is_inherited: bool
+
+    @property
+    def engine(self) -> Engine:
+        """The background thread, started by its first use."""
+
+    @property
+    def engine_so_far(self) -> Engine | None:
+        """The background thread, if it was started."""
+
+    @property
+    def is_working(self) -> bool:
+        """Whether calls may begin."""
+
+    @property
+    def failure(self) -> RingReduceError | None:
+        """The error that has broken it; None while it works."""
+
+    def refuse(self) -> None:
+        """Raise the error of a call that may not begin."""
+
+    def explained(self, error: RingReduceError) -> RingReduceError:
+        """A better error for `error`, or `error` itself."""
+
+    def broke(self, error: RingReduceError) -> None:
+        """Notify all ranks and threads of the first error, once; under the calls' lock."""
+
+    def leave(self, why: str) -> None:
+        """Close the session."""
+
+
+class Calls:
+    """The collectives of the session `owner`; from any thread.
+
+    Attributes:
+        lock: held during a call.
+        caller: the thread that is in a call; None while none is.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.lock = threading.RLock()
+        self.caller: int | None = None
+        # Why this rank leaves the ring after the call that runs; None: it stays.
+        self._leaves_with: str | None = None
+
+    def run(
+        self,
+        name: str,
+        array: np.ndarray,
+        signature: int,
+        async_op: bool,
+        run: Callable[..., Any],
+        *arguments: Any,
+    ) -> Any:
+        """Run a collective on `array`, here or in the engine; its result, or `array` for None."""
+        if not 0 <= signature < 1 << 64:
+            raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
+        if async_op:
+            now = (name, array, signature, False, run, *arguments)
+            return self._owner.engine.submit(lambda: self.run(*now))
+        result = self.call(name, array.nbytes, run, *arguments, signature)
+        return array if result is None else result
+
+    def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run one collective, after all that the engine was given before; break if it fails."""
+        owner = self._owner
+        if owner.is_inherited:
+            raise forked(owner.config)
+        if (engine := owner.engine_so_far) is not None:
+            engine.drain()
+        result: _Result = self._within(self._run, name, nbytes, run, *arguments)
+        return result
+
+    def all_reduce(self, array: np.ndarray, option: ReduceOp | str) -> bool:
+        """All-reduce `array` by one C function; False: that does not know it, nothing was begun.
+
+        So a small call takes a third of the time that it takes in `call`.
+        """
+        owner = self._owner
+        small = owner.collectives.small
+        if small is None or owner.engine_so_far is not None or owner.is_inherited:
+            return False
+        done: bool = self._within(self._run_small, small, array, option)
+        return done
+
+    def teach(self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp) -> None:
+        """Have `all_reduce` know arrays like this one with `option`, which means `op`."""
+        owner = self._owner
+        if owner.collectives.small is not None and owner.engine_so_far is None:
+            with self.lock:
+                owner.collectives.teach(array, option, op)
+
+    def leaves_later(self, why: str) -> bool:
+        """Have the call that this thread is in leave when it ends; False: it is in none."""
+        if self.caller != threading.get_ident():
+            return False
+        self._leaves_with = why
+        return True
+
+    def _within(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run what makes up a call, while no other thread is in one."""
+        try:
+            with self.lock:
+                is_nested = self.caller is not None
+                try:
+                    if is_nested:
+                        raise MismatchError(
+                            "made a call in a signal handler, within another call",
+                            **self._owner.config.who,
+                            remedy="Note in the handler that it has run, and call afterwards.",
+                        )
+                    # From here on a signal handler that closes the session leaves it to this call.
+                    self.caller = threading.get_ident()
+                    return run(*arguments)
+                finally:
+                    if not is_nested:
+                        self.caller = None
+        finally:
+            # Without the lock: leaving waits for the engine, which may be waiting for the lock.
+            if self._leaves_with is not None and self.caller is None:
+                why, self._leaves_with = self._leaves_with, None
+                self._owner.leave(why)
+
+    def _run(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
+        if not self._owner.is_working:
+            self._owner.refuse()
+        return self._finish(name, nbytes, run, *arguments)
+
+    def _finish(
+        self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
+    ) -> _Result:
+        """Run a collective, or the rest of it; what has ended the session meanwhile ends it."""
+        owner = self._owner
+        owner.events.begin(CODES[name], nbytes)
+        try:
+            result = run(*arguments)
+        except RingReduceError as error:
+            owner.broke(owner.explained(error))
+            if owner.failure is error:
+                raise
+            # The watcher's error was better or earlier; later calls raise the same one.
+            raise again(owner.failure or error) from error
+        except BaseException as error:
+            owner.broke(interrupted(owner.config, error, "a collective"))
+            raise
+        owner.events.end()
+        self._log(name, nbytes)
+        return result
+
+    def _run_small(self, small: SmallCalls, array: np.ndarray, option: ReduceOp | str) -> bool:
+        owner = self._owner
+        try:
+            if not owner.is_working:
+                return False
+            done = small.run(array, option)
+            if done:
+                self._log("all_reduce", array.nbytes)
+                return True
+            if done is None:
+                return False
+            flat, op = flat_view(array, "all_reduce"), reduce_op(option)
+            self._finish("all_reduce", array.nbytes, owner.collectives.all_reduce, flat, op)
+            return True
+        except BaseException as error:
+            if owner.is_working:
+                # From a signal handler. The call may have been begun, so it cannot be made again.
+                if not isinstance(error, RingReduceError):
+                    owner.broke(interrupted(owner.config, error, "a collective"))
+                else:
+                    owner.broke(error)
+            raise
+
+    def _log(self, name: str, nbytes: int) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            owner, now = self._owner, self._owner.events.standing()
+            _log.debug(
+                "[%d/%d] %s #%d, %d bytes, %.3f ms",
+                *(owner.config.rank, owner.config.size),
+                *(name, now.number - 1, nbytes, now.elapsed_s * 1e3),
+            )
