@@ -6,7 +6,9 @@ Most are threads here: `Nodes` needs no processes.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce.commands.launch import meeting as meeting_module
+from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.meeting import Meeting, Node
 from ringreduce.commands.launch.node_messages import (
     NONCE_BYTES,
@@ -30,6 +34,7 @@ from ringreduce.commands.launch.node_messages import (
     Placed,
 )
 from ringreduce.commands.launch.nodes import Nodes
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from tests.launching import RANK, WAITS, numbers, script
 from tests.processes import Process, clean_environment, launcher, wait_gone, wait_until
@@ -169,11 +174,38 @@ def test_a_node_rank_that_is_taken_is_refused() -> None:
 
 def test_who_comes_after_the_start_is_refused() -> None:
     port = free_port()
-    with meeting(node(port, 0), node(port, 1)) as (first, one), meeting(node(port, 1)) as (late,):
-        wait_until(lambda: first.done() and one.done() + late.done() == 1, "the others")
-        wait_until(lambda: first.result().poll() or (one.done() and late.done()), "a refusal")
-        (error,) = filter(None, (one.exception(), late.exception()))
-        assert "the job has started already" in str(error)
+    with meeting(node(port, 0), node(port, 1)) as (first, one):
+        first.result()
+        one.result()
+        with meeting(node(port, 1)) as (late,):
+            wait_until(lambda: first.result().poll() or late.done(), "a refusal")
+            with pytest.raises(ConfigError, match="the job has started already"):
+                late.result()
+
+
+def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it comes before node 0 has read that a rank failed."""
+    port = free_port()
+    monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, confirm_s=0.0))
+    zero, one = Nodes(node(port, 0), deque()), Nodes(node(port, 1), deque())
+    with zero, ThreadPoolExecutor() as threads:
+        joined = threads.submit(one.meet, 0)
+        first, other = zero.meet(0), joined.result()
+        assert first is not None
+        assert other is not None
+        other.report(Failure(1, 1, time.monotonic(), ()))
+        other.close()
+        again = threads.submit(one.meet, 1)
+        wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
+        assert first.poll() == []
+        assert not again.done()
+        first.close()
+        second, anew = zero.meet(1), again.result()
+        assert second is not None
+        assert anew is not None
+        assert anew.placed.restart == 1
+        second.close()
+        anew.close()
 
 
 def test_nodes_that_do_not_come_are_named() -> None:

@@ -17,6 +17,7 @@ from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.local import address
 from ringreduce.commands.launch.node_messages import Done, Failed, Placed, Record, Refused
 from ringreduce.commands.launch.peer import Peer
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
@@ -74,6 +75,8 @@ class Meeting:
         self.placed, self.listener, self.is_over = placed, listener, False
         self.node, self._peers, self._door = node, peers, door
         self._late: list[Peer] = []
+        # Since when launchers have been waiting at the door; None: there are none.
+        self._waiting_since_s: float | None = None
         self._is_done = self._has_reported = False
 
     def register(self, selector: selectors.BaseSelector) -> None:
@@ -161,7 +164,7 @@ class Meeting:
         """On node 0: answer launchers for which there is no place, with the reason."""
         # Those that come after a failure come for the next attempt, and wait for it.
         has_failed = self._has_reported or any(peer.has_failed for peer in self._peers)
-        if self._door is None or has_failed or self.is_over:
+        if self._door is None or has_failed or self.is_over or not self._are_late():
             return
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while len(self._late) < _LATE_MAX:
@@ -180,6 +183,21 @@ class Meeting:
         for peer in [peer for peer in self._late if peer.is_gone]:
             peer.end.close()
             self._late.remove(peer)
+
+    def _are_late(self) -> bool:
+        """Whether launchers wait at the door that do not come for the next attempt.
+
+        Those have sent before that a rank failed, and it may come after them.
+        """
+        assert self._door is not None
+        ends = [peer.end for peer in self._peers if not peer.is_gone]
+        ready, _, _ = select.select([self._door, *ends], [], [], 0)
+        if self._door not in ready:
+            self._waiting_since_s = None
+            return bool(self._late)
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
+        return len(ready) == 1 and time.monotonic() - self._waiting_since_s >= TIMES.confirm_s
 
     def _send_all(self, record: Record, but: Peer | None = None) -> None:
         for peer in self._peers:
