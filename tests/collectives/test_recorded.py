@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects import native
 from ringreduce.pure.spans import Span, SpanKind
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import TIMES
@@ -43,6 +44,8 @@ def test_the_steps_of_a_long_pass_are_recorded_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
 def test_the_rank_that_a_call_waits_for_is_recorded(transport: str) -> None:
+    if transport == "shm" and native.library() is None:
+        pytest.skip(native.why_missing())
     communicators: dict[int, Communicator] = {}
 
     def work(communicator: Communicator) -> list[Span]:
