@@ -7,6 +7,7 @@
 
 #include <string.h>
 
+#include "copy.h"
 #include "reduce.h"
 #include "ringreduce.h"
 

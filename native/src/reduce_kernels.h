@@ -62,7 +62,7 @@
             for (uint64_t i = 0; i < n; i++)                                               \
                 target[i] = STORE(sum[i]);                                                 \
             for (uint32_t t = 1; t < how->targets; t++)                                    \
-                memcpy((element *)targets[t] + start, target, n * sizeof(element));        \
+                rr_copy_near((element *)targets[t] + start, target, n * sizeof(element));  \
         }                                                                                  \
     }
 

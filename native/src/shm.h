@@ -77,7 +77,7 @@ static inline void rr_copy(const struct rr_shm *group, void *target, const void 
     if (group->is_far)
         rr_copy_past_cache(target, source, bytes);
     else
-        memcpy(target, source, bytes);
+        rr_copy_near(target, source, bytes);
 }
 
 /* Cut `longest` bytes into segments of about equal length, so that the last one is worth its step,

@@ -44,9 +44,9 @@ static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *so
     const uint64_t behind = outgoing - before;        /* bytes behind it, sent first */
     const uint64_t first = start >= behind ? 0 : bytes > behind - start ? behind - start : bytes;
     uint8_t *half = rr_half(group, own, number);
-    memcpy(half, source + before + part_bytes(group, call, own, own) + start, first);
+    rr_copy_near(half, source + before + part_bytes(group, call, own, own) + start, first);
     if (first < bytes)
-        memcpy(half + first, source + (start + first - behind), bytes - first);
+        rr_copy_near(half + first, source + (start + first - behind), bytes - first);
     group->bytes_sent += bytes;
 }
 

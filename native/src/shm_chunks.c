@@ -53,8 +53,8 @@ static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *da
         uint64_t at;
         const uint64_t bytes = piece(group, chunk_bytes(group, call, rank), number, &at);
         if (bytes > 0)
-            memcpy(staged(group, call, own, rank, number),
-                   data + call->bounds[rank] * group->itemsize + at, bytes);
+            rr_copy_near(staged(group, call, own, rank, number),
+                         data + call->bounds[rank] * group->itemsize + at, bytes);
         group->bytes_sent += bytes;
     }
 }
