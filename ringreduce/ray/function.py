@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ringreduce.commands.launch.function import checked_size
 from ringreduce.ray.job import Choices, form, host_here, leaving
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError, PeerError, WorkerError
@@ -49,7 +49,7 @@ def run(
             others were stopped.
     """
     choices = Choices(settings)
-    size = _checked_size(num_workers)
+    size = checked_size(num_workers, "run(function, num_workers, *args)")
     resources = dict(resources_per_worker or {"CPU": 1})
     if not ray.is_initialized():
         ray.init()
@@ -153,19 +153,6 @@ def _failure(failures: Mapping[int, Exception], size: int) -> WorkerError:
         peer=rank,
         traceback=str(error),
     )
-
-
-def _checked_size(num_workers: Any) -> int:
-    try:
-        size = operator.index(num_workers)
-    except TypeError:
-        size = 0
-    if size < 1:
-        raise ConfigError(
-            f"run got {num_workers!r} as the number of workers; accepted: 1 or more",
-            remedy="Call run(function, num_workers, *args).",
-        )
-    return size
 
 
 def _in_all(resources: Mapping[str, float]) -> str:

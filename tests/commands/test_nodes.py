@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from ringreduce.commands.launch import meeting as meeting_module
 from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.meeting import Meeting, Node
 from ringreduce.commands.launch.node_messages import (
     NONCE_BYTES,
-    Alive,
     Channel,
     Done,
     Failed,

@@ -43,6 +43,7 @@ DECIDES = [
     "ringreduce.commands.launch.conclusion",
     "ringreduce.commands.launch.exchange",
     "ringreduce.commands.launch.failure",
+    "ringreduce.commands.launch.frames",
     "ringreduce.commands.launch.holding",
     "ringreduce.commands.launch.hosts",
     "ringreduce.commands.launch.node_messages",

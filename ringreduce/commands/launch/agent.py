@@ -25,12 +25,12 @@ from ringreduce.commands.launch.exchange import (
     Orders,
     Output,
     Ready,
-    Refused,
     Report,
     Signal,
     Start,
     encode,
 )
+from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program

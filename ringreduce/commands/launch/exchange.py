@@ -3,8 +3,7 @@
     launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
     launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Ended
 
-A frame is its length in four bytes and a record. The agent's first bytes are `MAGIC`, since a
-login shell may have written something before.
+The agent's first bytes are `MAGIC`, since a login shell may have written something before.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 import msgspec
 
 from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce agent\n"
-_LENGTH_BYTES = 4
 # An environment may be large; output comes in pieces of 64 KiB.
 _FRAME_BYTES_MAX = 1 << 24
 
@@ -32,7 +31,7 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
         threads: compute threads of each; None: the host's cores shared out.
         columns: width of the terminal that shows their lines; None: there is none.
         keeps_records: whether they ignore SIGUSR1 until they can write flight records.
-        rendezvous: ``host:port`` of rank 0; on its own host the port may be 0, any free one.
+        meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
         is_reached_by_others: whether rank 0 must be reached from other hosts.
     """
 
@@ -71,20 +70,10 @@ class Signal(msgspec.Struct, tag=True, frozen=True):
     alone: bool = False
 
 
-class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The launcher lives."""
-
-
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """The agent runs this version of ringreduce."""
 
     version: str
-
-
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Why the assignment cannot be carried out."""
-
-    text: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -138,8 +127,7 @@ _REPORTS = msgspec.msgpack.Decoder(Report)
 
 def encode(record: Order | Report) -> bytes:
     """One frame."""
-    data = msgspec.msgpack.encode(record)
-    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+    return frame(msgspec.msgpack.encode(record))
 
 
 class Orders:
@@ -150,7 +138,7 @@ class Orders:
 
     def feed(self, data: bytes) -> list[Order]:
         """The records that `data` completes. Raises ConfigError for what is none."""
-        return [_decode(_ORDERS, frame) for frame in self._frames.feed(data)]
+        return [_decode(_ORDERS, each) for each in self._frames.feed(data)]
 
 
 class Reports:
@@ -167,32 +155,11 @@ class Reports:
                 self._before = before[-len(MAGIC) :]
                 return []
             self._has_begun = True
-        return [_decode(_REPORTS, frame) for frame in self._frames.feed(data)]
+        return [_decode(_REPORTS, each) for each in self._frames.feed(data)]
 
 
-class Frames:
-    """Cuts bytes into frames, at most `bytes_max` long."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._data, self._bytes_max = bytearray(), bytes_max
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The frames that `data` completes. Raises ConfigError for one that is too long."""
-        self._data += data
-        frames = []
-        while len(self._data) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "big")
-            if end > self._bytes_max:
-                raise ConfigError(f"got a record of {end} bytes, which ringreduce does not send")
-            if len(self._data) < end:
-                break
-            frames.append(bytes(self._data[_LENGTH_BYTES:end]))
-            del self._data[:end]
-        return frames
-
-
-def _decode(decoder: Any, frame: bytes) -> Any:
+def _decode(decoder: Any, data: bytes) -> Any:
     try:
-        return decoder.decode(frame)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"got a record that ringreduce does not send: {error}") from None

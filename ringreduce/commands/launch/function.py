@@ -80,7 +80,7 @@ def launch(
         KeyboardInterrupt: this process was interrupted. Other signals, too, do what they would
             have done, once the workers have ended.
     """
-    size = _checked_size(n)
+    size = checked_size(n, "launch(function, n, *args)")
     choices = {name for name, setting in SETTINGS.items() if setting.is_choice}
     if unknown := sorted(set(settings) - choices):
         raise ConfigError(
@@ -126,15 +126,16 @@ def launch(
         return [_read(result, rank, size) for rank, result in enumerate(results)]
 
 
-def _checked_size(n: Any) -> int:
+def checked_size(count: Any, call: str) -> int:
+    """`count` as a number of workers; raises ConfigError, which shows how `call` is written."""
     try:
-        size = operator.index(n)
+        size = operator.index(count)
     except TypeError:
         size = 0
     if size < 1:
         raise ConfigError(
-            f"launch got {n!r} as the number of workers; accepted: 1 or more",
-            remedy="Call launch(function, n, *args).",
+            f"{call.partition('(')[0]} got {count!r} as the number of workers; accepted: 1 or more",
+            remedy=f"Call {call}.",
         )
     return size
 

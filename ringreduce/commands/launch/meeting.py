@@ -14,8 +14,9 @@ from functools import partial
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import Event, FailedElsewhere
 from ringreduce.commands.launch.failure import Failure
+from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import address
-from ringreduce.commands.launch.node_messages import Done, Failed, Placed, Record, Refused
+from ringreduce.commands.launch.node_messages import Done, Failed, Placed, Record
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError

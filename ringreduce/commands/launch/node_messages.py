@@ -4,8 +4,8 @@
                    <- Placed, or Refused --
                    <- Failed, Done, Alive ->
 
-Each end begins with `MAGIC` and a random nonce. A frame is its length, a code that only who knows
-the secret can make for this connection, direction and frame, and a record. Records are not
+Each end begins with `MAGIC` and a random nonce. A frame has a record, after a code that only a
+launcher that knows the secret can make for this connection, direction and frame. Records are not
 encrypted: they hold no secret, and no text of a program.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.commands.launch.exchange import Frames
+from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce node\n"
@@ -48,12 +48,6 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     port: int
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Why the job cannot start."""
-
-    text: str
-
-
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The rank that failed first on a node; fields as of `Failure`."""
 
@@ -67,10 +61,6 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 class Done(msgspec.Struct, tag=True, frozen=True):
     """All ranks of this node have ended well; from node 0: those of all nodes."""
-
-
-class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The launcher lives."""
 
 
 Record = Join | Placed | Refused | Failed | Done | Alive
@@ -111,7 +101,7 @@ class Channel:
         data = msgspec.msgpack.encode(record)
         code = _code(self._keys[0], self._sent, data)
         self._sent += 1
-        return (len(code) + len(data)).to_bytes(4, "big") + code + data
+        return frame(code + data)
 
     def feed(self, data: bytes) -> list[Record]:
         """The records that `data` completes.
@@ -127,7 +117,7 @@ class Channel:
                 return []
             self._keys = self._derive(self._begun[len(MAGIC) : length])
             data = self._begun[length:]
-        return [self._open(frame) for frame in self._frames.feed(data)]
+        return [self._open(each) for each in self._frames.feed(data)]
 
     def _derive(self, theirs: bytes) -> tuple[bytes, bytes]:
         """Keys of what this end sends and receives."""
@@ -135,9 +125,9 @@ class Channel:
         keys = [hashlib.blake2b(nonces + end, key=self._master).digest() for end in (b"0", b"1")]
         return (keys[0], keys[1]) if self._is_first else (keys[1], keys[0])
 
-    def _open(self, frame: bytes) -> Any:
+    def _open(self, sealed: bytes) -> Any:
         assert self._keys is not None
-        code, data = frame[:_CODE_BYTES], frame[_CODE_BYTES:]
+        code, data = sealed[:_CODE_BYTES], sealed[_CODE_BYTES:]
         if not hmac.compare_digest(code, _code(self._keys[1], self._received, data)):
             raise ConfigError("does not know this job's secret")
         self._received += 1

@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import is_loopback, listen
 from ringreduce.commands.launch.meeting import Meeting, Node
-from ringreduce.commands.launch.node_messages import Join, Placed, Refused
+from ringreduce.commands.launch.node_messages import Join, Placed
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.vocabulary.config import TIMES, join_timeout, ports_wanted, shared_secret

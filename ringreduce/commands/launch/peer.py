@@ -7,13 +7,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-from ringreduce.commands.launch.node_messages import (
-    NONCE_BYTES,
-    Alive,
-    Channel,
-    Join,
-    Record,
-)
+from ringreduce.commands.launch.frames import Alive
+from ringreduce.commands.launch.node_messages import NONCE_BYTES, Channel, Join, Record
 from ringreduce.vocabulary.config import TIMES
 
 _PIECE_BYTES = 1 << 16

@@ -19,7 +19,6 @@ from typing import IO
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import (
-    Alive,
     Assignment,
     Ended,
     Event,
@@ -27,13 +26,13 @@ from ringreduce.commands.launch.exchange import (
     Lost,
     Order,
     Ready,
-    Refused,
     Reports,
     Said,
     Signal,
     Start,
     encode,
 )
+from ringreduce.commands.launch.frames import Alive, Refused
 from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard
