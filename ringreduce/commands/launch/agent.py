@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import (
@@ -51,42 +54,55 @@ class _Connection:
         # What else writes to standard output must not get into a record.
         self._output = os.dup(1)
         os.dup2(2, 1)
+        os.set_blocking(self._output, False)
         self._orders = Orders()
-        self._waiting: list[Order] = []
-        self._heard_s = time.monotonic()
+        # Those that have arrived and were not taken.
+        self._arrived: deque[Order] = deque()
+        self._received_s = time.monotonic()
         self._write(MAGIC + encode(Hello(__version__)))
 
     def send(self, report: Report) -> None:
         """Send a record; waits while the connection is full. Raises `_EndedError`."""
         self._write(encode(report))
 
-    def take(self) -> list[Order]:
-        """The orders that have arrived; called when standard input is readable.
-
-        Raises `_EndedError` at its end.
-        """
+    def receive(self) -> None:
+        """Read orders; called when standard input is readable. Raises `_EndedError` at its end."""
         data = os.read(0, _PIECE_BYTES)
         if not data:
             raise _EndedError
-        self._heard_s = time.monotonic()
-        return self._orders.feed(data)
+        self._received_s = time.monotonic()
+        self._arrived += self._orders.feed(data)
+
+    def take(self) -> Iterator[Order]:
+        """The orders that have arrived."""
+        while self._arrived:
+            yield self._arrived.popleft()
 
     def wait(self, kind: type[Order]) -> Order:
-        """The next record of this kind. Raises `_EndedError`."""
+        """The next order of this kind. Raises `_EndedError`."""
         while True:
             for order in self.take():
                 if isinstance(order, kind):
                     return order
+            self.receive()
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether nothing came from the launcher for long, as when a network was cut."""
-        return time.monotonic() - self._heard_s >= TIMES.agent_silent_s
+    def check(self) -> None:
+        """Raise `_EndedError` if nothing came for long, as when a network was cut."""
+        if time.monotonic() - self._received_s >= TIMES.agent_silent_s:
+            print("nothing came from the launcher for long", file=sys.stderr)
+            raise _EndedError
 
     def _write(self, data: bytes) -> None:
         try:
             while data:
-                data = data[os.write(self._output, data) :]
+                # Also reads, so that a full connection is told from one that has ended.
+                readable, writable, _ = select.select([0], [self._output], [], TIMES.poll_s)
+                if readable:
+                    self.receive()
+                if writable:
+                    with contextlib.suppress(BlockingIOError):
+                        data = data[os.write(self._output, data) :]
+                self.check()
         except OSError:
             raise _EndedError from None
 
@@ -139,24 +155,19 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
         events: list[Event] = []
         for key, _ in selector.select(TIMES.poll_s):
             if key.fileobj == 0:
-                _obey(connection, host)
+                connection.receive()
             else:
                 events += key.data()
+        for order in connection.take():
+            if isinstance(order, Signal):
+                host.send(order.rank, order.number, alone=order.alone)
         events += host.poll()
         for event in events:
             if isinstance(event, Ended):
                 running.discard(event.rank)
             assert isinstance(event, Output | Ended)
             connection.send(event)
-        if connection.is_silent:
-            print("nothing came from the launcher for long", file=sys.stderr)
-            return
-
-
-def _obey(connection: _Connection, host: LocalHost) -> None:
-    for order in connection.take():
-        if isinstance(order, Signal):
-            host.send(order.rank, order.number, alone=order.alone)
+        connection.check()
 
 
 def _listen(assignment: Assignment) -> socket.socket | None:
