@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import signal
 import socket
 import time
 from collections import deque
@@ -21,7 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
+from ringreduce.commands.launch import peer as peer_module
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.meeting import Meeting, Node
@@ -32,6 +35,7 @@ from ringreduce.commands.launch.node_messages import (
     Failed,
     Join,
     Placed,
+    Record,
 )
 from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.vocabulary.config import TIMES
@@ -206,6 +210,39 @@ def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.Monke
         assert anew.placed.restart == 1
         second.close()
         anew.close()
+
+
+def test_launchers_that_wait_for_others_show_that_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
+    monkeypatch.setattr(peer_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
+
+    def await_alive(end: socket.socket, *, is_first: bool, sends: list[Join]) -> None:
+        with end:
+            channel = Channel(SECRET, b"1" * NONCE_BYTES, is_first=is_first)
+            end.sendall(channel.opening)
+            received: list[Record] = []
+            while Alive() not in received:
+                received += channel.feed(end.recv(1 << 16))
+                while channel.is_open and sends:
+                    end.sendall(channel.encode(sends.pop()))
+
+    signals: deque[int] = deque()
+    port = free_port()
+    with Nodes(node(port, 0, 3), signals) as zero, ThreadPoolExecutor() as threads:
+        waiting = threads.submit(zero.meet, 0)
+        end = socket.create_connection(("127.0.0.1", port))
+        await_alive(end, is_first=False, sends=[Join(__version__, 3, 0, 1, 1, "b")])
+        signals.append(signal.SIGINT)
+        assert waiting.result() is None
+    signals.clear()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        one = Nodes(node(listener.getsockname()[1], 1), signals)
+        waiting = threads.submit(one.meet, 0)
+        await_alive(listener.accept()[0], is_first=True, sends=[])
+        signals.append(signal.SIGINT)
+        assert waiting.result() is None
 
 
 def test_nodes_that_do_not_come_are_named() -> None:

@@ -64,8 +64,8 @@ class Nodes:
     def __init__(self, node: Node, signals: deque[int]) -> None:
         self._node, self._signals = node, signals
         self._listener: socket.socket | None = None
-        # Connections that did not know the secret.
-        self._strangers = 0
+        # Connections that were refused, and what the other end of the last one was.
+        self._strangers, self._last_stranger = 0, ""
         if node.node == 0:
             self._listener = listen(
                 node.host,
@@ -125,11 +125,13 @@ class Nodes:
                         connected.append(Peer(end, node.secret, is_first=True))
                         selector.register(end, selectors.EVENT_READ, connected[-1])
                         continue
-                    peer: Peer = key.data
-                    self._hear(peer, joined)
+                    self._receive(key.data, joined)
+                for peer in list(connected):
+                    peer.keep_alive()
                     if peer.is_gone:
                         selector.unregister(peer.end)
                         peer.end.close()
+                        connected.remove(peer)
                         joined = {k: v for k, v in joined.items() if v is not peer}
             stack.pop_all()
         for peer in connected:
@@ -137,13 +139,14 @@ class Nodes:
                 peer.end.close()
         return self._place([joined[k] for k in sorted(joined)], restart)
 
-    def _hear(self, peer: Peer, joined: dict[int, Peer]) -> None:
+    def _receive(self, peer: Peer, joined: dict[int, Peer]) -> None:
         """Take what a launcher, or a stranger, has sent to node 0."""
         try:
             records = peer.read()
-        except ConfigError:
+        except ConfigError as error:
             peer.is_gone = True
             self._strangers += 1
+            self._last_stranger = error.message
             return
         for record in records:
             if isinstance(record, Join) and peer.join is None:
@@ -178,7 +181,7 @@ class Nodes:
         text = f"waited {node.join_timeout_s:g} s at {node.address}, and "
         text += f"node{'s' * (len(missing) > 1)} {named} did not come"
         if self._strangers:
-            text += f" ({self._strangers} connections could not show the job's secret)"
+            text += f" (refused {self._strangers} connections; the last one {self._last_stranger})"
         return (
             f"{text}. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
         )
@@ -256,6 +259,7 @@ class Nodes:
         with selectors.DefaultSelector() as selector:
             selector.register(peer.end, selectors.EVENT_READ)
             while not (peer.is_gone or self._is_unwanted() or time.monotonic() >= deadline):
+                peer.keep_alive()
                 if not selector.select(TIMES.poll_s):
                     continue
                 try:
