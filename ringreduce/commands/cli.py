@@ -60,6 +60,13 @@ def _number(
     )
 
 
+def _of_hosts(metavar: str, help: str, *flags: str, default: str = "none") -> Any:
+    """An option for jobs of several hosts; `default` in words."""
+    return typer.Option(
+        *flags, help=help, metavar=metavar, show_default=default, rich_help_panel=_SEVERAL_HOSTS
+    )
+
+
 def _one_of(values: Sequence[str], help: str) -> Any:
     """An option that is one of `values`."""
     return typer.Option(
@@ -136,24 +143,18 @@ def run(
     ] = None,
     hosts: Annotated[
         str | None,
-        typer.Option(
+        _of_hosts(
+            "HOST:SLOTS,...",
+            "Hosts, and how many workers each has. They are reached by ssh, and have the same "
+            "folder, Python and ringreduce.",
             "-H",
             "--hosts",
-            help="Hosts, and how many workers each has. They are reached by ssh, and have the same "
-            "folder, Python and ringreduce.",
-            metavar="HOST:SLOTS,...",
-            show_default="this one",
-            rich_help_panel=_SEVERAL_HOSTS,
+            default="this one",
         ),
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            help="A file with a host on each line, as HOST slots=N or HOST:N.",
-            metavar="FILE",
-            show_default="none",
-            rich_help_panel=_SEVERAL_HOSTS,
-        ),
+        _of_hosts("FILE", "A file with a host on each line, as HOST slots=N or HOST:N."),
     ] = None,
     nnodes: Annotated[
         int | None,
@@ -230,52 +231,43 @@ def run(
     encryption: Annotated[str | None, _setting("encryption")] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A variable for the workers; NAME alone: as it is here. Other hosts get those of "
+        _of_hosts(
+            "NAME=VALUE",
+            "A variable for the workers; NAME alone: as it is here. Other hosts get those of "
             "ringreduce, and PYTHONPATH, in any case.",
-            metavar="NAME=VALUE",
-            show_default="none",
-            rich_help_panel=_SEVERAL_HOSTS,
         ),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(
-            help="Where the ranks meet: an address of the first host that all hosts reach, with or "
+        _of_hosts(
+            "HOST:PORT",
+            "Where the ranks meet: an address of the first host that all hosts reach, with or "
             "without a port.",
-            metavar="HOST:PORT",
-            show_default="the first host's name, any free port",
-            rich_help_panel=_SEVERAL_HOSTS,
+            default="the first host's name, any free port",
         ),
     ] = None,
     ssh: Annotated[
-        str,
-        typer.Option(
-            help="The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
-            metavar="COMMAND",
-            rich_help_panel=_SEVERAL_HOSTS,
+        str | None,
+        _of_hosts(
+            "COMMAND",
+            "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
+            default="ssh",
         ),
-    ] = "ssh",
+    ] = None,
     python: Annotated[
-        str,
-        typer.Option(
-            help="Python on the hosts.",
-            metavar="PROGRAM",
-            show_default="this one's path",
-            rich_help_panel=_SEVERAL_HOSTS,
-        ),
-    ] = sys.executable,
+        str | None, _of_hosts("PROGRAM", "Python on the hosts.", default="this one's path")
+    ] = None,
 ) -> None:
     """Start the workers, and leave with the job's exit code."""
     program = ["-m"] * module + [script, *(arguments or [])]
     spread = node = None
     if hosts is not None or hostfile is not None:
-        for name, value in (("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin)):
-            if value is not None:
-                raise typer.BadParameter("not with -H or --hostfile", param_hint=name)
-        spread = spread_over(share_out(_hosts(hosts, hostfile), workers), ssh, python, rendezvous)
+        _refuse("not with", ("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin))
+        shares = share_out(_hosts(hosts, hostfile), workers)
+        spread = spread_over(shares, ssh, python, rendezvous)
         size, variables = spread.size, forwarded_environment(env or ())
     else:
+        _refuse("only with", ("--ssh", ssh), ("--python", python))
         check_program(program)
         size, variables = workers or 1, chosen_variables(env or ())
         node = _node(nnodes, node_rank, rendezvous, size, max_restarts, timeout)
@@ -301,6 +293,12 @@ def run(
         encryption=encryption,
     )
     raise typer.Exit(code)
+
+
+def _refuse(when: str, *options: tuple[str, object]) -> None:
+    for name, value in options:
+        if value is not None:
+            raise typer.BadParameter(f"{when} -H or --hostfile", param_hint=name)
 
 
 def _node(

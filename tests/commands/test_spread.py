@@ -258,6 +258,7 @@ def test_ctrl_c_ends_a_job_whose_hosts_have_not_answered(tmp_path: Path) -> None
         (["-H", "a", "--hostfile", "b"], "give it or --hostfile, not both"),
         (["-H", "a:2", "-n", "3"], "3 workers are asked for, and the hosts have 2 slots"),
         (["-H", "a:2", "--stdin", "0"], "--stdin: not with -H or --hostfile"),
+        (["--python", "python3"], "--python: only with -H or --hostfile"),
         (["-H", "a", "--ssh", "/no/ssh"], "cannot run '/no/ssh' to reach a"),
         (["-H", "a", "--env", "NOT_SET"], "--env NOT_SET: it is not set here"),
         (["-H", "a", "--env", "=x"], "--env '=x' names no variable"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,16 +44,23 @@ class Spread:
         return not all(share.host.is_loopback for share in self.shares[1:])
 
 
-def spread_over(shares: Sequence[Share], ssh: str, python: str, rendezvous: str | None) -> Spread:
+def spread_over(
+    shares: Sequence[Share],
+    ssh: str | None = None,
+    python: str | None = None,
+    rendezvous: str | None = None,
+) -> Spread:
     """What the options say.
 
     Args:
-        ssh: a command as in a shell.
+        ssh: a command as in a shell; None: ``ssh``.
+        python: the program on the hosts; None: that of this process.
         rendezvous: ``host``, ``host:port``, or None for the first host's name and any port.
 
     Raises:
         ConfigError: `ssh` or `rendezvous` cannot be read.
     """
+    ssh = "ssh" if ssh is None else ssh
     try:
         command = shlex.split(ssh)
     except ValueError as error:
@@ -62,7 +70,8 @@ def spread_over(shares: Sequence[Share], ssh: str, python: str, rendezvous: str 
     own_name = socket.gethostname()
     names = {"localhost", own_name, own_name.partition(".")[0]}
     host, port = _meeting(shares[0].host, rendezvous)
-    reach = Reach(command, names, os.getcwd(), python, import_path())
+    program = sys.executable if python is None else python
+    reach = Reach(command, names, os.getcwd(), program, import_path())
     return Spread(shares, reach, host, port)
 
 
