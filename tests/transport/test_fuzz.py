@@ -96,11 +96,14 @@ def pids(ring: Ring) -> list[int]:
 # --- Strangers ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["off", "on"], ids=["PLAIN", "CURVE"])
+@pytest.fixture(scope="class", params=["off", "on"], ids=["PLAIN", "CURVE"])
 def open_ring(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ring]:
-    """A running ring with a secret whose ports stay open; it must end well."""
+    """A running ring with a secret whose ports stay open; it must end well.
+
+    It takes all processors, so it is not there for other tests.
+    """
     directory = tmp_path_factory.mktemp("open")
     with Ring(directory, 2, ROUNDS, secret=SECRET, encryption=request.param) as ring:
         ring.wait("rounds")
@@ -118,31 +121,31 @@ def end_well(ring: Ring) -> None:
         assert worker.wait(10) == 0, worker.stderr
 
 
-def test_no_stranger_hurts_a_running_ring(open_ring: Ring) -> None:
-    """Every named attempt, a few at a time; refusals take time."""
-    port = open_ring.port(1)
-    with bounded_memory(*pids(open_ring)), ThreadPoolExecutor(8) as pool:
-        for attempt in [pool.submit(work, port) for work in STRANGERS.values()]:
-            attempt.result(60)
-    assert len(STRANGERS) >= 40
-    assert_unhurt(open_ring)
+class TestRunningRing:
+    def test_no_stranger_hurts_a_running_ring(self, open_ring: Ring) -> None:
+        """Every named attempt, a few at a time; refusals take time."""
+        port = open_ring.port(1)
+        with bounded_memory(*pids(open_ring)), ThreadPoolExecutor(8) as pool:
+            for attempt in [pool.submit(work, port) for work in STRANGERS.values()]:
+                attempt.result(60)
+        assert len(STRANGERS) >= 40
+        assert_unhurt(open_ring)
 
-
-@pytest.mark.parametrize("times", TIMES)
-def test_no_stream_of_random_frames_gets_into_a_running_ring(
-    open_ring: Ring, chance: random.Random, times: int
-) -> None:
-    """What looks like right frames at first, with the handshakes of all mechanisms."""
-    port, header = open_ring.port(1), frame()
-    with bounded_memory(*pids(open_ring)):
-        for _ in range(times * 100):
-            pieces = [greeting(chance.choice((b"NULL", b"PLAIN", b"CURVE"))), ready()]
-            for _ in range(100):
-                parts = mutate_frame(chance, header, [bytes(100)])[1]
-                pieces += [message(part) for part in parts]
-            stream = b"".join(pieces)
-            blast(port, mutate_bytes(chance, stream) if chance.random() < 0.5 else stream)
-    assert_unhurt(open_ring)
+    @pytest.mark.parametrize("times", TIMES)
+    def test_no_stream_of_random_frames_gets_into_a_running_ring(
+        self, open_ring: Ring, chance: random.Random, times: int
+    ) -> None:
+        """What looks like right frames at first, with the handshakes of all mechanisms."""
+        port, header = open_ring.port(1), frame()
+        with bounded_memory(*pids(open_ring)):
+            for _ in range(times * 100):
+                pieces = [greeting(chance.choice((b"NULL", b"PLAIN", b"CURVE"))), ready()]
+                for _ in range(100):
+                    parts = mutate_frame(chance, header, [bytes(100)])[1]
+                    pieces += [message(part) for part in parts]
+                stream = b"".join(pieces)
+                blast(port, mutate_bytes(chance, stream) if chance.random() < 0.5 else stream)
+        assert_unhurt(open_ring)
 
 
 def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
