@@ -83,28 +83,38 @@ class Arrays:
             lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
         )
 
-    def batches(self, indices: Callable[[], Sequence[np.ndarray]], count: int, rows: int) -> Any:
-        """A tf.data.Dataset of `count` batches of at most `rows` rows.
+    def batches(
+        self,
+        indices: Callable[[int, int], Sequence[np.ndarray]],
+        count: int,
+        rows: int,
+        single: int = 0,
+    ) -> Any:
+        """A tf.data.Dataset of `count` batches of about `rows` rows.
 
-        The indices of their rows are looked up anew in each pass.
+        `indices` returns those of the rows of some batches, given the first and the end; it is
+        called in each pass. The first `single` batches are copied one by one, not many at a time.
         """
         row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
         length = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // max(1, rows * row_bytes)))
         specs = tf.nest.flatten(self.spec)
+        single = min(single, count)
 
-        def take(number: Any) -> list[np.ndarray]:
-            group = indices()[number * length : (number + 1) * length]
+        def take(number: int) -> list[np.ndarray]:
+            first = number if number < single else single + (number - single) * length
+            group = indices(first, min(count, first + (1 if number < single else length)))
             bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
             return [bounds, *tf.nest.flatten(self.take(np.concatenate(group)))]
 
         def group(number: Any) -> Any:
             dtypes = [tf.int64, *(spec.dtype for spec in specs)]
-            bounds, *parts = tf.numpy_function(take, [number], dtypes)
+            bounds, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
             return tf.ensure_shape(bounds, [None]), tf.nest.pack_sequence_as(self.spec, shaped)
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
-        grouped = tf.data.Dataset.range(-(-count // length)).map(group)
+        groups = single + -(-(count - single) // length)
+        grouped = tf.data.Dataset.range(groups).map(group)
         return grouped.prefetch(1).flat_map(_batches_of)
 
     def digest(self) -> list[Any]:

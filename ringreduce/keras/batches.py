@@ -23,11 +23,14 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
+from ringreduce.keras.shares import Shares
 from ringreduce.keras.tap import tapped
-from ringreduce.pure.epochs import Order, own_rows
+from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
 
 BATCH_SIZE = 32
+# Of a pass, so many batches are copied one by one while shares are measured.
+_SINGLE = 64
 _REMEDY = (
     "Give every rank the same data in the same order: pass a seed to shuffle, seed other random "
     "numbers alike, and sort lists of files. check=False leaves this check out."
@@ -72,6 +75,7 @@ class Plan:
         class_weight: weights of classes, for what is not a tf.data.Dataset.
         deal: give whole batches to ranks in turn, instead of each rank its rows.
         check: compare what ranks read.
+        shares: of each rank in a global batch; None: equal ones.
     """
 
     ring: Communicator
@@ -83,6 +87,12 @@ class Plan:
     class_weight: Any = None
     deal: bool = False
     check: bool = True
+    shares: Shares | None = None
+
+    @property
+    def sharing(self) -> Shares:
+        """The shares of each rank."""
+        return self.shares or Shares(self.ring)
 
     def divide(self, whole: Any) -> Any:
         """This rank's part of a tf.data.Dataset of global batches."""
@@ -91,7 +101,7 @@ class Plan:
             return whole
         if self.check:
             whole = tapped(whole, self.what, _REMEDY, ring)
-        return whole.shard(ring.size, ring.rank) if self.deal else _own_rows_of(whole, ring)
+        return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
 
     def own_steps(self, steps: int) -> int:
         """How many batches this rank gets of `steps`."""
@@ -146,26 +156,35 @@ class _ArrayFeed(Feed):
             plan.shuffle == "batch",
         )
         self._plan = plan
-        self.is_even = unit % size == 0 and arrays.count % unit % size == 0
+        self._shares = plan.sharing
+        is_even = unit % size == 0 and arrays.count % unit % size == 0
+        self.is_even = is_even and self._shares.is_equal
         self.begin(0)
         count = plan.own_steps(self._order.steps)
+        # While shares are measured, few batches are made ahead with the old ones.
+        single = _SINGLE if self._shares.is_measured else 0
+        rows = unit if plan.deal else -(-unit // size)
         self.dataset = (
-            arrays.batches(lambda: self._own, count, unit if plan.deal else -(-unit // size))
+            arrays.batches(self._own, count, rows, single)
             .apply(tf.data.experimental.assert_cardinality(count))
             .prefetch(tf.data.AUTOTUNE)
         )
 
     def begin(self, epoch: int) -> None:
-        rank, size = self._plan.ring.rank, self._plan.ring.size
-        found = [
+        self._batches = [
             np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             for rows in self._order.of_epoch(epoch)
         ]
-        # The indices of this rank's rows in each of its batches.
         if self._plan.deal:
-            self._own = found[rank::size]
-        else:
-            self._own = [rows[slice(*own_rows(len(rows), rank, size))] for rows in found]
+            self._batches = self._batches[self._plan.ring.rank :: self._plan.ring.size]
+
+    def _own(self, first: int, end: int) -> list[np.ndarray]:
+        """The indices of this rank's rows in batches `first` to `end` of the epoch."""
+        batches = self._batches[first:end]
+        if self._plan.deal:
+            return batches
+        numbered = enumerate(batches, first)
+        return [rows[slice(*self._shares.rows(n, len(rows)))] for n, rows in numbered]
 
 
 class _DatasetFeed(Feed):
@@ -189,7 +208,7 @@ class _DatasetFeed(Feed):
                 )
         if (known := rows.pop()) is not None:
             plan.require_rows(known, "batch size")
-            self.is_even = known % plan.ring.size == 0
+            self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
         if plan.deal and plan.steps is not None:
             whole = whole.take(plan.steps)
         else:
@@ -372,15 +391,3 @@ def _standard(batch: Any, class_weight: Any) -> Any:
     return keras.tree.map_structure(
         lambda one: one if hasattr(one, "shape") else np.asarray(one), parts
     )
-
-
-def _own_rows_of(dataset: Any, ring: Communicator) -> Any:
-    """Of each batch of `dataset` this rank's rows."""
-
-    def own(*element: Any) -> Any:
-        batch = element if isinstance(dataset.element_spec, tuple) else element[0]
-        count = tf.shape(tf.nest.flatten(batch)[0])[0]
-        first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
-        return tf.nest.map_structure(lambda part: part[first:end], batch)
-
-    return dataset.map(own)

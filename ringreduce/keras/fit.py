@@ -19,6 +19,7 @@ from ringreduce.keras.join import build, empty_batch, weigh_steps
 from ringreduce.keras.own_data import own_feed, own_validation
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.shares import Measure, agreed_shares
 from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import refuse_other_ring, require_distributed
 from ringreduce.vocabulary.errors import ConfigError
@@ -47,6 +48,7 @@ def fit(
     backup_dir: Any = None,
     check: bool = True,
     sharded: bool = False,
+    batch_share: str | float | None = None,
     communicator: Communicator | None = None,
 ) -> Any:
     """Train as ``model.fit`` does, with every batch divided among all ranks.
@@ -87,6 +89,12 @@ def fit(
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples, as for `rr.join`. So is
             `validation_data`.
+        batch_share: this rank's share of each global batch. ``"equal"``, the default;
+            ``"measured"``: the ranks measure for 10 steps how fast each of them computes, and
+            divide later batches in that proportion, which rank 0 prints; or a number above 0, such
+            as 2.0 on a rank that is twice as fast as one with 1.0. Every rank gets at least one
+            row. Gradients, losses and metrics count by rows, so the result stays that of one
+            process. For ``jit_compile=True`` XLA compiles again when the shares change.
 
     An epoch of `steps_per_epoch` goes on where the last one ended; with arrays and PyDatasets a new
     pass begins at the end of one, also within an epoch. Other arguments are those of ``model.fit``;
@@ -116,7 +124,15 @@ def fit(
             )
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
+    shares = agreed_shares(batch_share, ring)
     if sharded:
+        if batch_share not in (None, "equal"):
+            raise ConfigError(
+                f"got batch_share={batch_share!r} with sharded=True",
+                **ring.config.who,
+                remedy="Batches are each rank's own: batch less on a slow rank. Gradients count "
+                "by rows.",
+            )
         training = own_feed(
             *(x, model, ring),
             y=y,
@@ -136,6 +152,7 @@ def fit(
                 seed=seed,
                 class_weight=None if is_graph else class_weight,
                 check=check,
+                shares=shares,
             ),
         )
     validation = None
@@ -171,6 +188,7 @@ def fit(
                 verbose=verbose if ring.rank == 0 else 0,
                 callbacks=[
                     _Epochs(training, validation),
+                    *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                     Together(_callbacks(callbacks, backup_dir), communicator),
                 ],
                 validation_data=None if validation is None else validation.dataset,

@@ -14,6 +14,7 @@ tf = pytest.importorskip("tensorflow")
 rr = pytest.importorskip("ringreduce.keras")
 batches = pytest.importorskip("ringreduce.keras.batches")
 rr_arrays = pytest.importorskip("ringreduce.keras.arrays")
+rr_shares = pytest.importorskip("ringreduce.keras.shares")
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 COUNT = 4
@@ -110,3 +111,81 @@ def test_what_is_random_on_purpose_is_no_difference():
 
     with pytest.raises(MismatchError, match="in the last"):
         ring_of_threads(2, work)
+
+
+FORMS = {
+    "arrays": lambda: (NUMBERS, NUMBERS),
+    "dataset": lambda: (tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS)).batch(BATCH),),
+    "generator": lambda: (
+        (NUMBERS[i : i + BATCH], NUMBERS[i : i + BATCH]) for i in range(0, len(NUMBERS), BATCH)
+    ),
+}
+NUMBERS = np.arange(BATCH * 30 + 1)
+
+
+def shared_batches(form, make_shares, after=None):
+    """Each rank's rows of all batches, on 2 ranks; `after` is called after the 10th batch."""
+
+    def work(comm):
+        shares = make_shares(comm)
+        given, steps = FORMS[form](), -(-len(NUMBERS) // BATCH)
+        given = given if form != "generator" else (given,)
+        size = BATCH if form == "arrays" else None
+        plan = batches.Plan(comm, "the data", batch_size=size, steps=steps, shares=shares)
+        found = []
+        feed = batches.feed_of(given, plan)
+        assert not feed.is_even
+        for number, (_, y) in enumerate(feed.dataset):
+            found.append(y.numpy().tolist())
+            if number == 9 and after is not None:
+                after(shares, comm)
+        return found
+
+    parts = list(zip(*ring_of_threads(2, work), strict=True))
+    assert list(itertools.chain(*itertools.chain(*parts))) == NUMBERS.tolist()
+    return [[len(own) for own in batch] for batch in parts]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shares_divide_the_same_batches(form):
+    lengths = shared_batches(form, lambda comm: rr_shares.Shares(comm, (1, 2)))
+    assert lengths == [[2, 4]] * 30 + [[0, 1]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_change_to_measured_shares_at_the_same_batch(form):
+    def settle(shares, comm):
+        assert shares.settle((1.0, 2.0)[comm.rank]) == [4, 2]
+
+    lengths = shared_batches(form, lambda c: rr_shares.Shares(c, is_measured=True), settle)
+    before = lengths.index([4, 2])
+    assert 10 <= before < 30
+    assert lengths == [[3, 3]] * before + [[4, 2]] * (30 - before) + [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (("measured", "mesured"), "ConfigError", "got batch_share='mesured' on rank 1; accepted"),
+        ((0, 1.0), "ConfigError", "got batch_share=0 on rank 0"),
+        ((-1, float("nan")), "ConfigError", "got batch_share=-1 on rank 0"),
+        ((1.0, True), "ConfigError", "got batch_share=True on rank 1"),
+        ((None, "measured"), "MismatchError", "rank 0 'equal', rank 1 'measured'"),
+        ((2.0, "equal"), "MismatchError", "rank 0 a number, rank 1 'equal'"),
+    ],
+)
+def test_a_wrong_share_is_an_error_on_all_ranks(given, error, text):
+    def work(comm):
+        with pytest.raises((rr.ConfigError, MismatchError)) as raised:
+            rr_shares.agreed_shares(given[comm.rank], comm)
+        return type(raised.value).__name__, str(raised.value)
+
+    for name, message in ring_of_threads(2, work):
+        assert name == error
+        assert text in message
+
+
+def test_equal_numbers_are_equal_shares():
+    for given in (None, "equal", 1.0):
+        found = ring_of_threads(2, lambda comm: rr_shares.agreed_shares(given, comm))  # noqa: B023
+        assert all(shares.is_equal for shares in found)

@@ -10,12 +10,17 @@ FORMS = ["arrays", "pandas", "batches", "samples", "py dataset", "workers", "gen
 VALIDATED = [f"validated by {form}" for form in ("dataset", "py dataset", "generator")]
 # The last batch of 13 rows, or of 1.
 PREFIXES = ["", "uneven "]
-EXACT = ["arrays", "uneven arrays", "sample weights", "class weights", "split", "short epochs"]
+EXACT = [
+    *("arrays", "uneven arrays", "sample weights", "class weights", "split", "short epochs"),
+    *("shares", "shares jit"),
+]
 SAME = {
     **{prefix + form: f"{prefix}arrays" for prefix in PREFIXES for form in FORMS + VALIDATED},
     "class weights of a dataset": "class weights",
     "short epochs of arrays": "short epochs",
     "several steps": "uneven arrays",
+    "shares of batches": "shares",
+    "shares of a generator": "shares",
 }
 # Not on 2 ranks, to save time, besides batches that divide evenly.
 RARE = [
@@ -24,6 +29,7 @@ RARE = [
     *("uneven pandas", "uneven validated by py dataset", "uneven validated by generator"),
     *("class weights of a dataset", "short epochs of arrays", "eager", "jit"),
     *("shuffled batches", "shuffled py dataset"),
+    *("shares jit", "shares of batches", "shares of a generator"),
 ]
 SHUFFLED = ["shuffled arrays", "shuffled batches", "shuffled py dataset"]
 
@@ -75,6 +81,27 @@ def test_shuffling_is_that_of_one_process_and_follows_from_the_seed(size, case):
     fact = facts_of_all(size, case)[0]
     assert fact["difference"] < 2e-6
     assert fact["other"] > 1e-3
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_unequal_shares_train_exactly_as_equal_ones_and_one_process(size):
+    for fact in facts_of_all(size, "exact shares"):
+        unequal, *others = fact["weights"]
+        assert unequal == fact["expected"]
+        if size == 2:  # Of 3 ranks the mean number of rows is no binary fraction.
+            assert others == [unequal] * 2
+
+
+def test_a_slow_rank_gets_less_of_each_batch_once_that_is_measured():
+    first, slow = facts_of_all(2, "measured")
+    assert [sum(rows) for rows in zip(first["lengths"], slow["lengths"], strict=True)] == [16] * 30
+    assert first["lengths"][:10] == [8] * 10
+    assert first["lengths"][-1] > 10
+    [line] = first["lines"]
+    fast, less = first["lengths"][-1], slow["lengths"][-1]
+    assert line == f"batch shares measured over 8 steps: rank 0 {fast}, rank 1 {less} of 16"
+    assert slow["lines"] == []
+    assert first["difference"] < 2e-6
 
 
 def test_callbacks_see_the_metrics_of_all_ranks():
@@ -137,6 +164,8 @@ def test_nothing_is_said_where_nothing_is_wrong_or_again(case):
         ("targets beside", "got y or sample_weight beside"),
         ("batches of a py dataset", "got batch_size beside a PyDataset"),
         ("plain", "DistributedOptimizer(keras.optimizers.SGD(...))"),
+        ("shares of own data", "with sharded=True. Batches are each rank's own: batch less"),
+        ("wrong share", "got batch_share='mesured' on rank 0; accepted: "),
         ("not compiled", "no compiled model"),
     ],
 )

@@ -3,8 +3,11 @@
 What must come out is computed beside it, by plain Keras on the whole data with the same batches.
 """
 
+import contextlib
 import functools
+import io
 import os
+import time
 import warnings
 import zipfile
 
@@ -30,6 +33,9 @@ RARE = {
     "jit",
     "shuffled batches",
     "shuffled py dataset",
+    "shares of batches",
+    "shares of a generator",
+    "shares jit",
 }
 
 
@@ -176,6 +182,68 @@ def shuffled():
         )
 
 
+def shares():
+    """Ranks have 3, 1 and 2 parts of each batch; or what they measure, rank 1 being slow."""
+    x, y = arrays(81)
+    alone = {"x": x, "y": y, "batch_size": BATCH, "sample_weight": np.arange(81.0) % 3}
+    unequal = {"shuffle": False, "batch_share": (3, 1.0, 2)[comm.rank]}
+    fitted("shares", {**alone, **unequal}, alone)
+    data = tf.data.Dataset.from_tensor_slices((x, y, alone["sample_weight"])).batch(BATCH)
+    fitted("shares of batches", {"x": data, **unequal})
+    batches = endless(x, y, alone["sample_weight"])
+    fitted("shares of a generator", {"x": batches, "steps_per_epoch": 6, **unequal})
+    fitted("shares jit", {**alone, **unequal}, alone, jit_compile=True)
+    exact_shares()
+    measured_shares()
+
+
+def exact_shares():
+    """Each mean over 12, 4, 8 or 16 rows is a whole number, as all that follows from it."""
+    x = 48 * np.random.default_rng(1).integers(1, 9, (64, 4)).astype("float32")
+    found = []
+    for is_alone, share in ((False, (3, 1, 1)[comm.rank]), (False, "equal"), (True, None)):
+        optimizer = keras.optimizers.SGD(1.0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+        model.set_weights([np.arange(4, dtype="float32")[:, None]])
+        optimizer = optimizer if is_alone else rr.DistributedOptimizer(optimizer)
+        model.compile(optimizer, loss=lambda _, values: values)
+        if is_alone:
+            model.fit(x, x[:, :1], BATCH, verbose=0, shuffle=False)
+        else:
+            rr.fit(model, x, x[:, :1], BATCH, verbose=0, shuffle=False, batch_share=share)
+        found.append(model.get_weights()[0].ravel().tolist())
+    say("exact shares", weights=found, expected=(np.arange(4) - x.mean(0) * 4).tolist())
+
+
+def measured_shares():
+    x, y = arrays(160)
+    lengths = []
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            until = time.monotonic() + 0.03 * comm.rank
+            while time.monotonic() < until:
+                pass
+
+    class Told(keras.layers.Layer):
+        def call(self, inputs, training=False):
+            if training:
+                tf.numpy_function(
+                    lambda count: lengths.append(int(count)), [tf.shape(inputs)[0]], []
+                )
+            return inputs
+
+    model = model_of(Told())
+    plain = model_of(keras.layers.Identity(), distributed=False)
+    printed = io.StringIO()
+    given = {"x": x, "y": y, "batch_size": BATCH, "epochs": 3, "shuffle": False}
+    with contextlib.redirect_stdout(printed):
+        rr.fit(model, **given, verbose=2, batch_share="measured", callbacks=[Slow()])
+    plain.fit(**given, verbose=0)
+    lines = [line for line in printed.getvalue().splitlines() if "share" in line]
+    say("measured", lengths=lengths, lines=lines, difference=difference(model, plain))
+
+
 def callbacks(folder):
     """They see the same everywhere, and a backup is continued from on all ranks."""
     x, y = arrays(93)
@@ -278,6 +346,8 @@ def refusals():
     refused("targets beside", data.batch(4), y)
     refused("batches of a py dataset", Batches(x, y), batch_size=4)
     refused("plain", x, y, model=model_of(distributed=False))
+    refused("shares of own data", data.batch(4), sharded=True, batch_share=2.0)
+    refused("wrong share", x, y, batch_share="mesured")
     refused("not compiled", x, y, model=keras.Sequential([keras.layers.Dense(2)]))
 
     class Broken(Batches):
@@ -316,6 +386,7 @@ def main():
     weights_and_splits()
     compiled()
     shuffled()
+    shares()
     with tempfile.TemporaryDirectory() as folder:
         callbacks(folder)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,205 @@
+"""Shares of global batches for ranks of different speeds: given, or measured in the first steps.
+
+    step       0   1   2  ...  9      10 ...
+    shares     equal                  measured        all ranks change at the same batch
+               compiles    measures
+
+Batches are made ahead of the step that uses them. So ranks change at the first batch that none of
+them has divided yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure.epochs import own_rows
+from ringreduce.pure.shares import apportion, weights_of, weights_of_times
+from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.vocabulary.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+ACCEPTED = '"equal", "measured", or a number above 0 for this rank'
+# Executions of the training function: in the first it is traced, and compiled; others warm up.
+_WARM_UP, _MEASURED = 2, 8
+
+
+class Shares:
+    """Which rows of each batch are this rank's; from any thread.
+
+    Batches are divided pass after pass, in each from index 0 on. All ranks make the same passes.
+
+    Attributes:
+        is_equal: every rank has as many rows of each batch, to one, now and later.
+        is_measured: ranks are to measure their speeds.
+    """
+
+    def __init__(
+        self, ring: Communicator, weights: Sequence[int] = (), is_measured: bool = False
+    ) -> None:
+        self._ring, self.is_measured = ring, is_measured
+        self.is_equal = not is_measured and len(set(weights)) <= 1
+        self._lock = threading.Lock()
+        # Weights from a position on: the number of a pass, and an index in it.
+        self._weights, self._from = tuple(weights), (0, 0)
+        self._next, self._largest = (-1, 0), 0
+
+    def rows(self, index: int, count: int) -> tuple[int, int]:
+        """First and end of this rank's rows of batch `index` of its pass, which has `count`."""
+        ring = self._ring
+        if self.is_equal:
+            return own_rows(count, ring.rank, ring.size)
+        with self._lock:
+            place = self._next[0] + (index == 0), index
+            self._next, self._largest = (place[0], index + 1), max(count, self._largest)
+            if not self._weights or place < self._from:
+                return own_rows(count, ring.rank, ring.size)
+            parts = apportion(count, self._weights)
+        first = sum(parts[: ring.rank])
+        return first, first + parts[ring.rank]
+
+    def of(self, dataset: Any) -> Any:
+        """Of each batch of `dataset` this rank's rows."""
+
+        def own(index: Any, batch: Any) -> Any:
+            count = tf.shape(tf.nest.flatten(batch)[0])[0]
+            if self.is_equal:
+                ring = self._ring
+                first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
+            else:
+                first, end = tf.numpy_function(
+                    lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
+                )
+            return tf.nest.map_structure(lambda part: part[first:end], batch)
+
+        return dataset.enumerate().map(own)
+
+    def settle(self, seconds: float) -> list[int]:
+        """Divide later batches by speed; return the rows of each rank in the largest so far.
+
+        Collective. This rank has needed `seconds` for a batch divided equally.
+        """
+        ring = self._ring
+        # Nothing is divided meanwhile, so that the ranks agree on where to begin.
+        with self._lock:
+            first, end = own_rows(self._largest, ring.rank, ring.size)
+            gathered = ring.all_gather_object([seconds / max(1, end - first), *self._next])
+            self._weights = weights_of_times([each[0] for each in gathered])
+            self._from = max((int(number), int(index)) for _, number, index in gathered)
+            return apportion(self._largest, self._weights)
+
+
+def agreed_shares(given: Any, ring: Communicator) -> Shares:
+    """What all ranks have `given` as ``batch_share``. Collective.
+
+    Raises:
+        ConfigError: a rank has given none of what is accepted; on all ranks.
+        MismatchError: ranks have given different kinds; on all ranks.
+    """
+    kind, number = "equal" if given is None else given, 1.0
+    gathered: list[Any]
+    if not isinstance(given, (str, bool, type(None))) and _is_share(given):
+        kind, number = "number", float(given)
+    elif not isinstance(kind, str) or kind not in ("equal", "measured"):
+        kind, number = f"bad: {given!r:.80}", 0.0
+
+    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
+        for rank, (theirs, _) in zip(members, gathered, strict=True):
+            if theirs.startswith("bad"):
+                return None
+            if theirs != gathered[0][0]:
+                first = f"rank {members[0]} {_described(gathered[0][0])}"
+                return Difference(
+                    rank,
+                    f"got batch_share of different kinds: {first}, rank {rank} "
+                    f"{_described(theirs)}",
+                    'Pass "measured" or "equal" on every rank, or a number on every rank.',
+                )
+        return None
+
+    gathered = [[kind, number]]
+    if ring.size > 1:
+        gathered = agree(ring, gathered[0], compare, "sharing out of data")
+    for rank, (theirs, _) in zip(ring.members, gathered, strict=True):
+        if theirs.startswith("bad"):
+            raise ConfigError(
+                f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}",
+                **ring.config.who,
+            )
+    weights = weights_of([number for _, number in gathered]) if kind == "number" else ()
+    return Shares(ring, weights, kind == "measured" and ring.size > 1)
+
+
+def _is_share(given: Any) -> bool:
+    try:
+        return math.isfinite(given) and given > 0
+    except (TypeError, OverflowError):
+        return False
+
+
+def _described(kind: str) -> str:
+    return "a number" if kind == "number" else repr(kind)
+
+
+class Measure(keras.callbacks.Callback):
+    """Measures how long this rank computes in a step, without waiting, and settles `shares`.
+
+    It sees all executions of the training function, which may be of several steps each.
+    """
+
+    def __init__(self, shares: Shares, ring: Communicator, verbose: Any) -> None:
+        super().__init__()
+        self._shares, self._ring = shares, ring
+        # In a bar the line that is drawn has not ended.
+        self._begins = None if not verbose or ring.rank else "" if verbose == 2 else "\n"
+        self._before = 0.0
+        self._seconds: list[float] = []
+        self._is_done = False
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to measure the first step."""
+        self._before = self._now()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the time of a step; after the last one that is needed, settle shares. Collective."""
+        if self._is_done:
+            return
+        now = self._now()
+        self._seconds.append(now - self._before)
+        self._before = now
+        if len(self._seconds) == _WARM_UP + _MEASURED:
+            self._is_done = True
+            steps = getattr(self.model, "steps_per_execution", 1)
+            own = statistics.median(self._seconds[_WARM_UP:]) / steps
+            rows = self._shares.settle(own)
+            named = zip(self._ring.members, rows, strict=True)
+            each = ", ".join(f"rank {rank} {count}" for rank, count in named)
+            self._say(f"batch shares measured over {_MEASURED * steps} steps: {each}", sum(rows))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Say so if there were too few steps."""
+        if not self._is_done:
+            self._say("batch shares stayed equal: too few steps to measure", None)
+
+    def _now(self) -> float:
+        """A clock in seconds that stands still while this rank waits, or works, in the ring."""
+        done = self._ring.statistics()
+        # What was reduced while the step computed did not stop it.
+        hidden_s = done.reducing_s - done.waited_s
+        return time.monotonic() - (done.seconds - hidden_s)
+
+    def _say(self, text: str, whole: int | None) -> None:
+        text += "" if whole is None else f" of {whole}"
+        _log.info("[%d/%d] %s", self._ring.rank, self._ring.size, text)
+        if self._begins is not None:
+            print(f"{self._begins}{text}", flush=True)

@@ -1,0 +1,46 @@
+"""How the rows of a global batch are divided among ranks that compute at different speeds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Of all weights that follow from measured times; integers, so that no rank rounds differently.
+_SCALE = 1 << 20
+# Ranks whose times differ by less than this count as equally fast: it is noise.
+_NOISE = 0.05
+
+
+def apportion(count: int, weights: Sequence[int]) -> list[int]:
+    """The rows of each rank in a batch of `count`, in proportion to `weights`, which are above 0.
+
+    By largest remainders, of equal ones the first. They add up to `count`, and each rank has a row
+    if there are enough. What is above that minimum differs from the exact proportion by less than 1
+    row, unless other ranks needed their minimum.
+    """
+    total, size = sum(weights), len(weights)
+    exact = [divmod(count * weight, total) for weight in weights]
+    rows = [whole for whole, _ in exact]
+    by_remainder = sorted(range(size), key=lambda rank: (-exact[rank][1], rank))
+    for rank in by_remainder[: count - sum(rows)]:
+        rows[rank] += 1
+    if count >= size:
+        for rank in range(size):
+            if rows[rank] == 0:
+                # Where a row less changes a rank's work the least.
+                rows[max(range(size), key=rows.__getitem__)] -= 1
+                rows[rank] = 1
+    return rows
+
+
+def weights_of(shares: Sequence[float]) -> tuple[int, ...]:
+    """Integer weights in the proportion of `shares`, which are finite and above 0."""
+    largest = max(shares)
+    return tuple(max(1, round(_SCALE * (share / largest))) for share in shares)
+
+
+def weights_of_times(seconds: Sequence[float]) -> tuple[int, ...]:
+    """Weights of ranks that need so many seconds for a row; equal if they are equally fast."""
+    times = [max(each, 1e-9) for each in seconds]
+    if max(times) <= min(times) * (1 + _NOISE):
+        return (1,) * len(times)
+    return weights_of([min(times) / each for each in times])
