@@ -223,5 +223,48 @@ def train(
         )
 
 
+@app.command()
+def simulate(
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N,...", help="Ranks of the rings.")
+    ] = "2,3,4,8,16",
+    rate: Annotated[str, typer.Option(help="Of each host's link, such as 100mbit.")] = "100mbit",
+    seconds: Annotated[float, typer.Option(min=0, help="How long a size is measured.")] = 0.5,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Measure, or take docs/scaling.md's values.")
+    ] = True,
+    failures: Annotated[float, typer.Option(min=1e-9, help="Of a thousand hosts, a day.")] = 4,
+    save: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="For which a checkpoint stops all.")
+    ] = 10,
+    restart: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="From a failure to the next step.")
+    ] = 120,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw an SVG here.")] = None,
+    json_file: Json = None,
+) -> None:
+    """A model of the collectives, checked on slow links, for up to 4,096 ranks. Needs root."""
+    from bench.simulate import run as simulating
+    from bench.simulate.training import Conditions
+
+    try:
+        ranks = sorted({int(number) for number in workers.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{workers!r} are no numbers of ranks; 2,4,8 are") from None
+    if ranks[0] < 2 or ranks[-1] > HOSTS_MAX:
+        raise typer.BadParameter(f"rings have 2 to {HOSTS_MAX} ranks")
+    conditions = Conditions(failures_a_day=failures / 1000, checkpoint_s=save, restart_s=restart)
+    code = simulating.run(
+        rate=rate_of(rate),
+        ranks=ranks,
+        seconds=seconds,
+        is_checked=check,
+        conditions=conditions,
+        plot=plot,
+        json_file=json_file,
+    )
+    raise typer.Exit(code)
+
+
 if __name__ == "__main__":
     app(prog_name="python -m bench")

@@ -36,7 +36,7 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
 _HALF_BLOCK = 1 << 22
 # A smaller buffer uses one lane: more would only add messages.
-_SLICE_BYTES_MIN = 16384
+SLICE_BYTES_MIN = 16384
 
 
 class HierarchicalCollectives(Collectives):
@@ -225,7 +225,7 @@ class HierarchicalCollectives(Collectives):
 
     def _slices(self, flat: np.ndarray) -> tuple[int, ...]:
         """Where the lanes' slices of `flat` begin; one chunk for each rank of this host."""
-        small = flat.nbytes < _SLICE_BYTES_MIN * self._lanes
+        small = flat.nbytes < SLICE_BYTES_MIN * self._lanes
         lanes = 1 if small else self._lanes
         return self._padded(chunk_bounds(flat.size, lanes))
 

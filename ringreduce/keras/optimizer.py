@@ -38,8 +38,8 @@ from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, put_loss_scale_inside
+from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
-from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp

@@ -15,8 +15,8 @@ from ringreduce.keras import weighting
 from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.strategies import Reducer, Step
 from ringreduce.keras.weighting import Kind, gradient_op
+from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
-from ringreduce.tensorflow.bridge import BUCKET_BYTES
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp

@@ -19,6 +19,12 @@ from functools import cached_property
 
 from ringreduce.pure.wire import signature_of
 
+# Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
+# sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md); rings of more than
+# about 50 hosts need larger ones (docs/scaling.md).
+BUCKET_BYTES = 4 << 20
+# The last layers' gradients come first; the sooner they travel, the more is hidden.
+FIRST_BUCKET_BYTES = 256 << 10
 # TensorFlow copies what is not aligned to this many bytes; it is also a cache line.
 ALIGNMENT = 64
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.buckets import BucketPlan, GradientSpec
+from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
@@ -29,11 +29,6 @@ from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
-# Large enough for the ring's full bandwidth, small enough that a step has several. Within a host
-# sizes from 1 to 64 MiB make no difference beyond noise (docs/performance.md).
-BUCKET_BYTES = 4 << 20
-# The last layers' gradients come first; the sooner they travel, the more is hidden.
-_FIRST_BUCKET_BYTES = 256 << 10
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
 
@@ -59,7 +54,7 @@ class GradientBridge:
     def __init__(
         self,
         bucket_bytes: int,
-        first_bytes: int = _FIRST_BUCKET_BYTES,
+        first_bytes: int = FIRST_BUCKET_BYTES,
         check_numerics: str = "off",
         compression: str = "none",
         sparse_as_dense: bool = False,
