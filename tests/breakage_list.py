@@ -127,7 +127,7 @@ BREAKAGES = (
         "for stream in range(streams):",
         "for stream in range(1):",
         "With several streams a call returns while libzmq still sends from the user's array.",
-        ("tests/collectives/test_collectives.py", "tests/transport/test_zeromq.py"),
+        ("tests/transport/test_zeromq.py",),
     ),
     Breakage(
         "frames-length-not-compared",

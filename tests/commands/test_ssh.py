@@ -93,6 +93,7 @@ def serving(
     with Process(command, folder, name=f"sshd-{addresses[0]}") as daemon:
         wait_until(lambda: daemon.has_ended() or "listening" in daemon.stderr, "sshd to listen")
         if daemon.has_ended():
+            assert os.geteuid() != 0, daemon.stderr  # Root has all the rights that it needs.
             pytest.skip(f"sshd does not run here: {daemon.stderr.strip()[-200:]}")
         yield Server(folder, port, daemon)
 

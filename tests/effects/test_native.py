@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from ringreduce.effects import native
+from ringreduce.vocabulary.config import native_wanted
 from ringreduce.vocabulary.errors import NativeError
 from tests.processes import clean_environment
 
 HEADER = Path(__file__).parents[2] / "native" / "include" / "ringreduce.h"
+
+
+@pytest.mark.skipif(not native_wanted(), reason="RINGREDUCE_NATIVE=0 hides it")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_it_is_there_where_there_is_a_compiler() -> None:
+    """All tests that need it are skipped without it, and an installation goes on without it."""
+    assert native.library() is not None, native.why_missing()
 
 
 def test_abi_is_the_headers() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ringreduce.effects import events
 from ringreduce.effects.events import Events
-from ringreduce.effects.native import library
+from ringreduce.effects.native import library, why_missing
 from ringreduce.effects.recorder import Recorder
 from ringreduce.pure.liveness import Standing
 from ringreduce.pure.membership import whole
@@ -26,7 +26,7 @@ def _who_writes(request, monkeypatch) -> None:
     if request.param == "plain":
         monkeypatch.setattr(events, "_are_native", lambda: False)
     elif library() is None:
-        pytest.skip("there is no native library")
+        pytest.skip(why_missing())
 
 
 def recorded(calls: int) -> Recorder:

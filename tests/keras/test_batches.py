@@ -3,18 +3,17 @@
 import itertools
 import time
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import ringreduce.keras as rr
 from ringreduce import MismatchError
+from ringreduce.keras import arrays as rr_arrays
+from ringreduce.keras import batches
+from ringreduce.keras import shares as rr_shares
 from ringreduce.testing import ring_of_threads
-
-keras = pytest.importorskip("keras")
-tf = pytest.importorskip("tensorflow")
-rr = pytest.importorskip("ringreduce.keras")
-batches = pytest.importorskip("ringreduce.keras.batches")
-rr_arrays = pytest.importorskip("ringreduce.keras.arrays")
-rr_shares = pytest.importorskip("ringreduce.keras.shares")
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 COUNT = 4

@@ -2,16 +2,15 @@
 
 import time
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import ringreduce.keras as rr
 from ringreduce import MismatchError
+from ringreduce.keras import unsharded
 from ringreduce.testing import ring_of_threads
-
-keras = pytest.importorskip("keras")
-tf = pytest.importorskip("tensorflow")
-rr = pytest.importorskip("ringreduce.keras")
-unsharded = pytest.importorskip("ringreduce.keras.unsharded")
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 SIZE = 3

@@ -1,10 +1,9 @@
 """Warnings of what N ranks and one process train differently: only where it can be so."""
 
+import keras
 import pytest
 
-keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
-parity = pytest.importorskip("ringreduce.keras.parity")
+from ringreduce.keras import parity
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 

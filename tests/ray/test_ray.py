@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -11,8 +12,12 @@ import pytest
 
 from tests.processes import Process, clean_environment
 
-pytest.importorskip("ray.train", reason="Ray is not installed", exc_type=ImportError)
-pytestmark = [pytest.mark.tensorflow, pytest.mark.full, pytest.mark.timeout(450)]
+pytestmark = [
+    pytest.mark.tensorflow,
+    pytest.mark.full,
+    pytest.mark.timeout(450),
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "ray_jobs.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_digits.py"

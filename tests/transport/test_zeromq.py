@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import inherited
+from ringreduce.transport import inherited, loop, records
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.listening import LOOPBACK
 from ringreduce.transport.security import Security
@@ -240,3 +241,15 @@ def test_a_closed_communicator_closes_nothing_in_a_child() -> None:
     before = set(inherited._watched)
     ring_of_threads(2, lambda comm: comm.barrier(), transport="zmq")
     assert set(inherited._watched) <= before
+
+
+def test_what_any_stream_has_borrowed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs here what is compiled in a call."""
+    monkeypatch.setattr(loop, "libzmq", SimpleNamespace(sched_yield=lambda: 0, usleep=lambda _: 0))
+    is_released = loop.is_released.py_func
+    channels = np.zeros(3, records.CHANNEL).view(np.recarray)
+    for stream in range(3):
+        channels[stream].borrowed += 1
+        assert [is_released(channels, 3, but) for but in (0, 1)] == [False, True]
+        channels[stream].released += 1
+        assert is_released(channels, 3, 0)
