@@ -738,20 +738,42 @@ BREAKAGES = (
         "small-call-not-continued",
         "ringreduce/communicator/calls.py",
         "            if done is None:\n                return False\n",
-        "            if done is not True:\n                return done is False\n",
+        "            if done is not True:\n                self._end_in_c()\n"
+        "                return done is False\n",
         "A call whose other ranks are late returns before it is done.",
         ("tests/transport/test_small_calls.py", "tests/communicator/test_failures.py"),
     ),
     Breakage(
         "small-call-interrupted-in-silence",
         "ringreduce/communicator/calls.py",
-        "                if not isinstance(error, RingReduceError):\n"
-        '                    owner.broke(interrupted(owner.config, error, "a collective"))\n'
-        "                else:\n"
-        "                    owner.broke(error)\n",
+        "                owner.broke(error)\n",
         "                pass\n",
         "After Ctrl-C in a small call the next call goes on with its part.",
         ("tests/communicator/test_failures.py", "tests/communicator/test_leaving.py"),
+    ),
+    Breakage(
+        "small-call-within-a-call",
+        "native/src/small_calls.c",
+        "    if (*calls->caller != 0)\n        return 0;\n",
+        "",
+        "A signal handler's call goes on with its own array in the call that it interrupts.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-call-beside-another",
+        "native/src/small_calls.c",
+        "    if (has_locked != calls->done)\n        return 0;\n",
+        "",
+        "Calls of two threads mix their arrays.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-call-not-refused",
+        "ringreduce/communicator/calls.py",
+        "            self._small.close()\n",
+        "            pass\n",
+        "Calls begin on a broken ring, or before those that the engine has.",
+        ("tests/transport/test_small_calls.py",),
     ),
     Breakage(
         "small-call-after-close",

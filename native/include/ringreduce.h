@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 12
+#define RR_ABI 13
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -353,13 +353,17 @@ typedef struct {
     uint32_t kind;      /* RR_SMALL_COLLECTIVE, ... */
     uint32_t operation; /* its code in events */
     rr_events *events;  /* where calls are recorded; NULL: nowhere */
-    void *end;          /* rr_shm or rr_pair; NULL: no call may run */
+    void *end;          /* rr_shm or rr_pair; NULL: no call may begin */
     const rr_wait_limits *limits;
     const void *array_type;       /* numpy.ndarray */
-    void *done, *late, *unknown;  /* what to return */
+    void *done, *late, *unknown;  /* what to return: True, False, None */
     void *(*release_gil)(void);   /* PyEval_SaveThread */
     void (*take_gil)(void *);     /* PyEval_RestoreThread */
     void (*hold)(void *object);   /* Py_IncRef */
+    void (*drop)(void *object);   /* Py_DecRef */
+    void *(*call)(void *object);  /* PyObject_CallNoArgs */
+    void *lock, *unlock;          /* a lock's, without waiting; NULL: callers exclude each other */
+    uint64_t *caller;             /* with a lock: the thread that is in a call, in C or not; 0 */
     const rr_small_call *running; /* NULL: none */
     uint64_t bytes;               /* of all calls */
     rr_small_call known[RR_SMALL_CALLS];
@@ -370,10 +374,14 @@ typedef struct {
 RR_EXPORT uint32_t rr_small_learn(rr_small_calls *calls, const rr_small_call *call);
 
 /* As METH_FASTCALL: `self` is an array whose data is rr_small_calls; the arguments are an array and
- * the option. Returns `unknown` when nothing was begun; `late` when the call is to be continued by
- * rr_shm_run, rr_pair_send or rr_pair_receive, with the same arguments. The GIL is held when it is
- * called, and released while it waits. */
+ * the option. Returns `unknown` when nothing was begun, as when the lock is taken; `late` when the
+ * call is to be continued by rr_shm_run, rr_pair_send or rr_pair_receive, with the same arguments.
+ * The GIL is held when it is called, and released while it waits. */
 RR_EXPORT void *rr_small_run(void *self, void *const *arguments, intptr_t number);
+
+/* The same, without arguments, with a lock: ends a call of this thread that was late, which has had
+ * the lock until now. Else it does nothing. Returns `unknown`. */
+RR_EXPORT void *rr_small_end(void *self, void *const *arguments, intptr_t number);
 
 /* ======================================================================================
  * Handoff: buckets of gradients go from a framework's threads to the engine and back.

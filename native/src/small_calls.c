@@ -3,6 +3,7 @@
  * The GIL is held but for the call itself, so that what Python's threads see of it is consistent.
  */
 
+#include <pthread.h>
 #include <stddef.h>
 
 #include "python_api.h"
@@ -67,13 +68,46 @@ static void *returned(const rr_small_calls *calls, void *object)
     return object;
 }
 
+/* Exclude other calls. 0: one runs, perhaps this thread's own, which a signal handler has
+ * interrupted. -1: Python has raised. */
+static int enter(const rr_small_calls *calls)
+{
+    if (calls->lock == NULL)
+        return 1;
+    if (*calls->caller != 0)
+        return 0;
+    void *has_locked = calls->call(calls->lock);
+    if (has_locked == NULL)
+        return -1;
+    calls->drop(has_locked);
+    if (has_locked != calls->done)
+        return 0;
+    *calls->caller = (uint64_t)pthread_self();
+    return 1;
+}
+
+/* End the running call; return `object`. */
+static void *leave(rr_small_calls *calls, void *object)
+{
+    calls->running = NULL;
+    if (calls->lock != NULL) {
+        *calls->caller = 0;
+        void *none = calls->call(calls->unlock);
+        if (none == NULL)
+            return NULL;
+        calls->drop(none);
+    }
+    return returned(calls, object);
+}
+
 void *rr_small_run(void *self, void *const *arguments, intptr_t number)
 {
     rr_small_calls *calls = ((const rr_array *)self)->data;
     const rr_array *array = number == 2 ? arguments[0] : NULL;
     const rr_small_call *call = array == NULL ? NULL : find(calls, array, arguments[1]);
-    if (call == NULL)
-        return returned(calls, calls->unknown);
+    const int has_entered = call == NULL ? 0 : enter(calls);
+    if (has_entered != 1)
+        return has_entered < 0 ? NULL : returned(calls, calls->unknown);
     void *data = array->data;
     calls->running = call;
     if (calls->events != NULL)
@@ -81,11 +115,23 @@ void *rr_small_run(void *self, void *const *arguments, intptr_t number)
     void *thread = calls->release_gil();
     const int status = run(calls, call, data);
     calls->take_gil(thread);
-    calls->running = NULL;
-    if (status != RR_DONE)
+    if (status != RR_DONE) {
+        if (calls->lock == NULL)
+            calls->running = NULL;
         return returned(calls, calls->late);
+    }
     calls->bytes += call->nbytes;
     if (calls->events != NULL)
         rr_events_end(calls->events);
-    return returned(calls, calls->done);
+    return leave(calls, calls->done);
+}
+
+void *rr_small_end(void *self, void *const *arguments, intptr_t number)
+{
+    (void)arguments;
+    (void)number;
+    rr_small_calls *calls = ((const rr_array *)self)->data;
+    if (calls->running == NULL || *calls->caller != (uint64_t)pthread_self())
+        return returned(calls, calls->unknown);
+    return leave(calls, calls->unknown);
 }

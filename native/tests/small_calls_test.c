@@ -2,6 +2,7 @@
  */
 
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -36,6 +37,32 @@ static void take_gil(void *thread)
     taken++;
 }
 
+/* A lock that this thread has taken `depth` times; another thread may have it. */
+static int depth, is_elsewhere, has_raised;
+static rr_object lock, unlock;
+
+static void drop(void *object)
+{
+    ((rr_object *)object)->references--;
+    held--;
+}
+
+static void *call_python(void *object)
+{
+    if (has_raised)
+        return NULL;
+    if (object == &unlock) {
+        CHECK(depth-- > 0);
+        hold(&unknown);
+        return &unknown;
+    }
+    CHECK(object == &lock);
+    if (!is_elsewhere)
+        depth++;
+    hold(is_elsewhere ? &late : &done);
+    return is_elsewhere ? &late : &done;
+}
+
 static rr_small_calls new_calls(uint32_t kind, void *end)
 {
     return (rr_small_calls){.kind = kind,
@@ -47,7 +74,9 @@ static rr_small_calls new_calls(uint32_t kind, void *end)
                             .unknown = &unknown,
                             .release_gil = release_gil,
                             .take_gil = take_gil,
-                            .hold = hold};
+                            .hold = hold,
+                            .drop = drop,
+                            .call = call_python};
 }
 
 static const intptr_t SHAPE[] = {2, 3}, LONGER[] = {2, 4};
@@ -102,6 +131,35 @@ static void only_the_call_that_was_taught(rr_small_calls *calls)
     CHECK(released == 1 && unknown.references == held - 1);
 }
 
+static void *end(rr_small_calls *calls)
+{
+    rr_array self = {.data = calls};
+    return rr_small_end(&self, NULL, 0);
+}
+
+/* `calls` is of a rank that is alone. */
+static void only_while_no_other_call_runs(rr_small_calls *calls)
+{
+    float data[COUNT] = {1, 2, 3, 4, 5, 6};
+    rr_array array = new_array(data);
+    uint64_t caller = 0;
+    calls->lock = &lock;
+    calls->unlock = &unlock;
+    calls->caller = &caller;
+    CHECK(call(calls, &array, &sum, 2) == &done && depth == 0 && caller == 0);
+    caller = 5;
+    CHECK(call(calls, &array, &sum, 2) == &unknown && depth == 0 && caller == 5);
+    CHECK(end(calls) == &unknown && depth == 0 && caller == 5);
+    caller = 0;
+    is_elsewhere = 1;
+    CHECK(call(calls, &array, &sum, 2) == &unknown && depth == 0 && caller == 0);
+    is_elsewhere = 0;
+    has_raised = 1;
+    CHECK(call(calls, &array, &sum, 2) == NULL && caller == 0);
+    has_raised = 0;
+    CHECK(calls->running == NULL);
+}
+
 int main(void)
 {
     int descriptors[2];
@@ -121,6 +179,7 @@ int main(void)
     const rr_small_call known = {&float32, &sum, COUNT, sizeof(float) * COUNT, &alone};
     CHECK(rr_small_learn(&calls, &known) < RR_SMALL_CALLS);
     only_the_call_that_was_taught(&calls);
+    only_while_no_other_call_runs(&calls);
     rr_shm_free(groups[2]);
 
     /* With another rank it is late, and goes on where it was begun. */
@@ -143,7 +202,14 @@ int main(void)
     calls = new_calls(RR_SMALL_COLLECTIVE, groups[0]);
     const rr_small_call both = {&float32, &sum, COUNT, sizeof(float) * COUNT, &together};
     rr_small_learn(&calls, &both);
-    CHECK(call(&calls, &array, &sum, 2) == &late && calls.bytes == 0 && calls.running == NULL);
+    uint64_t caller = 0;
+    calls.lock = &lock;
+    calls.unlock = &unlock;
+    calls.caller = &caller;
+    CHECK(call(&calls, &array, &sum, 2) == &late && calls.bytes == 0);
+    /* Until its end no other call begins, not even this thread's. */
+    CHECK(depth == 1 && caller == (uint64_t)pthread_self() && calls.running != NULL);
+    CHECK(call(&calls, &array, &sum, 2) == &unknown && depth == 1);
     int status[2] = {RR_WAITING, RR_WAITING};
     while (status[0] != RR_DONE || status[1] != RR_DONE)
         for (int rank = 1; rank >= 0; rank--)
@@ -151,6 +217,7 @@ int main(void)
                 status[rank] = rr_shm_run(groups[rank], &together, data[rank], &LIMITS);
     for (int i = 0; i < COUNT; i++)
         CHECK(data[0][i] == (float)i + 10 && data[1][i] == data[0][i]);
+    CHECK(end(&calls) == &unknown && depth == 0 && caller == 0 && calls.running == NULL);
 
     /* A message: the receiver finds what was sent. */
     rr_pair *sender, *receiver;
@@ -166,7 +233,7 @@ int main(void)
     rr_small_learn(&receives, &message);
     rr_array target = new_array(data[1]);
     memset(data[1], 0, sizeof data[1]);
-    CHECK(call(&receives, &target, &sum, 2) == &late);
+    CHECK(call(&receives, &target, &sum, 2) == &late && receives.running == NULL);
     CHECK(call(&sends, &array, &sum, 2) == &done);
     CHECK(call(&receives, &target, &sum, 2) == &done && receives.bytes == sizeof data[1]);
     CHECK(memcmp(data[0], data[1], sizeof data[0]) == 0);

@@ -6,6 +6,8 @@ A call runs in the thread that makes it, after all that the engine was given bef
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -71,15 +73,33 @@ class Calls:
 
     Attributes:
         lock: held during a call.
-        caller: the thread that is in a call; None while none is.
     """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self.lock = threading.RLock()
-        self.caller: int | None = None
+        # The thread that is in a call, 0 for none; C writes it too.
+        self._caller = ctypes.c_uint64()
         # Why this rank leaves the ring after the call that runs; None: it stays.
         self._leaves_with: str | None = None
+        # All-reduces wholly in C, once there are some.
+        self._small: SmallCalls | None = None
+        self._in_c: Callable[[np.ndarray, Any], bool | None] = lambda *_: None
+
+    @property
+    def caller(self) -> int | None:
+        """The thread that is in a call; None while none is."""
+        return self._caller.value or None
+
+    def use(self, small: SmallCalls) -> None:
+        """Run calls that `small` knows wholly in C."""
+        small.exclude(functools.partial(self.lock.acquire, False), self.lock.release, self._caller)
+        self._small, self._in_c = small, small.run
+
+    def use_python(self) -> None:
+        """Begin no call in C any more: each needs a check, or is refused."""
+        if self._small is not None:
+            self._small.close()
 
     def run(
         self,
@@ -114,19 +134,47 @@ class Calls:
 
         So a small call takes a third of the time that it takes in `call`.
         """
+        try:
+            done = self._in_c(array, option)
+            if done:
+                if _log.isEnabledFor(logging.DEBUG):
+                    self._log("all_reduce", array.nbytes)
+                return True
+            if done is None:
+                return False
+            # Another rank is late. C has taken the lock.
+            flat, op = flat_view(array, "all_reduce"), reduce_op(option)
+            self._finish("all_reduce", array.nbytes, self._owner.collectives.all_reduce, flat, op)
+            self._end_in_c()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        self._leave_if_due()
+        return True
+
+    def _interrupted(self, error: BaseException) -> None:
+        """End `all_reduce` after an error.
+
+        If it comes from a signal handler, the call may have been begun, so it cannot be made again.
+        """
         owner = self._owner
-        small = owner.collectives.small
-        if small is None or owner.engine_so_far is not None or owner.is_inherited:
-            return False
-        done: bool = self._within(self._run_small, small, array, option)
-        return done
+        with self.lock:
+            if owner.is_working:
+                if not isinstance(error, RingReduceError):
+                    error = interrupted(owner.config, error, "a collective")
+                owner.broke(error)
+            self._end_in_c()
+        self._leave_if_due()
+
+    def _end_in_c(self) -> None:
+        assert self._small is not None
+        self._small.end()
 
     def teach(self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp) -> None:
         """Have `all_reduce` know arrays like this one with `option`, which means `op`."""
-        owner = self._owner
-        if owner.collectives.small is not None and owner.engine_so_far is None:
+        if self._small is not None and not self._small.is_closed:
             with self.lock:
-                owner.collectives.teach(array, option, op)
+                self._owner.collectives.teach(array, option, op)
 
     def leaves_later(self, why: str) -> bool:
         """Have the call that this thread is in leave when it ends; False: it is in none."""
@@ -148,16 +196,22 @@ class Calls:
                             remedy="Note in the handler that it has run, and call afterwards.",
                         )
                     # From here on a signal handler that closes the session leaves it to this call.
-                    self.caller = threading.get_ident()
+                    self._caller.value = threading.get_ident()
                     return run(*arguments)
                 finally:
                     if not is_nested:
-                        self.caller = None
+                        self._caller.value = 0
         finally:
-            # Without the lock: leaving waits for the engine, which may be waiting for the lock.
-            if self._leaves_with is not None and self.caller is None:
-                why, self._leaves_with = self._leaves_with, None
-                self._owner.leave(why)
+            self._leave_if_due()
+
+    def _leave_if_due(self) -> None:
+        """Leave if a signal handler wanted that in a call that has ended.
+
+        Without the lock: leaving waits for the engine, which may be waiting for the lock.
+        """
+        if self._leaves_with is not None and self.caller is None:
+            why, self._leaves_with = self._leaves_with, None
+            self._owner.leave(why)
 
     def _run(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
         if not self._owner.is_working:
@@ -184,29 +238,6 @@ class Calls:
         owner.events.end()
         self._log(name, nbytes)
         return result
-
-    def _run_small(self, small: SmallCalls, array: np.ndarray, option: ReduceOp | str) -> bool:
-        owner = self._owner
-        try:
-            if not owner.is_working:
-                return False
-            done = small.run(array, option)
-            if done:
-                self._log("all_reduce", array.nbytes)
-                return True
-            if done is None:
-                return False
-            flat, op = flat_view(array, "all_reduce"), reduce_op(option)
-            self._finish("all_reduce", array.nbytes, owner.collectives.all_reduce, flat, op)
-            return True
-        except BaseException as error:
-            if owner.is_working:
-                # From a signal handler. The call may have been begun, so it cannot be made again.
-                if not isinstance(error, RingReduceError):
-                    owner.broke(interrupted(owner.config, error, "a collective"))
-                else:
-                    owner.broke(error)
-            raise
 
     def _log(self, name: str, nbytes: int) -> None:
         if _log.isEnabledFor(logging.DEBUG):

@@ -11,7 +11,8 @@ from typing import Protocol
 class Registered(Protocol):
     """A session, as the process sees it."""
 
-    is_inherited: bool
+    def inherit(self) -> None:
+        """Refuse to work: this is a forked child's copy."""
 
     def close(self) -> None:
         """Leave the ring."""
@@ -26,7 +27,7 @@ formed: set[Registered] = set()
 def _inherit_all() -> None:
     """In a forked child: its copies refuse to work, since the sockets are the parent's."""
     for session in {*opened, *formed}:
-        session.is_inherited = True
+        session.inherit()
 
 
 os.register_at_fork(after_in_child=_inherit_all)

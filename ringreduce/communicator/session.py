@@ -143,6 +143,8 @@ class Session:
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
         self.collectives.record(self.events)
+        if self.collectives.small is not None:
+            self.calls.use(self.collectives.small)
         self._recorder.transport = formed.transport
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
         registry.formed.add(self)
@@ -203,6 +205,7 @@ class Session:
                 raise closed(self.config)
             if self._engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
+                self.calls.use_python()
                 self._engine = Engine(name, self, self.collectives, self.events)
             return self._engine
 
@@ -212,6 +215,11 @@ class Session:
         arguments = self.collectives, kind, payload, self.identity, signature
         gathered = self.calls.call(kind.label, payload.size, varying.all_gather_object, *arguments)
         return [decode(each) for each in gathered]
+
+    def inherit(self) -> None:
+        """Refuse to work: this is a forked child's copy."""
+        self.is_inherited = True
+        self.calls.use_python()
 
     @property
     def job(self) -> Job | None:
@@ -266,7 +274,7 @@ class Session:
         """
         if self.is_closed:
             return error
-        if not self._life.fail(error):
+        if not self._fail(error):
             return again(self.failure or error)
         if self._watcher is not None:
             self._watcher.abort(error)
@@ -278,9 +286,15 @@ class Session:
         # Else this is a signal handler, and the call that it has interrupted breaks the ring.
         return error
 
+    def _fail(self, error: RingReduceError) -> bool:
+        """Record the first error; return False if another came first."""
+        is_first = self._life.fail(error)
+        self.calls.use_python()
+        return is_first
+
     def ring_ended(self, error: RingReduceError) -> None:
         """Record the watcher's error. Called in the watcher's thread, so never waits for a call."""
-        self._life.fail(error)
+        self._fail(error)
         self.collectives.interrupt(error)
         # A call may have failed first: every waiter must see the same error.
         first = self.failure or error
@@ -295,7 +309,7 @@ class Session:
         """Notify all ranks and threads of the first error, once; under the calls' lock."""
         if self.membership.group and error.group is None:
             error.group = self.membership.name
-        self._life.fail(error)
+        self._fail(error)
         error = self.failure or error
         self._recorder.fail(error)
         if self._has_aborted:
@@ -383,6 +397,7 @@ class Session:
             group.leave(why)
         with self._life.lock:
             self._life.advance(State.LEAVING)
+            self.calls.use_python()
             engine = self._engine
         self.collectives.interrupt()
         # In a signal handler the interrupted call still uses what would be freed here.

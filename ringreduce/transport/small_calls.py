@@ -2,7 +2,7 @@
 
 native/src/small_calls.c does it. A call runs once in Python, which checks it and then teaches it.
 Memory: what was taught lives as long as the `SmallCalls`; the caller owns the array again when
-`run` returns. Threads: one call at a time, which the caller sees to; `close` from any thread.
+`run` returns. Threads: one call at a time, by a lock or the caller's care; `close` from any thread.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class _SmallCalls(ctypes.Structure):
         ("release_gil", _pointer),
         ("take_gil", _pointer),
         ("hold", _pointer),
+        ("drop", _pointer),
+        ("call", _pointer),
+        ("lock", _pointer),
+        ("unlock", _pointer),
+        ("caller", _pointer),
         ("running", _pointer),
         ("bytes", _u64),
         ("known", _SmallCall * _CALLS),
@@ -85,9 +90,11 @@ class SmallCalls:
         run: takes an array and an option, which is found by identity. True: the call is done.
             None: nothing was begun, Python has to do it. False: it is begun and another rank is
             late, so that Python has to continue it, with the same arguments.
+        end: with a lock (`exclude`), ends a call of this thread that was late; else does nothing.
     """
 
     run: Callable[[Any, Any], bool | None]
+    end: Callable[[], None]
 
     def __init__(self, kind: Kind, end: int, limits: int) -> None:
         # An array owns the memory, so that the function finds and keeps it.
@@ -100,10 +107,24 @@ class SmallCalls:
         calls.done, calls.late, calls.unknown = id(True), id(False), id(None)
         calls.release_gil = native.address(python.PyEval_SaveThread)
         calls.take_gil = native.address(python.PyEval_RestoreThread)
-        calls.hold = native.address(python.Py_IncRef)
+        calls.hold, calls.drop = map(native.address, (python.Py_IncRef, python.Py_DecRef))
+        calls.call = native.address(python.PyObject_CallNoArgs)
         # By slot: what must live as long as its addresses are there.
         self._taught: dict[int, tuple[Any, ...]] = {}
         self.run = native.method("rr_small_run", self._memory)
+        self.end = native.method("rr_small_end", self._memory)
+
+    def exclude(
+        self, lock: Callable[[], bool], unlock: Callable[[], None], caller: ctypes.c_uint64
+    ) -> None:
+        """Have `run` hold a lock, and `caller` its thread, until the call is done, or `end`.
+
+        `lock` does not wait. `run` begins nothing when that returns False, or when there is a
+        `caller`: in that thread's call a signal handler may run.
+        """
+        self._locking = lock, unlock, caller
+        calls = self._calls
+        calls.lock, calls.unlock, calls.caller = id(lock), id(unlock), ctypes.addressof(caller)
 
     def record(self, events: Events, operation: str) -> None:
         """Have calls recorded in `events`, which is kept, under the name of `operation`."""
@@ -137,8 +158,13 @@ class SmallCalls:
         _, option, _ = self._taught[(address - first) // ctypes.sizeof(_SmallCall)]
         return option
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._calls.end is None
+
     def close(self) -> None:
-        """Have `run` begin no call any more, before its end is freed."""
+        """Have `run` begin no call any more; from any thread, and before its end is freed."""
         self._calls.end = None
 
 

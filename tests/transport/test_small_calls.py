@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import os
 import shutil
 import subprocess
 import sysconfig
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +157,7 @@ def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child()
             comm.all_reduce(np.ones(3))
         small = comm._session.collectives.small
         assert small is not None
-        comm._session.is_inherited = True
+        comm._session.inherit()
         with pytest.raises(Exception, match="fork"):
             comm.all_reduce(np.ones(3))
         comm._session.is_inherited = False
@@ -162,6 +167,89 @@ def test_a_taught_call_is_refused_once_the_ring_is_closed_or_in_a_forked_child()
             comm.all_reduce(np.ones(3))
 
     ring_of_threads(2, work)
+
+
+def test_calls_of_several_threads_exclude_each_other():
+    """Each adds up the same array, so that any order is right, and no two at once are."""
+    threads, calls = 3, 300
+
+    def work(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(500))
+        before = comm.statistics()
+
+        def call() -> None:
+            for _ in range(calls):
+                np.testing.assert_array_equal(comm.all_reduce(np.ones(500)), np.full(500, 2))
+
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(call) for _ in range(threads)]:
+                done.result()
+        after = comm.statistics()
+        assert after.collectives - before.collectives == threads * calls
+        assert after.bytes_sent - before.bytes_sent == threads * calls * 500 * 8
+        assert comm._session.calls.caller is None
+
+    ring_of_threads(2, work)
+
+
+@pytest.mark.parametrize("holds", ["lock", "caller"])
+def test_nothing_begins_in_c_while_another_call_runs(holds):
+    """Another thread's call has the lock; this thread's own has it too, but is the caller."""
+    lock, caller = threading.RLock(), ctypes.c_uint64()
+    small = SmallCalls(Kind.COLLECTIVE, 1, 0)
+    small.exclude(functools.partial(lock.acquire, False), lock.release, caller)
+    small.teach(np.ones(3), "sum", 1, None)
+    with ThreadPoolExecutor(1) as other:
+        if holds == "lock":
+            other.submit(lock.acquire).result()
+        else:
+            lock.acquire()
+            caller.value = threading.get_ident()
+        assert small.run(np.ones(3), "sum") is None
+        small.end()  # Of no call, so that it does nothing.
+        assert other.submit(lock.acquire, False).result() is (holds == "lock")
+
+
+def test_no_call_begins_in_c_once_it_needs_a_check():
+    """The engine has calls that come first; a failed ring has an error to raise."""
+
+    def work(comm: Communicator) -> None:
+        comm.all_reduce(np.ones(3))
+        small = comm._session.collectives.small
+        assert small is not None
+        work = comm.all_reduce(np.ones(5), async_op=True)
+        assert small.is_closed
+        np.testing.assert_array_equal(comm.all_reduce(np.ones(3)), np.full(3, comm.size))
+        work.wait()
+        group = comm.split(0)
+        assert group is not None
+        group.all_reduce(np.ones(3))
+        group.barrier()
+        group.fail(ArrayError("something else"))
+        small = group._session.collectives.small
+        assert small is not None
+        assert small.is_closed
+        with pytest.raises(ArrayError, match="something else"):
+            group.all_reduce(np.ones(3))
+
+    ring_of_threads(2, work)
+
+
+def test_calls_in_c_are_logged_from_when_on_the_level_says_so(caplog):
+    def work(comm: Communicator) -> None:
+        for _ in range(3):
+            comm.all_reduce(np.ones(3))
+        comm.barrier()
+        if comm.rank == 0:
+            caplog.set_level(logging.DEBUG, "ringreduce.communicator.calls")
+        comm.barrier()
+        comm.all_reduce(np.ones(3))
+
+    ring_of_threads(2, work)
+    lines = [record.message for record in caplog.records if "all_reduce" in record.message]
+    assert sorted(line.rpartition(",")[0] for line in lines) == [
+        f"[{rank}/2] all_reduce #6, 24 bytes" for rank in range(2)
+    ]
 
 
 def test_more_calls_than_are_kept_all_work():
