@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
+from ringreduce.pure.compiled import entry
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import receive, release, send
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
@@ -28,7 +28,7 @@ from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP,
 EXCHANGE_BYTES_MAX = 1 << 20
 
 
-@numba.njit(nogil=True, cache=True)
+@entry
 def run(link_address: Any, call_address: Any, rows: Any) -> Any:
     """Run the exchange from where the link stands; return a status code.
 

@@ -25,6 +25,7 @@ import numba
 import numpy as np
 from numba import carray
 
+from ringreduce.pure.compiled import entry
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
 from ringreduce.transport import libzmq, sodium
@@ -179,7 +180,7 @@ def _counter(channels: Any, number: Any) -> Any:
     return channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
 
 
-@numba.njit(nogil=True, cache=True)
+@entry
 def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
     """Queue the frame at address `frame`, `nbytes` with its header; return DONE or a failure.
 
@@ -238,7 +239,7 @@ def release(link: Any) -> None:
     libzmq.msg_close(first + _MESSAGE_BYTES)
 
 
-@numba.njit(nogil=True, cache=True)
+@entry
 def skip(link_address: Any, number: Any) -> Any:
     """Take the next message off a channel without waiting.
 

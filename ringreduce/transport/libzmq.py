@@ -9,8 +9,9 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from numba import carray, cfunc, types
+from numba import carray, types
 
+from ringreduce.pure.compiled import callback
 from ringreduce.transport import libraries
 from ringreduce.transport.libraries import declare
 from ringreduce.vocabulary.errors import NativeError
@@ -90,11 +91,11 @@ def release_callback() -> Any:
     no atomics; the reader asks only whether it has reached a number yet.
     """
     signature = types.void(types.voidptr, types.CPointer(types.int64))
-    return cfunc(signature, cache=True)(_count_release)
+    return callback(signature, _count_release)
 
 
 @cache
 def free_callback() -> Any:
     """The free function of buffers from `malloc`: frees one, then does as `release_callback`."""
     signature = types.void(types.intp, types.CPointer(types.int64))
-    return cfunc(signature, cache=True)(_free_and_count_release)
+    return callback(signature, _free_and_count_release)

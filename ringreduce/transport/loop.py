@@ -33,6 +33,7 @@ import numba
 import numpy as np
 from numba import carray
 
+from ringreduce.pure.compiled import entry
 from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE, segment_count
 from ringreduce.transport import libzmq
@@ -52,13 +53,15 @@ _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50
 # Ciphertexts that a broadcast, or a pair of ranks, may have in memory: enough to keep the receiver
 # busy.
 CIPHERTEXTS_MAX = 16
+# Of int64, in numbers: for np.iinfo numba imports scipy.linalg.
+_NO_LIMIT = (1 << 63) - 1
 
 _CLOCK = time.CLOCK_MONOTONIC
 
 count_segments = numba.njit(nogil=True, cache=True)(segment_count)
 
 
-@numba.njit(nogil=True, cache=True)
+@entry
 def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     """Run one rank's schedule from where the link stands; return a status code.
 
@@ -71,7 +74,7 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     # A broadcast is a chain with an end, so a rank may wait for the next one; in a ring, where all
     # ranks would wait, as many ciphertexts as there are take memory.
     is_chain = call.step_count == 0 or call.first_start < 0
-    ahead_max = CIPHERTEXTS_MAX if link.is_sealed != 0 and is_chain else np.iinfo(np.int64).max
+    ahead_max = CIPHERTEXTS_MAX if link.is_sealed != 0 and is_chain else _NO_LIMIT
 
     if call.first_start >= 0:
         is_reducing = call.step_count > 0 and steps[0].action & REDUCE != 0

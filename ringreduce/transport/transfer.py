@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from numba import carray
 
+from ringreduce.pure.compiled import entry
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import INLINE_BYTES_MAX, receive, release, send
 from ringreduce.transport.loop import CIPHERTEXTS_MAX, count_segments, is_released
@@ -29,7 +30,7 @@ HOLD_ALL = (1 << 63) - 1
 _MORE = -1
 
 
-@numba.njit(nogil=True, cache=True)
+@entry
 def run(sending: Any, source: Any, receiving: Any, target: Any, held_max: Any) -> Any:
     """Send and receive from where the two links stand; return a status code.
 

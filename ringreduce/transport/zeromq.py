@@ -90,8 +90,6 @@ class ZmqLink:
             streams=streams,
             segment_bytes=segment_bytes,
             is_sealed=security.seals,
-            release=libzmq.release_callback().address,
-            free=libzmq.free_callback().address,
             scratch=self._scratch.ctypes.data,
         )
         self._record_address = ctypes.addressof(self._record)
@@ -125,7 +123,11 @@ class ZmqLink:
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self._record.job, self._record.epoch = job, membership.epoch
+        record = self._record
+        record.job, record.epoch = job, membership.epoch
+        # Loaded only now: in shared memory alone nothing compiled is needed.
+        record.release = libzmq.release_callback().address
+        record.free = libzmq.free_callback().address
         self._group = membership.group
         self._connections.connect(addresses, membership.members)
 
