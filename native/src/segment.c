@@ -102,9 +102,10 @@ int rr_segment_map(int descriptor, void **address, uint64_t *bytes)
         mmap(NULL, head.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
     if (mapped == MAP_FAILED)
         return -errno;
-#ifdef MADV_POPULATE_WRITE
-    /* Page faults now, not in the first calls. Kernels before 5.14 do not support it. */
-    (void)madvise(mapped, head.heap, MADV_POPULATE_WRITE);
+#ifdef MADV_POPULATE_READ
+    /* Page faults now, not in the first calls; those of reads map 16 pages each, for writing too.
+     * Kernels before 5.14 do not support it. */
+    (void)madvise(mapped, head.heap, MADV_POPULATE_READ);
 #endif
     *address = mapped;
     *bytes = head.bytes;

@@ -166,7 +166,9 @@ class Session:
                 raise
             self._recorder.peers = self._watcher.peers
             self._recorder.pending = self.messages.pending
-            self.calls.call("barrier", 0, self.collectives.barrier)
+            # Else a group of one host, whose ranks are known to be connected.
+            if formed.meeting is not None or formed.link is not None:
+                self.calls.call("barrier", 0, self.collectives.barrier)
         except BaseException:
             self.leave("")
             if self.membership.epoch == 0:  # Else it may be tried again.

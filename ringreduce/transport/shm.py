@@ -169,20 +169,22 @@ class HostLink:
             timeout_s=self._patience.timeout_s,
             check=check,
         )
-        for index, descriptor in enumerate(descriptors):
+        for index, member in enumerate(members):
+            if index == self._index:
+                # One mapping only, so that registered arrays are recognised by address.
+                self._segments.append(self._own)
+                continue
             try:
-                self._segments.append(Segment(descriptor))
+                self._segments.append(Segment(descriptors.pop(index)))
             except OSError as error:
-                for rest in descriptors[index + 1 :]:
+                for rest in descriptors.values():
                     os.close(rest)
                 raise ProtocolError(
-                    f"cannot use the memory of rank {members[index]}: {error.strerror}",
+                    f"cannot use the memory of rank {member}: {error.strerror}",
                     rank=rank,
                     size=size,
-                    peer=members[index],
+                    peer=member,
                 ) from error
-        # Own memory has one mapping only, so that registered arrays are recognised by address.
-        self._segments[self._index] = self._own
         addresses = (ctypes.c_void_p * len(members))(*[s.address for s in self._segments])
         group = ctypes.c_void_p()
         status = self._functions["shm_new"](

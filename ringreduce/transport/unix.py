@@ -72,8 +72,8 @@ class Mesh:
         descriptor: int,
         timeout_s: float,
         check: Callable[[], None],
-    ) -> list[int]:
-        """Connect with all others and swap segments; return the descriptors, own one included.
+    ) -> dict[int, int]:
+        """Connect with all others and swap segments; return their descriptors, by index.
 
         Each rank connects to the ranks before it and accepts those after it. `names` and `members`
         are the listening name and the rank of each, `index` is this rank's. All must know `job`.
@@ -86,7 +86,7 @@ class Mesh:
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
-        descriptors = {index: os.dup(descriptor)}
+        descriptors: dict[int, int] = {}
         try:
             for other in range(index):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -106,7 +106,11 @@ class Mesh:
                     raise ConnectionError("it does not answer as one of this job")
                 descriptors[other] = answer[1]
         except (OSError, RingReduceError) as error:
-            missing = [members[i] for i in range(len(names)) if i not in descriptors]
+            missing = [
+                member
+                for place, member in enumerate(members)
+                if place != index and place not in descriptors
+            ]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -123,7 +127,7 @@ class Mesh:
         for connection in self._connections.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        return [descriptors[i] for i in range(len(names))]
+        return descriptors
 
     def _accept(
         self,

@@ -516,6 +516,17 @@ def test_all_gather_object_keeps_the_order_of_ranks(size):
     assert ring_of_threads(size, work) == [expected] * size
 
 
+def test_all_gather_object_around_the_length_that_needs_a_second_exchange():
+    def values(length):
+        return [b"", b"x" * length, b"y" * 9]
+
+    def gather(comm):
+        return [comm.all_gather_object(values(n)[comm.rank]) for n in range(499, 509)]
+
+    wanted = [values(length) for length in range(499, 509)]
+    assert ring_of_threads(3, gather) == [wanted] * 3
+
+
 def test_all_gather_object_of_different_kinds_and_lengths():
     def work(comm: Communicator) -> list[Any]:
         return comm.all_gather_object(OBJECTS[-1 - comm.rank])

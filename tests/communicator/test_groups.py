@@ -185,7 +185,7 @@ def test_a_killed_rank_breaks_the_groups_it_was_in_and_no_others(
 FORMING_AT = {
     "announced": "ringreduce.communicator.groups.form_group",
     "connecting": "ringreduce.transport.control.Control.connect",
-    "in the first barrier": "ringreduce.engine.watch.Watcher.__init__",
+    "before the first call": "ringreduce.engine.watch.Watcher.__init__",
 }
 
 
@@ -208,7 +208,7 @@ def test_a_rank_killed_while_a_group_forms_is_named(
             def end(*arguments, **options):
                 os.kill(os.getpid(), signal.SIGKILL)
             setattr(pkgutil.resolve_name("{module}"), "{name}", end)
-        attempt("split", lambda: ring.split(0))
+        attempt("split", lambda: ring.split(0).barrier())
         attempt("ring", ring.barrier)
     """
     with Ring(tmp_path, 3, program, transport=transport) as ring:

@@ -490,7 +490,7 @@ def finish(made, memory, results) -> None:
     for descriptor in memory:
         os.close(descriptor)
     for result in results:
-        for descriptor in result if isinstance(result, list) else ():
+        for descriptor in result.values() if isinstance(result, dict) else ():
             os.close(descriptor)
 
 
@@ -500,10 +500,11 @@ def test_mesh_passes_each_rank_everybodys_memory():
         thread.start()
     for thread in threads:
         thread.join()
-    for result in results:
-        assert not any(os.get_inheritable(descriptor) for descriptor in result)
-        inodes = [os.fstat(descriptor).st_ino for descriptor in result]
-        assert inodes == [os.fstat(descriptor).st_ino for descriptor in memory]
+    own = [os.fstat(descriptor).st_ino for descriptor in memory]
+    for index, result in enumerate(results):
+        assert not any(os.get_inheritable(descriptor) for descriptor in result.values())
+        inodes = {other: os.fstat(descriptor).st_ino for other, descriptor in result.items()}
+        assert inodes == {other: inode for other, inode in enumerate(own) if other != index}
     assert all(mesh.gone() == {} for mesh in made)
     made[2].close()
     assert made[0].gone() == {2: b""}
@@ -532,7 +533,7 @@ def test_mesh_turns_a_stranger_away_and_goes_on(what):
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(isinstance(result, list) for result in results)
+    assert all(isinstance(result, dict) for result in results)
     finish(made, memory, results)
 
 
