@@ -129,12 +129,13 @@ def test_all_reduce_whose_rows_would_not_fit_a_frame_goes_around_the_ring(monkey
 @pytest.mark.parametrize("size", [6, 7, 8, 9])
 def test_small_all_reduce_of_a_larger_ring(size):
     """Rings whose last step sends all rows, some of them, or one."""
+    dtypes = [naive.DTYPES[name] for name in ("int8", "bfloat16", "float32", "float64")]
     assert_all_reduced(
         size,
         [
             (op, dtype, count)
-            for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX)
-            for dtype in naive.DTYPES.values()
+            for op in (ReduceOp.MEAN, ReduceOp.MAX)
+            for dtype in dtypes
             for count in (0, 1, size, 1009)
         ],
     )

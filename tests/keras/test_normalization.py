@@ -1,8 +1,6 @@
 """`SyncBatchNormalization`: N ranks of batch B are one process of batch N B, and it saves plain."""
 
 import json
-import subprocess
-import sys
 import zipfile
 
 import keras
@@ -74,31 +72,14 @@ def model_with_it():
 
 
 def test_it_is_saved_as_plain_batch_normalization(tmp_path):
+    """`test_saving` loads such a file where ringreduce is not installed."""
     file = tmp_path / "model.keras"
-    model = model_with_it()
-    inputs = np.arange(6, dtype="float32").reshape(2, 3)
-    expected = model.predict(inputs, verbose=0)
-    np.save(tmp_path / "expected.npy", expected)
-    model.save(file)
+    model_with_it().save(file)
     with zipfile.ZipFile(file) as archive:
         config = archive.read("config.json").decode()
     assert "ringreduce" not in config
     assert "Sync" not in config
     assert json.loads(config)["config"]["layers"][-1]["class_name"] == "BatchNormalization"
-    program = f"""
-import sys
-sys.modules["ringreduce"] = None  # as where it is not installed
-import keras, numpy
-model = keras.models.load_model({str(file)!r})
-assert type(model.layers[-1]) is keras.layers.BatchNormalization
-assert model.layers[-1].momentum == 0.5
-inputs = numpy.arange(6, dtype="float32").reshape(2, 3)
-assert (model.predict(inputs, verbose=0) == numpy.load({str(tmp_path / "expected.npy")!r})).all()
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_it_can_be_loaded_to_go_on_synchronized(tmp_path):

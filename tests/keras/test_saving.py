@@ -369,6 +369,10 @@ for kind in kinds:
     for start in 2 * list(range(0, len(inputs), 6)):
         model.train_on_batch(inputs[start : start + 6], targets[start : start + 6])
     keep(f"{kind} trained", [*model.variables, *model.optimizer.variables])
+model = keras.models.load_model(f"{folder}/normalized.keras")
+assert type(model.layers[-1]) is keras.layers.BatchNormalization
+assert model.layers[-1].momentum == 0.5
+arrays["normalized."] = model.predict(inputs, verbose=0)
 assert not any(name.partition(".")[0] == "ringreduce" for name in sys.modules)
 numpy.savez(f"{folder}/elsewhere.npz", **arrays)
 print(json.dumps(classes))
@@ -393,6 +397,11 @@ def elsewhere(tmp_path_factory):
             keep(f"{kind} loaded", model)
             keep(f"{kind} weights", model)
             keep(f"{kind} trained", fit(model, epochs=2))
+        keras.utils.set_random_seed(4)
+        layers = [keras.layers.Dense(4), rr.SyncBatchNormalization(momentum=0.5)]
+        model = keras.Sequential([keras.Input(INPUTS.shape[1:]), *layers])
+        expected["normalized"] = [model.predict(INPUTS, verbose=0)]
+        model.save(folder / "normalized.keras")
     ringreduce.shutdown()
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(folder), *KINDS],
@@ -420,6 +429,11 @@ def test_files_load_and_train_on_where_ringreduce_is_not_installed(elsewhere, ki
     assert len(found[name]) > 6
     for one, other in zip(expected[name], found[name], strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def test_synchronized_normalization_is_keras_own_elsewhere(elsewhere):
+    expected, found, _ = elsewhere
+    assert np.array_equal(expected["normalized"], found["normalized"])
 
 
 @every_kind
