@@ -52,9 +52,7 @@ static void *deliver(void *argument)
             pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
             continue;
         }
-        if (--handoff->pending == 0)
-            rr_bucket_record(handoff, waiter->visit.bucket, RR_SPAN_BLOCKED, handoff->pending_since,
-                             rr_now());
+        rr_handoff_unblocks(handoff, waiter->visit.bucket);
         const int code = rr_bucket_settle(&waiter->visit, waiter->parts, why);
         pthread_mutex_unlock(&rr_handoff_lock);
         waiter->notify(waiter->data, code, why);
@@ -90,8 +88,7 @@ int rr_delivery_add(const struct visit *visit, const rr_part *parts, uint32_t pa
     while (*last != NULL)
         last = &(*last)->next;
     *last = waiter;
-    if (handoff->pending++ == 0)
-        handoff->pending_since = rr_now();
+    rr_handoff_blocks(handoff);
     return RR_DONE;
 }
 

@@ -544,6 +544,18 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
     return code;
 }
 
+void rr_handoff_blocks(rr_handoff *owner)
+{
+    if (owner->pending++ == 0)
+        owner->pending_since = rr_now();
+}
+
+void rr_handoff_unblocks(rr_handoff *owner, const struct bucket *bucket)
+{
+    if (--owner->pending == 0)
+        rr_bucket_record(owner, bucket, RR_SPAN_BLOCKED, owner->pending_since, rr_now());
+}
+
 int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_t part_count,
                     char *why)
 {
@@ -552,10 +564,10 @@ int rr_handoff_wait(int64_t plan, uint32_t bucket, const rr_part *parts, uint32_
     int code = enter(&visit, plan, bucket, true, parts, part_count, why);
     if (code == RR_DONE) {
         if (rr_bucket_is_awaited(visit.bucket)) {
-            const double since = rr_now();
+            rr_handoff_blocks(visit.owner);
             while (rr_bucket_is_awaited(visit.bucket) && visit.owner->over == 0)
                 pthread_cond_wait(&visit.owner->changed, &rr_handoff_lock);
-            rr_bucket_record(visit.owner, visit.bucket, RR_SPAN_BLOCKED, since, rr_now());
+            rr_handoff_unblocks(visit.owner, visit.bucket);
         }
         code = rr_bucket_settle(&visit, parts, why);
     }

@@ -50,7 +50,7 @@ struct rr_handoff {
     uint32_t inside;             /* threads in start or wait, and waiters */
     rr_events *events;           /* NULL: nothing is recorded */
     struct waiter *waiters;      /* asynchronous waits (delivery.c), in order */
-    uint32_t pending;            /* their number */
+    uint32_t pending;            /* their number, and that of threads that wait for a bucket */
     double pending_since;        /* when it last became more than 0 */
     bool has_thread;             /* `delivery` is started and not joined */
     pthread_t delivery;
@@ -75,6 +75,10 @@ void rr_handoff_let_go(void);
 
 /* Whether the engine still has to reduce it. */
 bool rr_bucket_is_awaited(const struct bucket *bucket);
+
+/* A wait for a bucket begins, and ends: times in which several wait at once count once. */
+void rr_handoff_blocks(rr_handoff *owner);
+void rr_handoff_unblocks(rr_handoff *owner, const struct bucket *bucket);
 
 /* Record what has happened to a bucket from `began` to `ended`. */
 void rr_bucket_record(rr_handoff *owner, const struct bucket *bucket, uint16_t kind, double began,

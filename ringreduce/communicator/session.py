@@ -41,6 +41,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode
+from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
@@ -169,6 +170,8 @@ class Session:
             # Else a group of one host, whose ranks are known to be connected.
             if formed.meeting is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)
+            # Ranks start at different times, and some compile.
+            self.events.formed()
         except BaseException:
             self.leave("")
             if self.membership.epoch == 0:  # Else it may be tried again.
@@ -249,6 +252,7 @@ class Session:
     def statistics(self) -> Statistics:
         """A snapshot of what this session has done so far."""
         traffic, standing = self.collectives.traffic(), self.events.standing()
+        heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
         return Statistics(
             reducing_s=self.events.seconds(SpanKind.REDUCE),
             waited_s=self.events.seconds(SpanKind.BLOCKED),
@@ -257,6 +261,9 @@ class Session:
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
+            stopped_s=self.events.stopped_s(),
+            slow_rank=slow_rank(heartbeats),
+            slow_link=slow_link(heartbeats),
             hosts=self._hosts,
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringreduce.pure.slowness import SlowLink, SlowRank
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -16,7 +18,12 @@ class Statistics:
         bytes_sent, bytes_received: payload on this rank's links, headers not counted.
         reducing_s: wall time in which gradients were reduced, in any thread.
         waited_s: wall time in which training steps were blocked for that; the rest of
-            `reducing_s` was hidden behind computation.
+            `reducing_s` was hidden behind computation, and without forming the ring.
+        stopped_s: wall time in which calls stopped this rank's own work: `seconds`, without what
+            was hidden behind computation.
+        slow_rank: the rank that the others wait for, and for how long; None if they do not differ.
+            All ranks find the same, about a second after it has happened.
+        slow_link: the same for a link between hosts that is slower than the others.
         hosts: the ranks of each host that share memory, in the order in which the ring passes them.
     """
 
@@ -27,4 +34,7 @@ class Statistics:
     bytes_received: int
     reducing_s: float = 0.0
     waited_s: float = 0.0
+    stopped_s: float = 0.0
+    slow_rank: SlowRank | None = None
+    slow_link: SlowLink | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)

@@ -70,6 +70,7 @@ class Events:
         self._pinned = (ctypes.c_char * EVENTS_BYTES).from_buffer(self._memory)
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
+        self._forming_s = 0.0
         # Reentrant, since a signal handler may interrupt a thread that holds it.
         self._parts = threading.RLock()
         _write_standing(self._memory, 0, 0, 0, 0.0, 0.0, 0, 0, 0, _monotonic())
@@ -138,6 +139,15 @@ class Events:
     def seconds(self, kind: SpanKind) -> float:
         """Time of all parts of a kind so far."""
         return total_s(self._memory, kind)
+
+    def stopped_s(self) -> float:
+        """For how long calls have stopped this rank's own work: not while it computed meanwhile."""
+        hidden_s = self.seconds(SpanKind.REDUCE) - self.seconds(SpanKind.BLOCKED)
+        return max(0.0, self.standing().seconds - hidden_s - self._forming_s)
+
+    def formed(self) -> None:
+        """From now on `stopped_s` counts."""
+        self._forming_s = self.standing().seconds
 
     def parts(self) -> list[Span]:
         """The last parts of calls, by their beginnings; from any thread."""

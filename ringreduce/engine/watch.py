@@ -22,7 +22,7 @@ from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Abort, Left, Listening, Pending
+from ringreduce.pure.messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.watching import Watch
@@ -132,6 +132,10 @@ class Watcher:
         """What is known of every other rank, for a report."""
         return self._watch.board.report(time.monotonic())
 
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeats of all ranks; empty unless all are known."""
+        return self._watch.heartbeats()
+
     # --- What follows runs in the watcher's thread. ---
 
     def _loop(self) -> None:
@@ -168,8 +172,9 @@ class Watcher:
             standing, flow = self._recorder.standing(), self._collectives.flow()
             elsewhere = self._elsewhere() if standing.operation is None else ""
             progress = self._collectives.traffic()
-            pending = self._pending()
-            self._carry_out(watch.beat(standing, flow, progress, now, elsewhere, pending))
+            pending, stopped_s = self._pending(), self._recorder.events.stopped_s()
+            beat = watch.beat(standing, flow, progress, now, elsewhere, pending, stopped_s)
+            self._carry_out(beat)
             self._patience.is_busy = watch.is_busy
         self._send_waiting()
 

@@ -193,10 +193,7 @@ class Measure(keras.callbacks.Callback):
 
     def _now(self) -> float:
         """A clock in seconds that stands still while this rank waits, or works, in the ring."""
-        done = self._ring.statistics()
-        # What was reduced while the step computed did not stop it.
-        hidden_s = done.reducing_s - done.waited_s
-        return time.monotonic() - (done.seconds - hidden_s)
+        return time.monotonic() - self._ring.statistics().stopped_s
 
     def _say(self, text: str, whole: int | None) -> None:
         text += "" if whole is None else f" of {whole}"

@@ -22,7 +22,7 @@ import msgspec
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Heartbeat, Left, Pending, Sent, Wait
+from ringreduce.pure.messages import Heartbeat, Left, Pending, Sending, Sent, Wait
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -52,11 +52,13 @@ class Flow:
         done: the part of its present pass that is done, 0 to 1.
         sent: for each outgoing connection: receiver, channel, and total frames sent.
         waits: the connection on which a frame has been due for a while.
+        sending: how fast the connections to the next rank were so far.
     """
 
     done: float = 0.0
     sent: tuple[tuple[int, int, int], ...] = ()
     waits: Wait | None = None
+    sending: Sending | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,12 @@ class Board:
                     facts["pending"] = heartbeat.pending.describe()
             known.append(facts)
         return known
+
+    def last(self) -> list[Heartbeat]:
+        """The last heartbeats of the other ranks; from any thread. Empty unless all are known."""
+        seen = [self._seen.get(rank) for rank in self._others]
+        known = [each.heartbeat for each in seen if each is not None]
+        return known if len(known) == len(self._others) else []
 
     def unheard_s(self, rank: int, now_s: float) -> float:
         """For how long no heartbeat of a rank has arrived."""

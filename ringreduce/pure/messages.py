@@ -50,6 +50,17 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
         return f"{'send to' if self.sends else 'recv from'} rank {self.peer}, tag {self.tag}"
 
 
+class Sending(msgspec.Struct, frozen=True, array_like=True):
+    """The connections to the next rank: bytes that arrived there, and how long that took in all.
+
+    Time in which there was nothing to send, or the receiver did not read, does not count.
+    """
+
+    receiver: _Rank
+    nbytes: _Count
+    seconds: _Seconds
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports of itself.
 
@@ -61,6 +72,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         done: the part of its present pass that is done, 0 to 1.
         locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
         pending: the send or recv that it waits in, beside its collectives.
+        stopped_s: for how long completed calls have stopped its own work, in all.
+        sending: its link to the next rank, over sockets, where the system measures it.
     """
 
     rank: _Rank
@@ -73,6 +86,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     wait: Wait | None = None
     locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
     pending: Pending | None = None
+    stopped_s: _Seconds = 0.0
+    sending: Sending | None = None
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +159,7 @@ def decode(payload: bytes, size: int) -> Message:
             ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
             ranks += heartbeat.locked
             ranks += [heartbeat.pending.peer] if heartbeat.pending is not None else []
+            ranks += [heartbeat.sending.receiver] if heartbeat.sending is not None else []
     elif isinstance(message, Listening):
         ranks = [message.receiver, message.sender]
     else:

@@ -77,6 +77,7 @@ class Watch:
         self._arrived: dict[int, int] = {}
         self._grew_s: dict[int, float] = {}
         self._number = self._complaints = 0
+        self._last: Heartbeat | None = None
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         self._lost: dict[int, float] = {}
@@ -226,15 +227,16 @@ class Watch:
 
     def beat(
         self, standing: Standing, flow: Flow, progress: object, now_s: float,
-        elsewhere: str = "", pending: Pending | None = None,
+        elsewhere: str = "", pending: Pending | None = None, stopped_s: float = 0.0,
     ) -> list[Action]:  # fmt: skip
         """Send a heartbeat, and check those of others.
 
         `progress` changes while collectives advance; `elsewhere` is the call of another group that
-        this rank is in, or empty; `pending` the send or recv that it waits in.
+        this rank is in, or empty; `pending` the send or recv that it waits in. Calls have stopped
+        this rank's own work for `stopped_s` in all.
         """
         self.due_s = now_s + TIMES.heartbeat_s
-        own = self._own(standing, flow, now_s, elsewhere, pending)
+        own = self._last = self._own(standing, flow, now_s, elsewhere, pending, stopped_s)
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
@@ -255,9 +257,15 @@ class Watch:
                 actions += self._cycles.look(cycle, progress, now_s)
         return actions
 
+    def heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
+        own, others = self._last, self.board.last()
+        return [own, *others] if own is not None and others else []
+
     def _own(
-        self, standing: Standing, flow: Flow, now_s: float, elsewhere: str, pending: Pending | None
-    ) -> Heartbeat:
+        self, standing: Standing, flow: Flow, now_s: float, elsewhere: str,
+        pending: Pending | None, stopped_s: float,
+    ) -> Heartbeat:  # fmt: skip
         self._number += 1
         sent = []
         for receiver, channel, frames in flow.sent:
@@ -276,6 +284,8 @@ class Watch:
             wait=flow.waits,
             locked=self._locked(now_s),
             pending=pending,
+            stopped_s=stopped_s,
+            sending=flow.sending,
         )
 
     def _locked(self, now_s: float) -> tuple[int, ...]:

@@ -142,7 +142,8 @@ class Incoming:
         # A copy, since the watcher's thread may ask while the link's changes the set.
         if source < 0 and len(visitors := self._visitors.copy()) == 1:
             source = visitors.pop()
-        return None if source < 0 else _arrived_bytes(source)
+        counts = None if source < 0 else _counts(source, _BYTES_RECEIVED_AT)
+        return None if counts is None else counts[0]
 
     def close(self) -> None:
         """Close the socket; unread frames are lost."""
@@ -201,7 +202,8 @@ class Outgoing:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self.events = watch(self.socket, int(ended))
+        self.events = watch(self.socket, int(ended | zmq.EVENT_CONNECTED))
+        self._descriptor: int | None = None  # of the connection
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -217,8 +219,25 @@ class Outgoing:
     def read_events(self, wait_ms: int = 0) -> None:
         """Process the events of the connection; wait at most `wait_ms` for the first."""
         while self.is_open and self.events.poll(wait_ms):
-            self.events.recv_multipart()
-            self.is_lost, wait_ms = True, 0
+            event = parse_monitor_message(self.events.recv_multipart())
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._descriptor = event["value"]
+            else:
+                self.is_lost, wait_ms = True, 0
+
+    def sent(self) -> tuple[int, float] | None:
+        """Bytes that the other system has confirmed, and for how many seconds some were under way.
+
+        Not while the receiver did not read. None where the system does not measure it.
+        """
+        descriptor = self._descriptor
+        if descriptor is None or self.is_lost or not self.is_open:
+            return None
+        counts = _counts(descriptor, _BYTES_ACKED_AT, _BUSY_AT, _RECEIVER_LIMITED_AT)
+        if counts is None:
+            return None
+        nbytes, busy_us, limited_us = counts
+        return nbytes, max(0, busy_us - limited_us) * 1e-6
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; frames not sent within `linger_ms` are lost."""
@@ -259,12 +278,15 @@ def announced_ports(address: str, count: int, peer: int, security: Security) -> 
     return ports
 
 
-# From <linux/tcp.h>: the option, size of struct tcp_info, offset of tcpi_bytes_received.
-_TCP_INFO, _TCP_INFO_BYTES, _BYTES_RECEIVED_AT = 11, 192, 128
+# From <linux/tcp.h>: the option, the size of struct tcp_info, and where it has these counts.
+_TCP_INFO, _TCP_INFO_BYTES = 11, 192
+_BYTES_ACKED_AT, _BYTES_RECEIVED_AT = 120, 128
+# Microseconds with data under way, and those of them in which the receiver's window was full.
+_BUSY_AT, _RECEIVER_LIMITED_AT = 168, 176
 
 
-def _arrived_bytes(descriptor: int) -> int | None:
-    """Total bytes received on a connection, as Linux counts them; None elsewhere."""
+def _counts(descriptor: int, *places: int) -> list[int] | None:
+    """What Linux counts of a connection, 64 bits at each of these places; None elsewhere."""
     if sys.platform != "linux":
         return None
     try:
@@ -273,6 +295,6 @@ def _arrived_bytes(descriptor: int) -> int | None:
             facts = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return None
-    if len(facts) < _BYTES_RECEIVED_AT + 8:
-        return None  # Before Linux 4.1.
-    return int.from_bytes(facts[_BYTES_RECEIVED_AT : _BYTES_RECEIVED_AT + 8], sys.byteorder)
+    if len(facts) < max(places) + 8:
+        return None  # An old Linux: before 4.1 for bytes, 4.10 for times.
+    return [int.from_bytes(facts[place : place + 8], sys.byteorder) for place in places]

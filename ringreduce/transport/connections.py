@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from ringreduce.pure import schedule
+from ringreduce.pure.messages import Sending
 from ringreduce.transport import inherited, sodium
 from ringreduce.transport.channel import (
     Incoming,
@@ -124,6 +125,8 @@ class Connections:
         authenticator. Where the kernel cannot shut a port, libzmq refuses everybody once the
         authenticator is closed.
         """
+        for pushing in self.outgoing:
+            pushing.read_events()
         deadline = time.monotonic() + TIMES.lock_s
         # A list, so that every port is tried, also after one that fails.
         if all([p.lock(self._source(c), deadline) for c, p in enumerate(self.incoming)]):
@@ -168,6 +171,16 @@ class Connections:
     def arrived_bytes(self, channel: int) -> int | None:
         """Total bytes received on `channel`; None where the system does not count them."""
         return self.incoming[channel].arrived_bytes(self._source(channel))
+
+    def sending(self) -> Sending | None:
+        """How fast the connections to the next rank were so far; from any thread."""
+        found = [pushing.sent() for pushing in self.outgoing[: self._streams]]
+        known = [each for each in found if each is not None]
+        if not found or len(known) < len(found):
+            return None
+        # They send at the same time.
+        nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
+        return Sending(self.outgoing[0].peer, nbytes, seconds)
 
     def borrows(self, channel: int) -> bool:
         """Whether libzmq still holds borrowed memory that is to be sent on `channel`."""

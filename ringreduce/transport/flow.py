@@ -66,6 +66,7 @@ class FlowMeter:
                 for channel, pushing in enumerate(self._connections.outgoing)
             ),
             waits=self._waits(),
+            sending=self._connections.sending(),
         )
 
     def _waits(self) -> Wait | None:

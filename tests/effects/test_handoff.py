@@ -452,6 +452,24 @@ class TestBuckets:
         waiting.result(DEADLINE_S)
         assert native_queue._events.seconds(SpanKind.BLOCKED) > 0.0
 
+    def test_time_in_which_several_wait_is_counted_once(self, native_queue):
+        plan = Plan(native_queue, 2)
+        began = time.monotonic()
+        for bucket in range(2):
+            start(plan.number, bucket)
+        waiting = [in_thread(lambda b=bucket: wait(plan.number, b)) for bucket in range(2)]
+        for each in waiting:
+            until_it_waits(each)
+        both = time.monotonic()
+        # So long do both wait, for certain.
+        wait_until(lambda: time.monotonic() > 2 * both - began + 0.02, "that")
+        for _ in waiting:
+            plan.double()
+        for each in waiting:
+            each.result(DEADLINE_S)
+        elapsed_s = time.monotonic() - began
+        assert 0.0 < native_queue._events.seconds(SpanKind.BLOCKED) <= elapsed_s
+
     def test_wait_for_what_is_there_is_not_counted(self, native_queue):
         plan = Plan(native_queue)
         start(plan.number, 0)
