@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO
 
-import psutil
-
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.terminal import Terminal
@@ -230,5 +228,5 @@ def default_threads(size: int) -> int:
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
-        cores = psutil.cpu_count() or 1
+        cores = os.cpu_count() or 1
     return max(1, cores // size)
