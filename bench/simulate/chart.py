@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 480, 320
+WIDTH, HEIGHT = 500, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 118, 34, 46
 # Distinct for the colour-blind too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -4,6 +4,7 @@
     memory    2 ranks in shared memory
     rate      hosts on links of a rate; small calls hide in what the limiter passes at full speed
     distance  the same with a delay, where every message costs that
+    fast      links of 10 Gbit/s: not fitted, but predicted as many ranks are, from sockets
 
 All parameters come from 2 ranks. More ranks, two levels and all-to-all are predicted from them.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bench.namespaces import shaped
+from bench.namespaces import open_windows, shaped
 from bench.simulate import fit, model
 from bench.simulate.model import Link, Memory
 from bench.simulate.rings import Ranks, started
@@ -29,20 +30,46 @@ CORES_SHARE_MAX = 0.25
 
 @dataclass(frozen=True)
 class Network:
-    """Links that are checked: `latency_ms` each way; sizes of both collectives, largest last."""
+    """Links that are checked.
+
+    Attributes:
+        latency_ms: each way.
+        fitted: sizes of the all-reduces of 2 ranks that the link is fitted to; none if it is given.
+        all_reduces, all_to_alls, of_levels: sizes that are compared.
+    """
 
     name: str
     latency_ms: float
     fitted: tuple[int, ...]
     all_reduces: tuple[int, ...]
     all_to_alls: tuple[int, ...]
+    of_levels: tuple[int, ...] = ()
 
 
-RATE = Network("rate", 0, (64 * KIB, MIB, 4 * MIB), (16 * KIB, 256 * KIB, MIB, 4 * MIB), (MIB,))
-DISTANCE = Network(
-    "distance", 10, (KIB, 64 * KIB, MIB), (KIB, 16 * KIB, 64 * KIB, MIB), (KIB, 256 * KIB)
+RATE = Network(
+    "rate",
+    latency_ms=0,
+    fitted=(64 * KIB, MIB, 4 * MIB),
+    all_reduces=(16 * KIB, 256 * KIB, MIB, 4 * MIB),
+    all_to_alls=(MIB,),
+    of_levels=(MIB,),
 )
-NETWORKS = (RATE, DISTANCE)
+DISTANCE = Network(
+    "distance",
+    latency_ms=10,
+    fitted=(KIB, 4 * KIB, 64 * KIB, MIB),
+    all_reduces=(KIB, 16 * KIB, 64 * KIB, MIB),
+    all_to_alls=(256 * KIB,),
+    of_levels=(64 * KIB, MIB),
+)
+FAST = Network(
+    "fast",
+    latency_ms=0,
+    fitted=(),
+    all_reduces=(KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+    all_to_alls=(4 * MIB,),
+)
+FAST_GBIT = 10
 
 
 @dataclass(frozen=True)
@@ -81,11 +108,12 @@ def fit_cores(turns: Turns, seconds: float) -> tuple[Link, Memory]:
 
 
 class Check:
-    """Measurements on one network, whose link is fitted first.
+    """Measurements on one network.
 
     Args:
         cores: how many this machine has; ranks share them.
         seconds: about how long a size is measured.
+        link: of the network, if it is not fitted.
 
     Attributes:
         link: the fitted one, once `run` has yielded.
@@ -100,21 +128,25 @@ class Check:
         *,
         cores: int,
         seconds: float,
+        link: Link | None = None,
     ) -> None:
         self._turns, self._network, self._sockets, self._memory = turns, network, sockets, memory
         self._cores, self._seconds = cores, seconds
-        self.link = sockets
+        self.link = sockets if link is None else link
 
     def run(
-        self, rate: str, sizes: Sequence[int], levels: Sequence[tuple[int, int]]
+        self, rate: str, sizes: Sequence[int], levels: Sequence[tuple[int, int]] = ()
     ) -> Iterator[Row]:
         """Fit, and compare rings of so many ranks and two levels of (hosts, ranks on each)."""
         network = self._network
         hosts_max = max(2, *sizes, *(hosts for hosts, _ in levels))
         with shaped(hosts_max, rate, network.latency_ms) as hosts:
-            with self._started(hosts[:2], "zmq") as pair:
-                fitted = {size: pair.measure("all_reduce", size) for size in network.fitted}
-            self.link = fit.link(fitted, self._sockets.gamma)
+            if network.latency_ms:
+                open_windows(hosts)
+            if network.fitted:
+                with self._started(hosts[:2], "zmq") as pair:
+                    fitted = {size: pair.measure("all_reduce", size) for size in network.fitted}
+                self.link = fit.link(fitted, self._sockets.gamma)
             for size in sizes:
                 with self._started(hosts[:size], "zmq") as ranks:
                     yield from self._rows(ranks)
@@ -140,7 +172,7 @@ class Check:
             yield self._row(ranks, "all_to_all", "all_to_all", nbytes, predict)
 
     def _rows_of_levels(self, ranks: Ranks, hosts: int, each: int) -> Iterator[Row]:
-        for nbytes in self._network.all_reduces[-2:]:
+        for nbytes in self._network.of_levels:
             predict = partial(model.two_levels, hosts, each, nbytes, memory=self._memory)
             yield self._row(ranks, "all_reduce", f"{hosts} hosts x {each}", nbytes, predict)
 

@@ -12,8 +12,9 @@ from bench.systems import WORKER, Host, ring_processes
 from bench.turns import System, SystemFailed, Turns
 
 ITEMSIZE = 4
-# Calls until TCP's windows have grown; then those that are counted, within a time.
-UNTIMED, CALLS_MIN, CALLS_MAX = 4, 3, 40
+# Limits on the calls before any is counted, and on those that are.
+UNTIMED_S, UNTIMED_MAX = 0.2, 8
+CALLS_MIN, CALLS_MAX = 3, 60
 
 
 class FailedError(Exception):
@@ -38,9 +39,10 @@ class Ranks:
             wrong = self._turns.ask(self._label, {"do": "check", **order})
             if any(answer["wrong"] for answer in wrong):
                 raise FailedError(f"{self._label}: wrong results in {collective}")
-            once = float(np.median(self._time(order, UNTIMED, CALLS_MIN)))
+            once = float(self._time(order, 1, 1)[0])
+            untimed = int(np.clip(UNTIMED_S / once, 1, UNTIMED_MAX))
             calls = int(np.clip(self._seconds / once, CALLS_MIN, CALLS_MAX))
-            return float(np.median(self._time(order, 1, calls)))
+            return float(np.median(self._time(order, untimed, calls)))
         except SystemFailed as failure:
             raise FailedError(str(failure)) from None
 

@@ -14,17 +14,17 @@ from bench.namespaces import UnavailableError, bits_per_second, require
 from bench.peers import short_size
 from bench.simulate import chart, check, model, scale
 from bench.simulate.chart import Panel, Series
-from bench.simulate.check import Check, Row
+from bench.simulate.check import Check, Network, Row
 from bench.simulate.model import Link, Memory
 from bench.simulate.rings import FailedError
 from bench.simulate.scale import GBITS, MODELS, RANKS, RANKS_PER_HOST, Cluster, Parameters, Scale
-from bench.simulate.training import Conditions
+from bench.simulate.training import Conditions, Model
 from bench.turns import Turns, ended_by_signals
 from ringreduce.effects import native
 from ringreduce.pure.buckets import BUCKET_BYTES
 
 # Of docs/scaling.md; for --no-check, and where there are no namespaces.
-STORED = Parameters(Link(7.0e-5, 0.0, 6.0e-10), Memory(2.0e-5, 1.0e-10), 1.048)
+STORED = Parameters(Link(1.15e-4, 0.0, 5.8e-10), Memory(1.0e-5, 1.5e-10), 1.04)
 ERROR_MAX = 0.15
 CHECKED = (
     f"{'network':<9} {'what':<13} {'ranks':>5} {'size':>5} {'measured':>9} {'model':>9} "
@@ -89,20 +89,29 @@ def _measure(rate: str, sizes: Sequence[int], seconds: float) -> tuple[Parameter
         print(f"\n# checked on links of {rate}; goal: within {ERROR_MAX:.0%} where links limit,")
         print("# which is where the cores alone would take at most 25 % of the time")
         print(CHECKED, CHECKED_UNITS, sep="\n", flush=True)
-        for network in check.NETWORKS:
-            checked = Check(turns, network, sockets, memory, cores=cores, seconds=seconds)
-            for row in checked.run(rate, sizes, levels):
+
+        def compare(network: Network, rate: str, **more: Any) -> Link:
+            checked = Check(turns, network, sockets, memory, cores=cores, seconds=seconds, **more)
+            is_fitted = bool(network.fitted)
+            for row in checked.run(
+                rate, sizes if is_fitted else sizes[:1], levels if is_fitted else ()
+            ):
                 rows.append(row)
                 print(row_line(row), flush=True)
-            links[network.name] = checked.link
-    wire = links[check.RATE.name].beta * bits_per_second(rate) / 8
+            return checked.link
+
+        links["rate"] = compare(check.RATE, rate)
+        links["distance"] = compare(check.DISTANCE, rate)
+        wire = links["rate"].beta * bits_per_second(rate) / 8
+        found = Parameters(sockets, memory, wire)
+        compare(check.FAST, f"{check.FAST_GBIT}gbit", link=found.link(check.FAST_GBIT))
     held = [row for row in rows if row.is_of_links]
     print(
         f"# {sum(abs(row.error) <= ERROR_MAX for row in held)} of {len(held)} rows that links "
         f"limit are within {ERROR_MAX:.0%}; the worst is off by {check.worst(rows):.1%}"
     )
     _print_links({"sockets": sockets} | links, memory)
-    return Parameters(sockets, memory, wire), rows
+    return found, rows
 
 
 def row_line(row: Row) -> str:
@@ -222,59 +231,62 @@ def _short(nbytes: float) -> str:
 
 
 def _panels(scaled: Scale, rows: Sequence[Row]) -> list[Panel]:
-    parameters = scaled.parameters
-    panels = [_checked(rows)] if rows else []
-    times = []
+    networks = [(check.RATE.name, "limited rate"), (check.DISTANCE.name, "and 10 ms each way")]
+    panels = [_checked(rows, name, f"Measured (points), model: {what}") for name, what in networks]
+    return [
+        *(panel for panel in panels if panel.series),
+        _times(scaled.parameters),
+        *(_efficiency(scaled, trained) for trained in MODELS),
+        _progress(scaled),
+    ]
+
+
+def _checked(rows: Sequence[Row], network: str, title: str) -> Panel:
+    """Measured points and the model's line, for calls that were measured at several sizes."""
+    here = [row for row in rows if row.network == network]
+    series = []
+    for what, nbytes in sorted({(row.what, row.nbytes) for row in here}):
+        same = [row for row in here if (row.what, row.nbytes) == (what, nbytes)]
+        if len(same) >= 3:
+            number = len(series) // 2
+            lines = [(row.ranks, row.predicted_s * 1e3) for row in same]
+            marks = [(row.ranks, row.measured_s * 1e3) for row in same]
+            series.append(Series(f"{what} {short_size(nbytes)}", lines, colour=number))
+            series.append(Series("", marks, are_marks=True, colour=number))
+    return Panel(title, "ranks", "ms", series, is_log_y=True)
+
+
+def _times(parameters: Parameters) -> Panel:
+    """An all-reduce of a bucket, in a ring and on two levels."""
+    series = []
     for number, gbit in enumerate(GBITS):
         for each in (1, RANKS_PER_HOST):
             clusters = [Cluster(parameters, gbit, ranks, each) for ranks in RANKS if ranks > each]
             points = [(one.ranks, one.all_reduce(BUCKET_BYTES) * 1e3) for one in clusters]
             label = f"{gbit} Gbit/s" if each == 1 else ""
-            times.append(Series(label, points, is_dashed=each > 1, colour=number))
+            series.append(Series(label, points, is_dashed=each > 1, colour=number))
     title = f"All-reduce of {short_size(BUCKET_BYTES)}: ring, two levels (dashed)"
-    panels.append(Panel(title, "ranks", "ms", times, is_log_y=True))
-    trained = MODELS[-1]
-    lines = []
+    return Panel(title, "ranks", "ms", series, is_log_y=True)
+
+
+def _efficiency(scaled: Scale, trained: Model) -> Panel:
+    """What a model reaches on hosts of several ranks, with the best buckets and the default."""
+    series = []
     for number, gbit in enumerate(GBITS):
-        clusters = [Cluster(parameters, gbit, ranks, RANKS_PER_HOST) for ranks in RANKS]
+        clusters = [Cluster(scaled.parameters, gbit, ranks, RANKS_PER_HOST) for ranks in RANKS]
         best = [(one.ranks, scaled.best(trained, one)[1]) for one in clusters]
         default = [(one.ranks, scaled.efficiency(trained, one, BUCKET_BYTES)) for one in clusters]
-        lines.append(Series(f"{gbit} Gbit/s", best, colour=number))
-        lines.append(Series("", default, is_dashed=True, colour=number))
+        series.append(Series(f"{gbit} Gbit/s", best, colour=number))
+        series.append(Series("", default, is_dashed=True, colour=number))
     title = f"{trained.name}, {RANKS_PER_HOST} a host: best, 4 MiB buckets (dashed)"
-    panels.append(Panel(title, "ranks", "efficiency", lines))
-    failures = [(hosts, scaled.failures(hosts)) for hosts in RANKS]
-    panels.append(
-        Panel(
-            "Progress in spite of failures",
-            "hosts",
-            "of all time",
-            [
-                Series("saved at Young's", [(hosts, found[2]) for hosts, found in failures]),
-                Series(
-                    "saved each hour", [(hosts, found[3]) for hosts, found in failures], colour=1
-                ),
-            ],
-        )
-    )
-    return panels
+    return Panel(title, "ranks", "efficiency", series)
 
 
-def _checked(rows: Sequence[Row]) -> Panel:
-    """Measured points on the model's lines, for the calls that were measured at most sizes."""
-    kinds = sorted({(row.network, row.what, row.nbytes) for row in rows if "x" not in row.what})
-    found = []
-    for kind in kinds:
-        same = [row for row in rows if (row.network, row.what, row.nbytes) == kind]
-        if len({row.ranks for row in same}) >= 3:
-            found.append((kind, same))
-    series = []
-    for number, ((network, what, nbytes), same) in enumerate(found):
-        label = f"{what} {short_size(nbytes)}, {network[:4]}"
-        lines = [(row.ranks, row.predicted_s * 1e3) for row in same]
-        marks = [(row.ranks, row.measured_s * 1e3) for row in same]
-        series += [
-            Series(label, lines, colour=number),
-            Series("", marks, are_marks=True, colour=number),
-        ]
-    return Panel("Measured (points), model (lines)", "ranks", "ms", series, is_log_y=True)
+def _progress(scaled: Scale) -> Panel:
+    """Goodput with failures."""
+    found = [(hosts, scaled.failures(hosts)) for hosts in RANKS]
+    series = [
+        Series("Young's interval", [(hosts, each[2]) for hosts, each in found]),
+        Series("each hour", [(hosts, each[3]) for hosts, each in found], colour=1),
+    ]
+    return Panel("Progress with failures, by checkpoint", "hosts", "of all time", series)
