@@ -1,0 +1,57 @@
+"""Engines of no ring, for tests of what runs in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ringreduce.collectives.base import Collectives
+from ringreduce.effects.events import Events
+from ringreduce.engine.engine import Engine, Owner
+from ringreduce.vocabulary.errors import RingReduceError
+
+# Far above what anything here takes, and below the rings' own time limit.
+DEADLINE_S = 15.0
+TIMEOUT_S = 60.0
+
+
+def engine_threads() -> set[str]:
+    return {each.name for each in threading.enumerate() if each.name.startswith("ringreduce ")}
+
+
+class Gate:
+    """A piece of work that says when it has begun, and waits to be let through."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
+        self._result = result
+
+    def __call__(self) -> Any:
+        self.begun.set()
+        assert self.open.wait(DEADLINE_S)
+        return self._result
+
+    def wait_begun(self) -> None:
+        assert self.begun.wait(DEADLINE_S)
+
+
+def new_engine() -> tuple[Engine, list[RingReduceError]]:
+    errors: list[RingReduceError] = []
+    return new_engine_of(errors.append), errors
+
+
+def new_engine_of(
+    fail: Callable[[RingReduceError], object], interrupt: Callable[[], object] = lambda: None
+) -> Engine:
+    """An engine whose communicator and collectives do no more than that."""
+    owner, collectives = SimpleNamespace(fail=fail), SimpleNamespace(interrupt=interrupt)
+    return Engine("ringreduce test", cast(Owner, owner), cast(Collectives, collectives), Events())
+
+
+def failing(error: BaseException) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
