@@ -53,7 +53,7 @@ check: $(VENV)/.installed
 
 # Further sizes and combinations, other random examples, in real time; then the faults of `check` in real
 # time too, and in fresh processes.
-FAULTS := tests/communicator tests/transport
+FAULTS := tests/communicator tests/transport tests/bootstrap/test_hellos.py
 
 check-full: $(VENV)/.installed
 	RINGREDUCE_TEST_RANDOM=1 $(PYTEST) $(IN_TWO) -m full || $(PYTEST) -m full $(AGAIN)

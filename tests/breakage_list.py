@@ -167,7 +167,7 @@ BREAKAGES = (
         "is_spent = is_reduced and step.action & FINISH == 0",
         "is_spent = is_reduced",
         "A finished chunk is encrypted in the user's array, which then holds no sum.",
-        ("tests/transport/test_corruption.py", "tests/collectives/test_collectives.py"),
+        ("tests/transport/test_security.py",),
     ),
     Breakage(
         "pairs-first-password",

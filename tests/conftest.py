@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +56,14 @@ def _no_thread_is_left() -> Iterator[None]:
     while (left := _threads() - before) and time.monotonic() < deadline:
         os.sched_yield()
     assert not left, f"still running: {sorted(left)}"
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Another sequence each time; FUZZ_SEED repeats the one that a failed test has printed."""
+    seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))
+    print(f"FUZZ_SEED={seed}")
+    return random.Random(f"{seed} {request.node.name}")
 
 
 def _threads() -> set[tuple[int, str]]:

@@ -10,20 +10,38 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import psutil
 import zmq
 
 from ringreduce.pure import wire
+from tests.rings import Ring
 
-__all__ = ["STRANGERS", "blast", "mutate_bytes", "mutate_frame"]
+__all__ = ["STRANGERS", "blast", "bounded_memory", "mutate_bytes", "mutate_frame", "pids"]
 
 # Numbers at which lengths, ranks and offsets turn over.
 EDGES = (0, 1, 2, 255, 1 << 15, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63)
 _MAX = (1 << 64) - 1
 # A stranger gives up on a port that says nothing after this long.
 _PATIENCE_S = 5.0
+# What a process may grow by while strangers are at it: buffers of TCP and of libzmq for those
+# who are in the middle of a handshake, and Python's own ups and downs.
+_GROWTH_BYTES = 96 << 20
+
+
+@contextlib.contextmanager
+def bounded_memory(*pids: int) -> Iterator[None]:
+    before = {pid: psutil.Process(pid).memory_info().rss for pid in pids}
+    yield
+    for pid in pids:
+        grown = psutil.Process(pid).memory_info().rss - before[pid]
+        assert grown < _GROWTH_BYTES, f"process {pid} grew by {grown >> 20} MiB"
+
+
+def pids(ring: Ring) -> list[int]:
+    return [worker.pid for worker in ring.workers]
 
 
 def mutate_frame(

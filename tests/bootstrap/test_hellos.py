@@ -1,0 +1,250 @@
+"""Hellos that nobody should send, from a rank with the key, at a ring that forms.
+
+It refuses them, or ends with an error that names the rank. Nothing may crash, hang or take memory
+beyond its limits.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from ringreduce._version import __version__
+from ringreduce.bootstrap.admission import Members
+from ringreduce.bootstrap.messages import read_hello
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.pure import wire
+from ringreduce.transport.security import Security
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.errors import RingReduceError
+from tests.fuzzing import (
+    bounded_memory,
+    mutate_bytes,
+)
+
+SECRET = secrets.token_hex(32)
+
+
+def hello(**fields: Any) -> bytes:
+    usual = {
+        "type": "Hello",
+        "version": __version__,
+        "wire_version": wire.WIRE_VERSION,
+        "job_id": "ours",
+        "rank": 1,
+        "size": 2,
+        "members": [0, 1],
+        "epoch": 0,
+        "address": "tcp://127.0.0.1:9",
+        "control": "tcp://127.0.0.1:1,2",
+        "standby": "",
+        "host": "elsewhere",
+        "memory": "",
+        "settings": {
+            "segment_bytes": 1 << 20,
+            "streams": 1,
+            "transport": 2,
+            "encryption": 0,
+            "ring_order": 0,
+        },
+        "encryption": "none",
+        "key": "",
+    }  # fmt: skip
+    return msgspec.msgpack.encode({**usual, **fields})
+
+
+@contextmanager
+def forming() -> Iterator[tuple[Config, zmq.Socket[bytes]]]:
+    """Settings of two ranks, and a socket at their rendezvous that knows the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = Config(
+            size=2,
+            rendezvous=f"127.0.0.1:{listener.getsockname()[1]}",
+            rendezvous_fd=listener.detach(),
+            job_id="ours",
+            secret=SECRET,
+            transport="zmq",
+            timeout_s=10.0,
+            join_timeout_s=10.0,
+        )
+    with zmq.Context() as context, context.socket(zmq.DEALER) as erring:
+        erring.setsockopt(zmq.LINGER, 0)
+        erring.setsockopt(zmq.RCVTIMEO, 10_000)
+        erring.setsockopt(zmq.SNDHWM, 0)
+        Security.of(config).join_meeting(erring)
+        erring.connect(f"tcp://{config.rendezvous}")
+        yield config, erring
+
+
+def form_both(config: Config, first: threading.Thread, results: list[Any]) -> None:
+    """Have the right rank 1 join, and see that the ring works."""
+    fields = {**vars(config), "rank": 1, "rendezvous_fd": None}
+    with Communicator(Config(**fields)) as comm:
+        assert comm.all_reduce(np.ones(1))[0] == 2
+    first.join(20)
+    assert results == [2.0]
+
+
+def join_first(config: Config) -> tuple[threading.Thread, list[Any]]:
+    results: list[Any] = []
+
+    def join() -> None:
+        try:
+            with Communicator(config) as comm:
+                results.append(float(comm.all_reduce(np.ones(1))[0]))
+        except RingReduceError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return thread, results
+
+
+# What a rank with the key says instead of its Hello, and the job goes on without it.
+HELLOS: dict[str, list[bytes]] = {
+    "nothing": [b""],
+    "no msgpack": [b"\xc1"],
+    "random bytes": [random.Random(3).randbytes(1000)],
+    "another type": [msgspec.msgpack.encode({"type": "Table"})],
+    "few fields": [msgspec.msgpack.encode({"type": "Hello"})],
+    "great depth": [b"\x91" * 100_000],
+    "great depth inside": [b"\x82\xa4type\xa5Hello\xa5extra" + b"\x91" * 100_000 + b"\xc0"],
+    "a map of 2^32": [b"\xdf\xff\xff\xff\xff" + bytes(1000)],
+    "a text of 2^32": [b"\xdb\xff\xff\xff\xff" + bytes(1000)],
+    "a long list": [msgspec.msgpack.encode([1] * 100_000)],
+    "a host of 1 MB": [hello(host="x" * 1_000_000, job_id="theirs")],
+    "no UTF-8": [hello().replace(b"elsewhere", b"\xff\xfe\xfd\xfc\xff\xfe\xfd\xfc\xff")],
+    "control characters": [hello(host="\x1b[2J\r\n" * 100, job_id="theirs")],
+    "rank -1": [hello(rank=-1)],
+    "rank n": [hello(rank=2)],
+    "rank 2^31": [hello(rank=1 << 31)],
+    "rank 2^63": [hello(rank=1 << 63)],
+    "rank 0": [hello(rank=0)],
+    "rank as text": [hello(rank="1")],
+    "rank 1.5": [hello(rank=1.5)],
+    "no key at all": [hello(key=None)],
+    "settings as text": [hello(settings="all")],
+    "an address as network": [hello(networks=["10.0.0.4/24", "localhost/8"])],
+    "a prefix of 33": [hello(networks=["10.0.0.4/33"])],
+    "networks of 1 MB": [hello(networks=["1" * 100_000] * 9)],
+    "ten thousand networks": [hello(networks=["10.0.0.4/24"] * 10_000)],
+    "another job": [hello(job_id="theirs")],
+    "a job of 1 MB": [hello(job_id="x" * 1_000_000)],
+    "many parts": [b"a", b"", b"c"],
+    "a thousand parts": [b"x"] * 1000,
+}
+
+
+def test_no_hello_that_is_wrong_hurts_a_ring_that_forms() -> None:
+    with forming() as (config, erring), bounded_memory(os.getpid()):
+        first, results = join_first(config)
+        for name, parts in HELLOS.items():
+            erring.send_multipart(parts)
+            # The answer to what comes after it shows that it was read.
+            erring.send(hello(job_id=f"after {name}"))
+            while (told := msgspec.msgpack.decode(erring.recv()))["type"] == "Refusal":
+                assert len(told["text"]) < 2000
+                assert told["text"].isprintable()
+                if "another job" in told["text"]:
+                    break
+        while erring.poll(0):
+            erring.recv()
+        form_both(config, first, results)
+
+
+def test_a_flood_of_hellos_is_answered_for_a_while_only() -> None:
+    with forming() as (config, erring), bounded_memory(os.getpid()):
+        first, results = join_first(config)
+        for _ in range(5000):
+            erring.send(hello(job_id="theirs"))
+        form_both(config, first, results)
+        answers = 0
+        while erring.poll(100):
+            erring.recv()
+            answers += 1
+        assert answers <= 260
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"size": 3}, "has size 3, rank 0 has 2"),
+        ({"size": 1 << 40}, "has size 1099511627776, rank 0 has 2"),
+        ({"version": "9" * 100_000}, "has ringreduce 999"),
+        ({"wire_version": 255}, "has wire version 255"),
+        ({"settings": {str(i): i for i in range(10_000)}}, "has settings {'0': 0"),
+        ({"key": "~" * 40}, "keys that are not one for each rank"),
+        ({"key": ""}, "keys that are not one for each rank"),
+    ],
+)
+def test_a_rightful_rank_with_another_opinion_ends_it_by_name(
+    fields: dict[str, Any], text: str
+) -> None:
+    with forming() as (config, erring):
+        first, results = join_first(config)
+        erring.send(hello(**fields))
+        first.join(20)
+        [error] = results
+        assert isinstance(error, RingReduceError)
+        assert text in str(error)
+        assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:x",
+        "ipc:///tmp/x",
+        "tcp://127.0.0.1:1,2,3",
+        "\0" * 99,
+        "x" * 10_000,
+        "tcp://no-such-host.invalid:1",
+        "tcp://127.0.0.1:99999",
+    ],
+)
+def test_a_rank_with_an_impossible_address_is_a_named_error(address: str) -> None:
+    with forming() as (config, erring):
+        first, results = join_first(config)
+        key = zmq.curve_keypair()[0].decode()
+        erring.send(hello(address=address, key=key))
+        first.join(20)
+        [error] = results
+        assert isinstance(error, RingReduceError)
+        assert "rank 1" in str(error)
+        assert len(str(error)) < 2000
+
+
+def test_mutated_hellos_admit_nobody_who_has_no_place(chance: random.Random) -> None:
+    own = read_hello(hello(rank=0))
+    assert own is not None
+    config = Config(size=2, rendezvous="127.0.0.1:1", job_id="ours")
+    longest = 0
+    for _ in range(20_000):
+        said = read_hello(mutate_bytes(chance, hello(rank=chance.choice((0, 1, 2)))))
+        if said is None:
+            continue
+        members = Members(config, own)
+        try:
+            refusal = members.admit(b"x", said)
+        except RingReduceError as error:
+            longest = max(longest, len(str(error)))
+            continue
+        assert members.complete == (refusal is None)
+        assert members.identities == ({b"x": 1} if refusal is None else {})
+        if refusal is None:
+            assert said.rank == 1
+            assert (said.job_id, said.size, said.settings) == ("ours", 2, own.settings)
+    assert longest < 2000
