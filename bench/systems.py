@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from bench.turns import TURN_TIMEOUT_S, Process
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.effects import native
-from ringreduce.vocabulary.config import Config, worker_environment
+from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.worker_environment import worker_environment
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 # The collectives that `peers` can compare; those of each system are in its entry.

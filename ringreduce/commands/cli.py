@@ -19,14 +19,9 @@ from ringreduce.commands.launch.meeting import Node
 from ringreduce.commands.launch.nodes import node_of
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.spread import read_hostfile, spread_over
-from ringreduce.vocabulary.config import (
-    SETTINGS,
-    Config,
-    chosen_variables,
-    forwarded_environment,
-    log_dir_wanted,
-)
+from ringreduce.vocabulary.config import SETTINGS, Config, log_dir_wanted
 from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.worker_environment import chosen_variables, forwarded_environment
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -19,15 +19,10 @@ import ray
 from ringreduce.commands.launch.local import address, default_threads
 from ringreduce.communicator.process import default_communicator, is_initialized, shutdown
 from ringreduce.transport.listening import Bind, listen
-from ringreduce.vocabulary.config import (
-    SETTINGS,
-    Config,
-    enter_job,
-    forwarded_environment,
-    leave_job,
-)
+from ringreduce.vocabulary.config import SETTINGS, Config
 from ringreduce.vocabulary.endpoints import port_range
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.worker_environment import enter_job, forwarded_environment, leave_job
 
 # What `form` decides for each job.
 _OWN = ("secret", "host_id")

@@ -1,4 +1,4 @@
-"""Settings of one communicator, and the only reader of the environment.
+"""Settings of one communicator, and what the environment says of them.
 
 Arguments come before our variables, these before those of other launchers
 (`ringreduce.vocabulary.launchers`), and defaults last. Without a launcher a process is a world of
@@ -26,9 +26,6 @@ from ringreduce.vocabulary.times import Times
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
 
 
-_SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
-
-
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
     """The factor of `Times`: ``RINGREDUCE_TIME_SCALE``, for tests. ConfigError unless 0.01..100."""
     text = (os.environ if environment is None else environment).get("RINGREDUCE_TIME_SCALE", "1")
@@ -42,15 +39,6 @@ def time_scale(environment: Mapping[str, str] | None = None) -> float:
 
 
 TIMES = Times().scaled(time_scale())
-
-# Numerical libraries read these when they load; the launcher sets them for each worker.
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NUMBA_NUM_THREADS",
-    "TF_NUM_INTRAOP_THREADS",
-)
 
 
 @dataclass(frozen=True)
@@ -241,7 +229,7 @@ class Config:
         if not holds:
             raise ConfigError(
                 f"{name} is {getattr(self, name)!r}, from the argument {name} or the variable "
-                f"{_variable(name)}; accepted: {accepted}"
+                f"{variable_of(name)}; accepted: {accepted}"
             )
 
     @classmethod
@@ -264,14 +252,14 @@ class Config:
                 remedy=f"Known are {', '.join(sorted(SETTINGS))}.",
             )
         values = {name: value for name, value in arguments.items() if value is not None}
-        is_ours = any(name in values or _variable(name) in variables for name in ("rank", "size"))
+        is_ours = any(name in values or variable_of(name) in variables for name in ("rank", "size"))
         place = None if is_ours else find_place(variables)
         if place is None:
             _refuse_half_a_launch(values, variables)
         for name, setting in SETTINGS.items():
-            text = variables.get(_variable(name))
+            text = variables.get(variable_of(name))
             if name not in values and text is not None:
-                values[name] = _read(_variable(name), text, setting)
+                values[name] = _read(variable_of(name), text, setting)
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if place is not None:
@@ -284,7 +272,9 @@ class Config:
     def to_environment(self) -> dict[str, str]:
         """The variables from which `from_environment` makes this Config again."""
         values = {name: getattr(self, name) for name in SETTINGS}
-        return {_variable(name): str(value) for name, value in values.items() if value is not None}
+        return {
+            variable_of(name): str(value) for name, value in values.items() if value is not None
+        }
 
     def agreed(self) -> dict[str, int]:
         """The settings that must be equal on all ranks, as numbers; of names, the index."""
@@ -313,8 +303,13 @@ def describe(names: Collection[str]) -> str:
 Config.__doc__ = f"{Config.__doc__}\n    Attributes:\n{describe(SETTINGS)}\n    "
 
 
+def variable_of(setting: str) -> str:
+    """The variable of a setting."""
+    return f"RINGREDUCE_{setting.upper()}"
+
+
 def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, str]) -> None:
-    given = {_variable(name) for name in values}
+    given = {variable_of(name) for name in values}
     present = [name for name in _LAUNCH if name in variables or name in given]
     missing = [name for name in _LAUNCH if name not in present]
     alone = values.get("size", 1) == 1 and not any(name in variables for name in _LAUNCH)
@@ -371,104 +366,6 @@ def join_timeout(choices: Mapping[str, object]) -> float:
     return Config.from_environment(rank=0, size=1, job_id="", rendezvous="", **given).join_timeout_s
 
 
-def worker_environment(
-    config: Config,
-    threads: int,
-    *,
-    decided: Collection[str] = (),
-    variables: Mapping[str, str] | None = None,
-    columns: int | None = None,
-    skips_breakpoints: bool = False,
-) -> dict[str, str]:
-    """This process's environment, plus the variables of one worker.
-
-    Args:
-        config: the worker's settings.
-        threads: compute threads it may use. Thread variables that the user has set are kept.
-        decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
-            others stay as in the environment.
-        variables: added to the environment, before what `config` and `decided` say.
-        columns: width of the terminal that shows its lines; None: as in the environment.
-        skips_breakpoints: whether ``breakpoint()`` does nothing, since another has the keyboard.
-    """
-    # A launcher that is itself a worker must not pass on its own rank.
-    places = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
-    environment = {**os.environ, **(variables or {})}
-    environment = {name: value for name, value in environment.items() if name not in places}
-    ours = places | {_variable(name) for name in decided}
-    environment |= {name: text for name, text in config.to_environment().items() if name in ours}
-    for name in _THREAD_VARIABLES:
-        environment.setdefault(name, str(threads))
-    # At least two: one may wait in a collective while the input pipeline uses the other.
-    environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    if columns is not None:
-        environment["COLUMNS"] = str(columns)
-    if skips_breakpoints:
-        environment["PYTHONBREAKPOINT"] = "0"
-    return environment
-
-
-def enter_job(
-    config: Config, threads: int, *, decided: Collection[str], variables: Mapping[str, str]
-) -> None:
-    """Make this process a worker: it gets the environment of `worker_environment`."""
-    environment = worker_environment(config, threads, decided=decided, variables=variables)
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def leave_job() -> None:
-    """Remove from the environment which rank of a job this process was, and the job's secret."""
-    own = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
-    for name in {*own, "RINGREDUCE_HOST_ID", *_SECRET}:
-        os.environ.pop(name, None)
-
-
-def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
-    """What ranks on other hosts get of this process's environment.
-
-    The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
-    which travels apart; nor what holds for this host or process alone.
-
-    Raises:
-        ConfigError: a variable in `names` is not set here, or no name.
-    """
-    own = {_variable(name) for name, setting in SETTINGS.items() if not setting.is_choice}
-    own |= {"RINGREDUCE_HOST_ID", *_SECRET}
-    prefix = "RINGREDUCE_"
-    variables = {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in own}
-    return variables | chosen_variables(names)
-
-
-def chosen_variables(names: Collection[str]) -> dict[str, str]:
-    """The variables of NAME or NAME=VALUE. Raises ConfigError as `forwarded_environment`."""
-    variables = {}
-    for each in names:
-        name, is_given, value = each.partition("=")
-        if not name or any(letter.isspace() for letter in name):
-            raise ConfigError(
-                f"--env {each[:80]!r} names no variable; accepted: NAME or NAME=VALUE"
-            )
-        if not is_given and name not in os.environ:
-            raise ConfigError(
-                f"--env {name}: it is not set here", remedy=f"Give it a value: --env {name}=VALUE."
-            )
-        variables[name] = value if is_given else os.environ[name]
-    return variables
-
-
-def import_path() -> dict[str, str]:
-    """The variable that Python needs to find this package, if it is set."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if os.environ.get(name)}
-
-
-def environment_without_secret() -> dict[str, str]:
-    """This process's environment, for programs that need not know the job's secret."""
-    return {name: value for name, value in os.environ.items() if name not in _SECRET}
-
-
 def color_wanted() -> bool:
     """Whether the user's environment allows coloured output (https://no-color.org)."""
     return not os.environ.get("NO_COLOR")
@@ -482,10 +379,6 @@ def log_dir_wanted() -> str:
 def native_wanted() -> bool:
     """Whether the native library may be used: ``RINGREDUCE_NATIVE=0`` hides it."""
     return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
-
-
-def _variable(setting: str) -> str:
-    return f"RINGREDUCE_{setting.upper()}"
 
 
 def _read(variable: str, text: str, setting: Setting) -> object:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.vocabulary import config as config_module
-from ringreduce.vocabulary.config import Config, worker_environment
+from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
+from ringreduce.vocabulary.worker_environment import worker_environment
 
 LAUNCH = {
     "RINGREDUCE_RANK": "1",

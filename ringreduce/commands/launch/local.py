@@ -15,8 +15,9 @@ from typing import IO
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.terminal import Terminal
-from ringreduce.vocabulary.config import Config, worker_environment
+from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.worker_environment import worker_environment
 
 _PIECE_BYTES = 1 << 16
 

@@ -24,7 +24,7 @@ from typing import IO
 
 from ringreduce.commands.launch import guard
 from ringreduce.commands.launch.terminal import Terminal
-from ringreduce.vocabulary.config import environment_without_secret
+from ringreduce.vocabulary.worker_environment import environment_without_secret
 
 _PR_SET_PDEATHSIG = 1
 

@@ -37,8 +37,9 @@ from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.ssh import Reach
-from ringreduce.vocabulary.config import TIMES, environment_without_secret
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.worker_environment import environment_without_secret
 
 _PIECE_BYTES = 1 << 16
 _SAID_LINES = 20

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
 from ringreduce.commands.launch.ssh import Reach
-from ringreduce.vocabulary.config import import_path
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.worker_environment import import_path
 
 # A host takes about 60 bytes.
 _HOSTFILE_BYTES_MAX = 1 << 20

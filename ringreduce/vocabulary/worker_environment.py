@@ -1,0 +1,116 @@
+"""The environment that workers get, here and on other hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
+from ringreduce.vocabulary.errors import ConfigError
+
+_SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
+# Which rank of a job a process is: a launcher that is itself a worker must not pass it on.
+_PLACE = {variable_of(name) for name, setting in SETTINGS.items() if not setting.is_choice}
+# What holds for one process or host alone, and the secret, which travels apart.
+_OWN = {*_PLACE, "RINGREDUCE_HOST_ID", *_SECRET}
+# Numerical libraries read these when they load; the launcher sets them for each worker.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+)
+
+
+def worker_environment(
+    config: Config,
+    threads: int,
+    *,
+    decided: Collection[str] = (),
+    variables: Mapping[str, str] | None = None,
+    columns: int | None = None,
+    skips_breakpoints: bool = False,
+) -> dict[str, str]:
+    """This process's environment, plus the variables of one worker.
+
+    Args:
+        config: the worker's settings.
+        threads: compute threads it may use. Thread variables that the user has set are kept.
+        decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
+            others stay as in the environment.
+        variables: added to the environment, before what `config` and `decided` say.
+        columns: width of the terminal that shows its lines; None: as in the environment.
+        skips_breakpoints: whether ``breakpoint()`` does nothing, since another has the keyboard.
+    """
+    environment = {**os.environ, **(variables or {})}
+    environment = {name: value for name, value in environment.items() if name not in _PLACE}
+    ours = _PLACE | {variable_of(name) for name in decided}
+    environment |= {name: text for name, text in config.to_environment().items() if name in ours}
+    for name in _THREAD_VARIABLES:
+        environment.setdefault(name, str(threads))
+    # At least two: one may wait in a collective while the input pipeline uses the other.
+    environment.setdefault("TF_NUM_INTEROP_THREADS", str(max(2, threads)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if columns is not None:
+        environment["COLUMNS"] = str(columns)
+    if skips_breakpoints:
+        environment["PYTHONBREAKPOINT"] = "0"
+    return environment
+
+
+def enter_job(
+    config: Config, threads: int, *, decided: Collection[str], variables: Mapping[str, str]
+) -> None:
+    """Make this process a worker: it gets the environment of `worker_environment`."""
+    environment = worker_environment(config, threads, decided=decided, variables=variables)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def leave_job() -> None:
+    """Remove from the environment which rank of a job this process was, and the job's secret."""
+    for name in _OWN:
+        os.environ.pop(name, None)
+
+
+def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
+    """What ranks on other hosts get of this process's environment.
+
+    The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
+    which travels apart; nor what holds for this host or process alone.
+
+    Raises:
+        ConfigError: a variable in `names` is not set here, or no name.
+    """
+    prefix = "RINGREDUCE_"
+    variables = {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in _OWN}
+    return variables | chosen_variables(names)
+
+
+def chosen_variables(names: Collection[str]) -> dict[str, str]:
+    """The variables of NAME or NAME=VALUE. Raises ConfigError as `forwarded_environment`."""
+    variables = {}
+    for each in names:
+        name, is_given, value = each.partition("=")
+        if not name or any(letter.isspace() for letter in name):
+            raise ConfigError(
+                f"--env {each[:80]!r} names no variable; accepted: NAME or NAME=VALUE"
+            )
+        if not is_given and name not in os.environ:
+            raise ConfigError(
+                f"--env {name}: it is not set here", remedy=f"Give it a value: --env {name}=VALUE."
+            )
+        variables[name] = value if is_given else os.environ[name]
+    return variables
+
+
+def import_path() -> dict[str, str]:
+    """The variable that Python needs to find this package, if it is set."""
+    return {name: os.environ[name] for name in ("PYTHONPATH",) if os.environ.get(name)}
+
+
+def environment_without_secret() -> dict[str, str]:
+    """This process's environment, for programs that need not know the job's secret."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRET}
