@@ -101,7 +101,10 @@ def _measure(rate: str, sizes: Sequence[int], seconds: float) -> tuple[Parameter
             return checked.link
 
         links["rate"] = compare(check.RATE, rate)
-        links["distance"] = compare(check.DISTANCE, rate)
+        try:
+            links["distance"] = compare(check.DISTANCE, rate)
+        except UnavailableError as error:
+            print(f"# distance: left out, since {error}")
         wire = links["rate"].beta * bits_per_second(rate) / 8
         found = Parameters(sockets, memory, wire)
         compare(check.FAST, f"{check.FAST_GBIT}gbit", link=found.link(check.FAST_GBIT))
@@ -127,10 +130,10 @@ def row_line(row: Row) -> str:
 def _print_links(links: dict[str, Link], memory: Memory) -> None:
     print("\n# fitted to 2 ranks: a message, and Gbit/s of the wire and of a core")
     print(f"{'':<10} {'alpha (us)':>11} {'wire':>9} {'core':>9}")
-    for name, link in links.items():
-        wire = f"{8e-9 / link.beta:.4f}" if link.beta else ""
-        print(f"{name:<10} {link.alpha * 1e6:>11.1f} {wire:>9} {8e-9 / link.gamma:>9.1f}")
-    print(f"{'memory':<10} {memory.alpha * 1e6:>11.1f} {'':>9} {8e-9 / memory.gamma:>9.1f}")
+    for name, each in {**links, "memory": Link(memory.alpha, 0.0, memory.gamma)}.items():
+        wire = f"{8e-9 / each.beta:.4f}" if each.beta else ""
+        core = f"{8e-9 / each.gamma:.1f}" if each.gamma else ""
+        print(f"{name:<10} {each.alpha * 1e6:>11.1f} {wire:>9} {core:>9}".rstrip())
 
 
 def _table(title: str, cell: Any, labels: Sequence[tuple[str, Any]]) -> None:

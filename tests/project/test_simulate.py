@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import xml.etree.ElementTree as xml
 
 import numpy as np
@@ -249,7 +250,8 @@ def test_real_rings_are_measured_and_predicted(tmp_path):
     assert result.stderr == ""
     out = json.loads(file.read_text())
     assert set(out["header"]["parameters"]) == {"sockets", "memory", "wire"}
-    assert {row["network"] for row in out["rows"]} == {"rate", "distance", "fast"}
+    delayed = {"distance"} if os.path.exists("/dev/net/tun") else set()
+    assert {row["network"] for row in out["rows"]} == {"rate", "fast"} | delayed
     large = [row for row in out["rows"] if row["network"] == "rate" and row["nbytes"] >= MIB]
     assert {row["what"] for row in large} == {"all_reduce", "all_to_all"}
     for row in large:
