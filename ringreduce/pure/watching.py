@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from ringreduce.pure import messages
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.cycles import Cycles
+from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import Board, Flow, Standing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import (
@@ -40,8 +40,6 @@ from ringreduce.vocabulary.errors import (
 
 # A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
-# A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
-_LOOKS, _LOOKS_SLOW = 20, 16
 _COMPLAINTS_MAX = 8
 _ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
 
@@ -57,7 +55,6 @@ class Watch:
     Attributes:
         board: what is known of the other ranks.
         cause: why the ring has ended; None while it has not.
-        is_busy: the rank that holds up this rank's call is alive and in user code.
         is_closing: this rank is leaving; then no lost connection is a failure.
         due_s: when the next heartbeat, or the next check of a possible loss, is due.
     """
@@ -70,7 +67,7 @@ class Watch:
         self._link_timeout_s = link_timeout_s
         self.board = Board(rank, membership, now_s)
         self.cause: RingReduceError | None = None
-        self.is_busy = self.is_closing = False
+        self.is_closing = False
         self.due_s = now_s
         self._unacknowledged: set[int] = set()
         # Of neighbours whose heartbeats are late: bytes received in all, and when these grew last.
@@ -82,15 +79,15 @@ class Watch:
         self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         self._lost: dict[int, float] = {}
         self._absence: tuple[Standing, float] | None = None
-        self._progress: object = None
-        self._progressed_s = now_s
-        self._call: tuple[int, float] = (-1, 0.0)
-        self._warn_s, self._has_warned = 0.0, False
-        self._looks: deque[int] = deque(maxlen=_LOOKS)
-        self._slow_s = -TIMES.straggler_pause_s
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
+        self._delays = Delays(self.board, self._neighbours, now_s)
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the rank that holds up this rank's call is alive and in user code."""
+        return self._delays.is_busy
 
     def claim(self, claim: Claim) -> list[Action]:
         """Send a value of this rank to the neighbours, and compare it with theirs."""
@@ -252,7 +249,7 @@ class Watch:
             if dead is not None:
                 actions += self.end(self._dead_error(*dead, standing))
             else:
-                actions += self._look_for_stalls(standing, flow, progress, now_s)
+                actions += self._delays.look(standing, flow, progress, now_s)
                 cycle = self.board.cycle(pending, now_s)
                 actions += self._cycles.look(cycle, progress, now_s)
         return actions
@@ -318,59 +315,6 @@ class Watch:
             remedy="Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it "
             "recovers from such gaps.",
         )
-
-    def _look_for_stalls(
-        self, standing: Standing, flow: Flow, progress: object, now_s: float
-    ) -> list[Action]:
-        """Warn, at growing intervals, of ranks that keep this one waiting."""
-        actions: list[Action] = []
-        call = standing.calls, standing.since_s
-        if call != self._call:
-            self._call, self._warn_s = call, 0.0
-            if self._has_warned:
-                self._has_warned = False
-                actions.append(Log("goes on", is_warning=False))
-            self._progressed_s = max(standing.since_s, self._progressed_s)
-        if progress != self._progress:
-            self._progress, self._progressed_s = progress, now_s
-        if standing.operation is None:
-            self.is_busy = False
-            self._looks.append(-1)
-            return actions
-        waited_s = now_s - max(standing.since_s, self._progressed_s)
-        suspicion = self.board.suspect(standing, now_s)
-        self.is_busy = suspicion is not None and suspicion.is_busy
-        self._looks.append(-1 if suspicion is None else suspicion.rank)
-        limit_s = TIMES.slow_warning_s
-        if suspicion is not None and suspicion.kind == "silent":
-            limit_s = TIMES.silent_warning_s
-        elif waited_s < TIMES.silent_s and now_s - standing.since_s >= limit_s:
-            # It advances, but slowly.
-            suspicion = self.board.slowest(standing, flow.done)
-            waited_s = now_s - standing.since_s
-        if waited_s >= max(limit_s, self._warn_s):
-            self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
-            if suspicion is None or suspicion.rank in self._neighbours:
-                self._has_warned = True
-                what = (
-                    "no other rank is seen to hold it up" if suspicion is None else suspicion.text
-                )
-                text = f"has waited {waited_s:.1f} s in {standing.operation}"
-                actions.append(Log(f"{text} after {standing.calls} calls: {what}"))
-        elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:
-            actions += self._look_for_stragglers(now_s)
-        return actions
-
-    def _look_for_stragglers(self, now_s: float) -> list[Action]:
-        counts = Counter(rank for rank in self._looks if rank >= 0)
-        for rank, count in counts.most_common(1):
-            # Only its neighbours warn of a rank; else all ranks would.
-            if count >= _LOOKS_SLOW and rank in self._neighbours:
-                self._slow_s = now_s
-                seconds = _LOOKS * TIMES.heartbeat_s
-                text = f"has waited for rank {rank} most of the last {seconds:.0f} s: it is slower"
-                return [Log(text)]
-        return []
 
     def explained(self, error: RingReduceError) -> RingReduceError | None:
         """Why the peer of a call that met `error` has gone, once that is known."""

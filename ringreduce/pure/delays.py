@@ -1,0 +1,86 @@
+"""Ranks that keep this one waiting: when to warn of them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection
+
+from ringreduce.pure.actions import Action, Log
+from ringreduce.pure.liveness import Board, Flow, Standing
+from ringreduce.vocabulary.config import TIMES
+
+# A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
+_LOOKS, _LOOKS_SLOW = 20, 16
+
+
+class Delays:
+    """What a watcher says of ranks that are late or slow.
+
+    Args:
+        board: what is known of the other ranks.
+        neighbours: the ranks that this one warns of.
+
+    Attributes:
+        is_busy: the rank that holds up this rank's call is alive and in user code.
+    """
+
+    def __init__(self, board: Board, neighbours: Collection[int], now_s: float) -> None:
+        self._board, self._neighbours = board, neighbours
+        self.is_busy = False
+        self._progress: object = None
+        self._progressed_s = now_s
+        self._call: tuple[int, float] = (-1, 0.0)
+        self._warn_s, self._has_warned = 0.0, False
+        self._looks: deque[int] = deque(maxlen=_LOOKS)
+        self._slow_s = -TIMES.straggler_pause_s
+
+    def look(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
+        """Warn, at growing intervals, of ranks that keep this one waiting."""
+        actions: list[Action] = []
+        call = standing.calls, standing.since_s
+        if call != self._call:
+            self._call, self._warn_s = call, 0.0
+            if self._has_warned:
+                self._has_warned = False
+                actions.append(Log("goes on", is_warning=False))
+            self._progressed_s = max(standing.since_s, self._progressed_s)
+        if progress != self._progress:
+            self._progress, self._progressed_s = progress, now_s
+        if standing.operation is None:
+            self.is_busy = False
+            self._looks.append(-1)
+            return actions
+        waited_s = now_s - max(standing.since_s, self._progressed_s)
+        suspicion = self._board.suspect(standing, now_s)
+        self.is_busy = suspicion is not None and suspicion.is_busy
+        self._looks.append(-1 if suspicion is None else suspicion.rank)
+        limit_s = TIMES.slow_warning_s
+        if suspicion is not None and suspicion.kind == "silent":
+            limit_s = TIMES.silent_warning_s
+        elif waited_s < TIMES.silent_s and now_s - standing.since_s >= limit_s:
+            # It advances, but slowly.
+            suspicion = self._board.slowest(standing, flow.done)
+            waited_s = now_s - standing.since_s
+        if waited_s >= max(limit_s, self._warn_s):
+            self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
+            if suspicion is None or suspicion.rank in self._neighbours:
+                self._has_warned = True
+                what = (
+                    "no other rank is seen to hold it up" if suspicion is None else suspicion.text
+                )
+                text = f"has waited {waited_s:.1f} s in {standing.operation}"
+                actions.append(Log(f"{text} after {standing.calls} calls: {what}"))
+        elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:
+            actions += self._look_for_stragglers(now_s)
+        return actions
+
+    def _look_for_stragglers(self, now_s: float) -> list[Action]:
+        counts = Counter(rank for rank in self._looks if rank >= 0)
+        for rank, count in counts.most_common(1):
+            # Only its neighbours warn of a rank; else all ranks would.
+            if count >= _LOOKS_SLOW and rank in self._neighbours:
+                self._slow_s = now_s
+                seconds = _LOOKS * TIMES.heartbeat_s
+                text = f"has waited for rank {rank} most of the last {seconds:.0f} s: it is slower"
+                return [Log(text)]
+        return []
