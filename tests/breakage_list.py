@@ -362,6 +362,22 @@ BREAKAGES = (
         ("tests/collectives/test_collectives.py",),
     ),
     Breakage(
+        "shm-staged-over-a-result",
+        "native/src/shm_chunks.c",
+        "        if (call->action == RR_ALL_REDUCE && now >= 2)\n"
+        "            copy_out(group, call, data, now - 2);\n"
+        "        if (now < end)\n"
+        "            copy_in(group, call, data, now);\n"
+        "        if (now - 1",
+        "        if (now < end)\n"
+        "            copy_in(group, call, data, now);\n"
+        "        if (call->action == RR_ALL_REDUCE && now >= 2)\n"
+        "            copy_out(group, call, data, now - 2);\n"
+        "        if (now - 1",
+        "A segment is staged over a result that this rank has not taken yet.",
+        ("tests/transport/test_shm.py",),
+    ),
+    Breakage(
         "shm-nothing-lent",
         "native/src/shm_chunks.c",
         "if (rr_is_registered(group, group->index))\n            copy_in(group, call, data, 0);",

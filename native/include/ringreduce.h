@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 13
+#define RR_ABI 14
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -56,9 +56,10 @@ RR_EXPORT uint32_t rr_abi(void);
  *
  * all-reduce of a large array: chunk r belongs to rank r; segment s is the s-th piece of every
  * chunk. In step s each rank
+ *   copies segment s - 2 of the others' chunks out of its staging into its array,
  *   copies segment s of the others' chunks from its array into its staging,
- *   adds up segment s - 1 of its own chunk, from all stagings, into its array and its staging,
- *   copies segment s - 2 of the others' chunks out of their stagings into its array.
+ *   adds up segment s - 1 of its own chunk, from all stagings, into its array and the same place
+ *   in the others' stagings.
  * When all ranks' arrays are registered, each rank adds up its own chunk and writes it into
  * all arrays: two steps for any size. For a small message each rank copies its whole array
  * into its inbox, and every rank adds up all inboxes: one step.

@@ -46,6 +46,15 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value)
     return (uint16_t)((word & 0x7FFFFFFF) > 0x7F800000 ? quiet : rounded);
 }
 
+/* Before a loop whose arrays are equal or do not overlap, so that it may be vectorized. */
+#if defined(__clang__)
+#define RR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define RR_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define RR_INDEPENDENT
+#endif
+
 #define RR_TARGET
 #define RR_NAMED(name) name##_any
 #include "reduce_kernels.h"

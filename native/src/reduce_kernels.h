@@ -3,67 +3,80 @@
  *   RR_NAMED(name)   the name with its suffix
  *
  * A block of the result is accumulated in `sum`, which stays in the first-level cache. So each
- * source is read once, each target is written once, and a target may be a source.
+ * source is read once, each target is written once, and a target may be a source. Sums of two
+ * sources are written without it, since the passes over it would show.
  */
 
-#define RR_REDUCTION(NAME, T, A, FLOATING)                                                 \
-    RR_TARGET static void RR_NAMED(NAME)(const struct reduction *how, uint64_t count,      \
-                                         const void *const *sources, void *const *targets) \
-    {                                                                                      \
-        typedef T element;                                                                 \
-        typedef A accumulator;                                                             \
-        accumulator sum[RR_BLOCK];                                                         \
-        for (uint64_t start = 0; start < count; start += RR_BLOCK) {                       \
-            const uint64_t n = count - start < RR_BLOCK ? count - start : RR_BLOCK;        \
-            const element *first = (const element *)sources[0] + start;                    \
-            uint32_t source = 1;                                                           \
-            if (how->sources > 1 && (how->op == RR_SUM || how->op == RR_MEAN)) {           \
-                const element *second = (const element *)sources[1] + start;               \
-                for (uint64_t i = 0; i < n; i++)                                           \
-                    sum[i] = (accumulator)(LOAD(first[i]) + LOAD(second[i]));              \
-                source = 2;                                                                \
-            } else {                                                                       \
-                for (uint64_t i = 0; i < n; i++)                                           \
-                    sum[i] = LOAD(first[i]);                                               \
-            }                                                                              \
-            for (; source < how->sources; source++) {                                      \
-                const element *next = (const element *)sources[source] + start;            \
-                switch (how->op) {                                                         \
-                case RR_MIN:                                                               \
-                    /* b != b holds for NaN alone, which must stay visible; one that is in \
-                     * the sum already stays since < is false then. */                     \
-                    for (uint64_t i = 0; i < n; i++) {                                     \
-                        const accumulator b = LOAD(next[i]);                               \
-                        sum[i] = b < sum[i] || (FLOATING && b != b) ? b : sum[i];          \
-                    }                                                                      \
-                    break;                                                                 \
-                case RR_MAX:                                                               \
-                    for (uint64_t i = 0; i < n; i++) {                                     \
-                        const accumulator b = LOAD(next[i]);                               \
-                        sum[i] = b > sum[i] || (FLOATING && b != b) ? b : sum[i];          \
-                    }                                                                      \
-                    break;                                                                 \
-                case RR_PRODUCT:                                                           \
-                    for (uint64_t i = 0; i < n; i++)                                       \
-                        sum[i] = (accumulator)(sum[i] * LOAD(next[i]));                    \
-                    break;                                                                 \
-                default:                                                                   \
-                    for (uint64_t i = 0; i < n; i++)                                       \
-                        sum[i] = (accumulator)(sum[i] + LOAD(next[i]));                    \
-                    break;                                                                 \
-                }                                                                          \
-            }                                                                              \
-            if (how->op == RR_MEAN) {                                                      \
-                const accumulator by = (accumulator)how->divisor;                          \
-                for (uint64_t i = 0; i < n; i++)                                           \
-                    sum[i] = DIVIDE(accumulator, sum[i], by);                              \
-            }                                                                              \
-            element *target = (element *)targets[0] + start;                               \
-            for (uint64_t i = 0; i < n; i++)                                               \
-                target[i] = STORE(sum[i]);                                                 \
-            for (uint32_t t = 1; t < how->targets; t++)                                    \
-                rr_copy_near((element *)targets[t] + start, target, n * sizeof(element));  \
-        }                                                                                  \
+#define RR_REDUCTION(NAME, T, A, FLOATING)                                                     \
+    RR_TARGET static void RR_NAMED(NAME)(const struct reduction *how, uint64_t count,          \
+                                         const void *const *sources, void *const *targets)     \
+    {                                                                                          \
+        typedef T element;                                                                     \
+        typedef A accumulator;                                                                 \
+        accumulator sum[RR_BLOCK];                                                             \
+        for (uint64_t start = 0; start < count; start += RR_BLOCK) {                           \
+            const uint64_t n = count - start < RR_BLOCK ? count - start : RR_BLOCK;            \
+            const element *first = (const element *)sources[0] + start;                        \
+            const element *second = (const element *)sources[how->sources > 1] + start;        \
+            element *target = (element *)targets[0] + start;                                   \
+            const accumulator by = (accumulator)how->divisor;                                  \
+            if (how->sources == 2 && how->op == RR_SUM) {                                      \
+                RR_INDEPENDENT                                                                 \
+                for (uint64_t i = 0; i < n; i++)                                               \
+                    target[i] = STORE((accumulator)(LOAD(first[i]) + LOAD(second[i])));        \
+            } else if (how->sources == 2 && how->op == RR_MEAN) {                              \
+                RR_INDEPENDENT                                                                 \
+                for (uint64_t i = 0; i < n; i++) {                                             \
+                    const accumulator both = (accumulator)(LOAD(first[i]) + LOAD(second[i]));  \
+                    target[i] = STORE(DIVIDE(accumulator, both, by));                          \
+                }                                                                              \
+            } else {                                                                           \
+                uint32_t source = 1;                                                           \
+                if (how->sources > 1 && (how->op == RR_SUM || how->op == RR_MEAN)) {           \
+                    for (uint64_t i = 0; i < n; i++)                                           \
+                        sum[i] = (accumulator)(LOAD(first[i]) + LOAD(second[i]));              \
+                    source = 2;                                                                \
+                } else {                                                                       \
+                    for (uint64_t i = 0; i < n; i++)                                           \
+                        sum[i] = LOAD(first[i]);                                               \
+                }                                                                              \
+                for (; source < how->sources; source++) {                                      \
+                    const element *next = (const element *)sources[source] + start;            \
+                    switch (how->op) {                                                         \
+                    case RR_MIN:                                                               \
+                        /* b != b holds for NaN alone, which must stay visible; one that is in \
+                         * the sum already stays since < is false then. */                     \
+                        for (uint64_t i = 0; i < n; i++) {                                     \
+                            const accumulator b = LOAD(next[i]);                               \
+                            sum[i] = b < sum[i] || (FLOATING && b != b) ? b : sum[i];          \
+                        }                                                                      \
+                        break;                                                                 \
+                    case RR_MAX:                                                               \
+                        for (uint64_t i = 0; i < n; i++) {                                     \
+                            const accumulator b = LOAD(next[i]);                               \
+                            sum[i] = b > sum[i] || (FLOATING && b != b) ? b : sum[i];          \
+                        }                                                                      \
+                        break;                                                                 \
+                    case RR_PRODUCT:                                                           \
+                        for (uint64_t i = 0; i < n; i++)                                       \
+                            sum[i] = (accumulator)(sum[i] * LOAD(next[i]));                    \
+                        break;                                                                 \
+                    default:                                                                   \
+                        for (uint64_t i = 0; i < n; i++)                                       \
+                            sum[i] = (accumulator)(sum[i] + LOAD(next[i]));                    \
+                        break;                                                                 \
+                    }                                                                          \
+                }                                                                              \
+                if (how->op == RR_MEAN) {                                                      \
+                    for (uint64_t i = 0; i < n; i++)                                           \
+                        sum[i] = DIVIDE(accumulator, sum[i], by);                              \
+                }                                                                              \
+                for (uint64_t i = 0; i < n; i++)                                               \
+                    target[i] = STORE(sum[i]);                                                 \
+            }                                                                                  \
+            for (uint32_t t = 1; t < how->targets; t++)                                        \
+                rr_copy_near((element *)targets[t] + start, target, n * sizeof(element));      \
+        }                                                                                      \
     }
 
 #define LOAD(x) (x)

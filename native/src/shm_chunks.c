@@ -34,8 +34,9 @@ static uint64_t piece(const struct rr_shm *group, uint64_t bytes, uint64_t numbe
     return bytes - *at < group->room ? bytes - *at : group->room;
 }
 
-/* Where `owner` stages a segment for `reader`. A reduced segment is for all ranks, and staged with
- * the owner as reader. In an all-gather the whole half is one segment. */
+/* Where `owner` stages a segment for `reader`. In an all-gather the whole half is one segment, for
+ * all ranks. In an all-reduce the reader puts the result there: it has the line in its cache, and
+ * `owner` alone needs it. With a place of its own for the result, two ranks took twice the time. */
 static uint8_t *staged(const struct rr_shm *group, const rr_call *call, uint32_t owner,
                        uint32_t reader, uint64_t number)
 {
@@ -59,8 +60,8 @@ static void copy_in(struct rr_shm *group, const rr_call *call, const uint8_t *da
     }
 }
 
-/* Add up segment `number` of our own chunk, into the array and, if others need it, into our
- * staging memory. */
+/* Add up segment `number` of our own chunk, into the array and, if others need it, where they have
+ * staged it. */
 static void reduce_own(struct rr_shm *group, const rr_call *call, uint8_t *data, uint64_t number)
 {
     const uint32_t own = group->index;
@@ -69,19 +70,19 @@ static void reduce_own(struct rr_shm *group, const rr_call *call, uint8_t *data,
     if (bytes == 0)
         return;
     uint8_t *mine = data + call->bounds[own] * group->itemsize + at;
-    const void *sources[RR_SHM_SIZE_MAX];
+    void *parts[RR_SHM_SIZE_MAX];
     for (uint32_t rank = 0; rank < group->size; rank++)
-        sources[rank] = rank == own ? mine : staged(group, call, rank, own, number);
-    void *targets[2] = {mine, staged(group, call, own, own, number)};
-    const int is_wanted = call->action == RR_ALL_REDUCE && group->size > 1;
-    rr_reduce(call->dtype, call->op, call->divisor, bytes / group->itemsize, group->size, sources,
-              is_wanted ? 2 : 1, targets);
+        parts[rank] = rank == own ? mine : staged(group, call, rank, own, number);
+    const int is_wanted = call->action == RR_ALL_REDUCE;
+    rr_reduce(call->dtype, call->op, call->divisor, bytes / group->itemsize, group->size,
+              (const void *const *)parts, is_wanted ? group->size : 1,
+              is_wanted ? parts : &parts[own]);
     group->bytes_received += (group->size - 1) * bytes;
     if (is_wanted)
-        group->bytes_sent += bytes;
+        group->bytes_sent += (group->size - 1) * bytes;
 }
 
-/* Copy segment `number` of the others' chunks from their staging memory into the array. */
+/* Copy segment `number` of the others' chunks into the array, from where they have put it. */
 static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, uint64_t number)
 {
     for (uint32_t other = 1; other < group->size; other++) {
@@ -91,7 +92,8 @@ static void copy_out(struct rr_shm *group, const rr_call *call, uint8_t *data, u
         const uint64_t bytes = piece(group, chunk_bytes(group, call, rank), number, &at);
         if (bytes > 0)
             rr_copy(group, data + call->bounds[rank] * group->itemsize + at,
-                    staged(group, call, rank, rank, number), bytes);
+                    staged(group, call, is_reducing(call) ? group->index : rank, rank, number),
+                    bytes);
         group->bytes_received += bytes;
     }
 }
@@ -162,12 +164,12 @@ static int advance_staged(struct rr_shm *group, const rr_call *call, uint8_t *da
 {
     const uint64_t now = ++group->segment, end = group->last_segment;
     if (is_reducing(call)) {
+        if (call->action == RR_ALL_REDUCE && now >= 2)
+            copy_out(group, call, data, now - 2);
         if (now < end)
             copy_in(group, call, data, now);
         if (now - 1 < end)
             reduce_own(group, call, data, now - 1);
-        if (call->action == RR_ALL_REDUCE && now >= 2)
-            copy_out(group, call, data, now - 2);
     } else {
         if (now < end)
             copy_in(group, call, data, now);
