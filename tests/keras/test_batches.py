@@ -162,6 +162,20 @@ def test_ranks_change_to_measured_shares_at_the_same_batch(form):
     assert lengths == [[3, 3]] * before + [[4, 2]] * (30 - before) + [[1, 0]]
 
 
+def test_ranks_that_have_made_different_numbers_of_batches_ahead_change_together():
+    def work(comm):
+        shares = rr_shares.Shares(comm, is_measured=True)
+        ahead = 5 + 3 * comm.rank
+        found = [shares.rows(index, BATCH) for index in range(ahead)]
+        shares.settle((1.0, 2.0)[comm.rank])
+        found += [shares.rows(index, BATCH) for index in range(ahead, 10)]
+        return found, shares.rows(0, BATCH)
+
+    first, second = ring_of_threads(2, work)
+    assert first == ([(0, 3)] * 8 + [(0, 4)] * 2, (0, 4))
+    assert second == ([(3, 6)] * 8 + [(4, 6)] * 2, (4, 6))
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

@@ -96,7 +96,7 @@ def test_a_slow_rank_gets_less_of_each_batch_once_that_is_measured():
     first, slow = facts_of_all(2, "measured")
     assert [sum(rows) for rows in zip(first["lengths"], slow["lengths"], strict=True)] == [16] * 30
     assert first["lengths"][:10] == [8] * 10
-    assert first["lengths"][-1] > 10
+    assert first["lengths"][-1] > 8
     [line] = first["lines"]
     fast, less = first["lengths"][-1], slow["lengths"][-1]
     assert line == f"batch shares measured over 8 steps: rank 0 {fast}, rank 1 {less} of 16"
