@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.communicator.test_failures import ROUNDS, assert_unhurt
+from tests.communicator.test_open_ring import ROUNDS, assert_unhurt
 from tests.fuzzing import (
     STRANGERS,
     blast,
