@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 ACCEPTED = '"equal", "measured", or a number above 0 for this rank'
 # Executions of the training function: in the first it is traced, and compiled; others warm up.
 _WARM_UP, _MEASURED = 2, 8
+# Of more ranks only the ends are printed.
+_NAMED_MAX = 8
 
 
 class Shares:
@@ -161,7 +163,8 @@ class Measure(keras.callbacks.Callback):
         super().__init__()
         self._shares, self._ring = shares, ring
         # In a bar the line that is drawn has not ended.
-        self._begins = None if not verbose or ring.rank else "" if verbose == 2 else "\n"
+        self._begins = "" if verbose == 2 else "\n"
+        self._prints = bool(verbose) and ring.rank == 0
         self._before = 0.0
         self._seconds: list[float] = []
         self._is_done = False
@@ -182,21 +185,28 @@ class Measure(keras.callbacks.Callback):
             steps = getattr(self.model, "steps_per_execution", 1)
             own = statistics.median(self._seconds[_WARM_UP:]) / steps
             rows = self._shares.settle(own)
-            named = zip(self._ring.members, rows, strict=True)
-            each = ", ".join(f"rank {rank} {count}" for rank, count in named)
-            self._say(f"batch shares measured over {_MEASURED * steps} steps: {each}", sum(rows))
+            each = f"{described_rows(rows, self._ring.members)} of {sum(rows)}"
+            self._say(f"batch shares measured over {_MEASURED * steps} steps: {each}", self._begins)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Say so if there were too few steps."""
         if not self._is_done:
-            self._say("batch shares stayed equal: too few steps to measure", None)
+            self._say("batch shares stayed equal: too few steps to measure", "")
 
     def _now(self) -> float:
         """A clock in seconds that stands still while this rank waits, or works, in the ring."""
         return time.monotonic() - self._ring.statistics().stopped_s
 
-    def _say(self, text: str, whole: int | None) -> None:
-        text += "" if whole is None else f" of {whole}"
+    def _say(self, text: str, begins: str) -> None:
         _log.info("[%d/%d] %s", self._ring.rank, self._ring.size, text)
-        if self._begins is not None:
-            print(f"{self._begins}{text}", flush=True)
+        if self._prints:
+            print(f"{begins}{text}", flush=True)
+
+
+def described_rows(rows: Sequence[int], members: Sequence[int]) -> str:
+    """The rows of each rank, or of many ranks the fewest and the most."""
+    named = list(zip(members, rows, strict=True))
+    if len(named) <= _NAMED_MAX:
+        return ", ".join(f"rank {rank} {count}" for rank, count in named)
+    ends = sorted(named, key=lambda each: each[1])
+    return " to ".join(f"{count} (rank {rank})" for rank, count in (ends[0], ends[-1]))
