@@ -142,7 +142,7 @@ class Config:
         lambda value: value % 64 == 0 and 64 <= value <= 1 << 22,
         is_agreed=True,
     )
-    # More made no difference beyond noise where it was measured (docs/performance.md); they are for
+    # More made no difference beyond noise on short links (docs/performance.md); they are for
     # a fast, long line that a single connection cannot fill.
     streams: int = _choice(
         1,
