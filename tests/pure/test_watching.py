@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ringreduce.pure import cycles, liveness, messages, watching
+from ringreduce.pure import cycles, delays, liveness, messages, watching
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
@@ -38,7 +38,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cycles, liveness, watching):
+    for module in (cycles, delays, liveness, watching):
         monkeypatch.setattr(module, "TIMES", Times())
 
 
