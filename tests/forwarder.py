@@ -71,7 +71,11 @@ def _listen(changes: Callable[[int, int], Change], channel: int, port: int) -> i
             while True:
                 near, _ = listener.accept()
                 near.settimeout(None)
-                far = socket.create_connection(("127.0.0.1", port))
+                try:
+                    far = socket.create_connection(("127.0.0.1", port))
+                except OSError:  # The link has closed.
+                    near.close()
+                    raise
                 for source, target, change in (
                     (near, far, changes(channel, port)),
                     (far, near, lambda data: [data]),
