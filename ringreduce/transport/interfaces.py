@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -188,6 +189,7 @@ def _is_bindable(host: str) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(address)
-    except OSError:
-        return False
+    except OSError as error:
+        # Without descriptors it is not known; the socket that is to listen there fails then.
+        return error.errno in (errno.EMFILE, errno.ENFILE)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Callable
@@ -74,6 +75,14 @@ def test_rank_0_listens_at_those_of_its_own_host(named: Callable[..., None]) -> 
         meeting_hosts(config(0))
     assert "192.0.2.77, 2001:db8::7 is not an address of this host, which has" in str(caught.value)
     assert "Set RINGREDUCE_RENDEZVOUS on all ranks to one of rank 0's own" in str(caught.value)
+
+
+def test_no_address_is_refused_for_want_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", exhausted)
+    assert meeting_hosts(config(0, "127.0.0.1:4000")) == ("127.0.0.1",)
 
 
 def test_addresses_of_this_host() -> None:
