@@ -253,8 +253,9 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                # Ctrl-C reaches the driver only, and the group can be killed as a whole.
-                start_new_session=True,
+                # Ctrl-C reaches the driver only, and the group can be killed as a whole. All stay
+                # in one session: Linux shares processor time among sessions, not processes.
+                preexec_fn=os.setpgrp,
             )
             for process in system.processes
         ]

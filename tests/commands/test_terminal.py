@@ -71,6 +71,26 @@ signal.pause()
     assert b"rank 0 was interrupted" in job.shown
 
 
+def test_other_ranks_share_the_session_and_cannot_read_from_its_terminal(tmp_path: Path) -> None:
+    """Stopped they would be, as groups in the background are, did they not ignore the signal."""
+    name = script(
+        tmp_path,
+        RANK
+        + """
+print("session", os.getsid(0) == os.getsid(os.getppid()), os.getpgrp() == os.getpid(), flush=True)
+try:
+    open("/dev/tty").read(1)
+except OSError as error:
+    print("read:", error.strerror, flush=True)
+""",
+    )
+    with Terminal(tmp_path, "-n", "2", name) as job:
+        assert job.wait() == 0
+    for rank in (0, 1):
+        assert f"[{rank}] session True True\r\n" in job.shown.decode()
+        assert f"[{rank}] read: Input/output error\r\n" in job.shown.decode()
+
+
 def test_a_pipe_is_that_ranks_standard_input(tmp_path: Path) -> None:
     name = script(tmp_path, "import sys\nprint(repr(sys.stdin.read()))")
     command = [sys.executable, "-m", "ringreduce", "run", "-n", "3", "--stdin", "2", name]

@@ -1,7 +1,9 @@
 """The processes of a host: its workers, and the guard that ends them if their parent is killed.
 
-Each worker leads a session, so that Ctrl-C in the terminal reaches only the launcher (which passes
-it on), and a worker's children end with it.
+Each worker leads a process group, so that Ctrl-C in the terminal reaches only the launcher (which
+passes it on), and a worker's children end with it. It stays in the launcher's session, unless it
+gets its standard input: Linux shares processor time among sessions, and a rank that yields to
+others while it waits yields only within its own.
 
 No worker outlives its parent, the launcher or an agent: on Linux the kernel kills it
 (PR_SET_PDEATHSIG), and on every system a guard process kills the workers' groups, with their
@@ -60,9 +62,15 @@ class Process:
             stdin=terminal.tty if terminal else None if has_stdin else subprocess.DEVNULL,
             stdout=terminal.tty if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
+            # A group in the background could not read from the launcher's terminal.
+            start_new_session=has_stdin or terminal is not None,
             pass_fds=inherited,
-            preexec_fn=_prepare(os.getpid(), ignored=ignored, has_terminal=terminal is not None),
+            preexec_fn=_prepare(
+                os.getpid(),
+                ignored=ignored,
+                leads_session=has_stdin or terminal is not None,
+                has_terminal=terminal is not None,
+            ),
         )
         output = self._process.stdout
         if terminal is not None:
@@ -130,17 +138,19 @@ class Guard:
 
 
 def _prepare(
-    parent: int, *, ignored: Sequence[int], has_terminal: bool
-) -> Callable[[], None] | None:
-    """The function that the child runs first: signals, terminal, death with the launcher."""
-    on_linux = sys.platform == "linux"
-    if not on_linux and not ignored and not has_terminal:
-        return None
-    prctl = ctypes.CDLL(None).prctl if on_linux else None
+    parent: int, *, ignored: Sequence[int], leads_session: bool, has_terminal: bool
+) -> Callable[[], None]:
+    """The function that the child runs first: group, signals, terminal, death with the launcher."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
+        if not leads_session:
+            os.setpgid(0, 0)
+            # To use the terminal is an error then, instead of that the worker is stopped.
+            signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)
         if has_terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         if prctl is None:
