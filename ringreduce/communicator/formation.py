@@ -75,6 +75,10 @@ class Job:
     highest_group: int = 0
     flight: FlightFile | None = None
 
+    def ranks_here(self, rank: int) -> int:
+        """How many ranks share the host of `rank`."""
+        return self.hosts.count(self.hosts[rank])
+
     def place(self, membership: Membership) -> Placement:
         """Which members share memory, and in which order a ring passes the hosts."""
         members = membership.members
@@ -308,6 +312,7 @@ def connect(
         membership=membership,
         job=job.number,
         routes=job.routes,
+        ranks_here=job.ranks_here(config.rank),
     )
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
@@ -367,7 +372,12 @@ def _collectives(
         members = [membership.members[other] for other in placement.lane(lane)]
         addresses = {member: announced[member].address for member in members}
         part = replace(membership, members=tuple(members))
-        link.connect(job=job.number, addresses=addresses, membership=part)
+        link.connect(
+            job=job.number,
+            addresses=addresses,
+            membership=part,
+            ranks_here=job.ranks_here(rank),
+        )
         ring = Ring(
             link,
             rank=members.index(rank),

@@ -29,6 +29,7 @@ from ringreduce.pure.compiled import entry
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
 from ringreduce.transport import libzmq, sodium
+from ringreduce.transport.cores import are_crowded
 from ringreduce.transport.records import (
     CHANNEL,
     CONTROL,
@@ -50,6 +51,9 @@ from ringreduce.transport.sodium import TAG_BYTES
 # Up to this size a payload is copied behind the header in the same message: that is cheaper than a
 # second message and the wait for its release.
 INLINE_BYTES_MAX = 16384
+# Before a thread that awaits a frame sleeps: about 100 us. More makes large messages slower, and so
+# does any with fewer cores than ranks (docs/performance.md).
+_YIELDS = 100
 # Frames that one key seals: at a million a second, nine years' worth.
 FRAMES_PER_KEY_MAX = 1 << 48
 
@@ -73,6 +77,11 @@ _GREETING_BITS, _EPOCH_BITS = np.uint64(0xFFFFFFFFFF), np.uint64(0xFFFF)
 # A frame of another epoch.
 _STALE = -1
 _MESSAGE_BYTES = 64
+
+
+def yields(ranks: int) -> int:
+    """How often to yield the core while a frame is awaited, with `ranks` on this host."""
+    return 0 if are_crowded(ranks) else _YIELDS
 
 
 @numba.njit(nogil=True, cache=True)
@@ -208,7 +217,7 @@ def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, i
     channel = channels[number]
     first = link.message.ctypes.data
     libzmq.msg_init(first)
-    if libzmq.msg_recv(first, channel.receiver, 0) < 0:
+    if not _receive_soon(first, channel, link.yields):
         link.errno = libzmq.errno()
         return WAITING if link.errno == _EAGAIN or link.errno == _EINTR else FAILED
     source = libzmq.msg_get(first, _SRCFD)
@@ -259,6 +268,19 @@ def skip(link_address: Any, number: Any) -> Any:
         status = _read(link, channel, first)
     release(link)
     return status if status in (CONTROL, CORRUPT) else DONE
+
+
+@numba.njit(nogil=True, cache=True)
+def _receive_soon(msg: Any, channel: Any, yields: Any) -> Any:
+    """Receive a message; wait first by yielding the core so many times, then asleep, for a while.
+
+    To wake a thread costs more than most messages take to come.
+    """
+    for _ in range(yields):
+        if libzmq.msg_recv(msg, channel.receiver, DONTWAIT) >= 0:
+            return True
+        libzmq.sched_yield()
+    return libzmq.msg_recv(msg, channel.receiver, 0) >= 0
 
 
 @numba.njit(nogil=True, cache=True)

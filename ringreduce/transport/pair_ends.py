@@ -22,6 +22,7 @@ class Of(NamedTuple):
     """What all pairs of a session have in common."""
 
     segment_bytes: int
+    yields: int
     is_sealed: bool
     job: int
     epoch: int
@@ -53,6 +54,7 @@ class _End:
             channel_count=1,
             streams=1,
             segment_bytes=of.segment_bytes,
+            yields=of.yields,
             is_sealed=of.is_sealed,
             job=of.job,
             epoch=of.epoch,

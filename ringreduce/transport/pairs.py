@@ -60,6 +60,7 @@ class ZmqPairs:
         security: this rank, and who may connect.
         membership: whose places calls name; `job` is in every frame.
         routes: at which address each rank is reached.
+        ranks_here: how many ranks of the job share the cores of this host.
     """
 
     def __init__(
@@ -72,11 +73,14 @@ class ZmqPairs:
         membership: Membership,
         job: int,
         routes: Routes,
+        ranks_here: int,
     ) -> None:
         self._bind, self._patience, self._security = bind, patience, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
         self._diagnosis = PairDiagnosis(security.rank, security.size, membership)
-        self._of = Of(segment_bytes, security.seals, job, membership.epoch)
+        self._of = Of(
+            segment_bytes, frames.yields(ranks_here), security.seals, job, membership.epoch
+        )
         self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, ABORT_BYTES_MAX)
         self._interruption = Interruption()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None

@@ -67,6 +67,7 @@ class LinkRecord(ctypes.Structure):
         ("channel_count", _i64),
         ("streams", _i64),  # how many channels, from the first on, lead to the next rank
         ("segment_bytes", _i64),  # payload of a full frame
+        ("yields", _i64),  # of the core, while a frame is awaited, before the thread sleeps
         ("is_sealed", _i64),  # whether frames are encrypted and authenticated
         ("job", ctypes.c_uint64),
         ("epoch", _i64),

@@ -7,12 +7,12 @@ here alike whether that rank is slow, lost, or has aborted.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ringreduce.pure.notification import abort_error, goodbye_error
 from ringreduce.pure.patience import Patience
+from ringreduce.transport.cores import are_crowded
 from ringreduce.transport.others import Others, PeerPatience
 from ringreduce.transport.segment import Segment
 from ringreduce.transport.stalls import Interruption, Stall, WaitSpans, timeout_error
@@ -43,7 +43,7 @@ class WaitLimits(ctypes.Structure):
 
 def wait_limits(ranks: int) -> WaitLimits:
     """How to wait when `ranks` share the cores that this process may use."""
-    crowded = ranks > len(os.sched_getaffinity(0))
+    crowded = are_crowded(ranks)
     spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
     return WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
 

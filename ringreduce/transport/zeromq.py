@@ -112,6 +112,7 @@ class ZmqLink:
         job: int,
         addresses: Mapping[int, str],
         membership: Membership,
+        ranks_here: int,
     ) -> None:
         """Connect to the ranks ahead, whose sockets are bound already.
 
@@ -119,12 +120,14 @@ class ZmqLink:
             job: 64 bits that only this ring's members know; frames without them are foreign.
             addresses: the `address` of each member's link, by rank.
             membership: the ranks of this ring, in its order, and the group that it belongs to.
+            ranks_here: how many ranks of the job share the cores of this host.
 
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
         record = self._record
         record.job, record.epoch = job, membership.epoch
+        record.yields = frames.yields(ranks_here)
         # Loaded only now: in shared memory alone nothing compiled is needed.
         record.release = libzmq.release_callback().address
         record.free = libzmq.free_callback().address

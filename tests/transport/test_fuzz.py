@@ -212,7 +212,7 @@ class Loop:
         )
         # Nobody has to be there: nothing is sent, and the frames come from here.
         addresses = dict.fromkeys(range(2), self.link.address)
-        self.link.connect(job=77, addresses=addresses, membership=whole(2))
+        self.link.connect(job=77, addresses=addresses, membership=whole(2), ranks_here=2)
         self.context = zmq.Context()
         self.peer = self.context.socket(zmq.PUSH)
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)

@@ -49,7 +49,7 @@ def rings_of(members: Sequence[int], world_size: int, **settings: object) -> Ite
     size, membership = len(members), Membership(tuple(members))
     try:
         for link in links.values():
-            link.connect(job=77, addresses=addresses, membership=membership)
+            link.connect(job=77, addresses=addresses, membership=membership, ranks_here=1)
         yield [
             Ring(link, rank=place, size=size, membership=membership, job=77)
             for place, link in enumerate(links.values())
