@@ -20,7 +20,7 @@ from ringreduce.communicator.refusals import interrupted
 from ringreduce.engine.executor import Executor
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import Pending
-from ringreduce.pure.payload import checked_lengths
+from ringreduce.pure.payload import TAG_MAX, checked_lengths
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.transport.small_calls import SmallCalls
@@ -62,7 +62,8 @@ class _Direction:
         lock: held by the call that runs.
         caller: its thread; None while none runs.
         pending: the call, if it runs in the thread that made it, and not in C.
-        end: what runs calls in C, once there was one in Python; None where there is none.
+        was_used: arrays went this way before, one at a time.
+        end: what runs calls in C, once it was used; None where there is none.
         peer: that rank's number in the job.
         leaves_with: why this rank leaves after it, as for `Session`; None: it stays.
         executor: the thread for calls in the background, once there was one.
@@ -77,12 +78,13 @@ class _Direction:
         self.pending: Pending | None = None
         self.leaves_with: str | None = None
         self.executor: Executor | None = None
+        self.was_used = False
         self.end: HostEnd | None = None
         self._pass, self._index = owner.collectives.route(sends, place)
         self.described = lru_cache(_KEPT)(self._describe)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
-        """Send `flat`, or receive into it."""
+        """Send `flat`, contiguous, or receive into it."""
         header, _ = self.described(kind, flat.dtype, flat.size, tag)
         self._pass(self._index, header, flat)
 
@@ -96,7 +98,8 @@ class _Direction:
         return done is not None
 
     def teach(self, tag: int, flat: np.ndarray) -> None:
-        """Have `transfer_in_c` know arrays like this one with `tag`."""
+        """Have `transfer_in_c` know arrays like this one with `tag`, where there is C to call."""
+        self.was_used = True
         if self.end is None:
             self.end = self._owner.collectives.end(self._sends, self._place)
         if self.end is not None:
@@ -155,14 +158,22 @@ class Messages:
         self._lock = threading.Lock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
-    def in_c(self, sends: bool, place: Any, tag: Any, array: np.ndarray) -> bool:
-        """Send or receive by one C function; False: it does not know this, nothing was begun."""
+    def again(self, sends: bool, place: Any, tag: Any, array: np.ndarray) -> bool:
+        """Send or receive in a direction that was used before; False: nothing was begun.
+
+        The short way of calls as most are. False also says that arguments may be wrong.
+        """
         direction = self._directions.get((sends, place)) if type(place) is int else None
-        if direction is None or direction.end is None or direction.executor is not None:
+        if direction is None or not direction.was_used or direction.executor is not None:
             return False
-        if (small := direction.end.small) is None:
+        if direction.end is not None and (small := direction.end.small) is not None:
+            return self._call(direction, None, direction.transfer_in_c, small, array, tag)
+        is_usual = type(array) is np.ndarray and array.flags.carray
+        if not is_usual or type(tag) is not int or not 0 <= tag <= TAG_MAX:
             return False
-        return self._call(direction, None, direction.transfer_in_c, small, array, tag)
+        pending = direction.described(Kind.SEND, array.dtype, array.size, tag).pending
+        self._call(direction, pending, direction.transfer, Kind.SEND, tag, array)
+        return True
 
     def array(
         self, sends: bool, place: int, tag: int, flat: np.ndarray, async_op: bool, result: Any

@@ -49,7 +49,7 @@ class PairCalls(Handle):
             PeerLostError, ProtocolError, ClosedError: as `all_reduce`.
         """
         messages = self._session.messages
-        if not async_op and messages.in_c(True, to, tag, array):
+        if not async_op and messages.again(True, to, tag, array):
             return None
         peer, number = self._checked(to, tag)
         flat = flat_view(array, "send", writable=False)
@@ -77,7 +77,7 @@ class PairCalls(Handle):
             PeerLostError, ProtocolError, ClosedError: as `all_reduce`.
         """
         messages = self._session.messages
-        if not async_op and messages.in_c(False, source, tag, array):
+        if not async_op and messages.again(False, source, tag, array):
             return array
         peer, number = self._checked(source, tag)
         flat = flat_view(array, "recv")

@@ -15,6 +15,7 @@ from ringreduce.vocabulary.types import dtype_code
 
 # Objects are settings, file names, metrics; larger data travels as arrays.
 OBJECT_BYTES_MAX = 64 << 20
+TAG_MAX = (1 << 63) - 1
 
 
 def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
@@ -97,7 +98,7 @@ def checked_tag(tag: Any, who: dict[str, Any]) -> int:
         number = operator.index(tag)
     except TypeError:
         number = -1
-    if not 0 <= number < 1 << 63:
+    if not 0 <= number <= TAG_MAX:
         raise ArrayError(f"got tag {tag!r:.100}", **who, remedy="Tags are 0 to 2**63 - 1.")
     return number
 

@@ -245,10 +245,11 @@ class ZmqPairs:
             return found
 
     def _connect(self, sending: Sending, wait: Wait) -> None:
-        """Wait until the peer listens, and connect to it."""
+        """Wait until the peer listens, and connect to it.
+
+        Whether a connection has ended is not asked: the rank that awaits its frames finds out.
+        """
         if sending.socket is not None:
-            if sending.is_lost():
-                raise self._diagnosis.lost(sending, wait)
             return
         with self._changed:
             while (found := self._addresses.get((sending.peer, sending.number))) is None:
