@@ -1,13 +1,21 @@
-"""Compiled functions that load quickly.
+"""Compiled functions that load quickly, and are compiled anew when anything here has changed.
 
 Before numba loads a function from its cache, it imports all that one could be compiled with, even
 scipy.linalg: 0.3 s of processor time at the start of each rank. Only the compiler needs that, and
 imports it itself. What is here leaves it out.
+
+numba compiles a function anew when the function's own file has changed. But it contains constants,
+record layouts and functions of other files: after an update of one of these it would read and write
+the wrong memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numba
@@ -17,11 +25,8 @@ from numba.core.runtime import rtsys
 from numba.core.sigutils import normalize_signature
 
 
-def entry(function: Callable[..., Any]) -> Any:
-    """Decorate a function that Python calls, which releases the GIL.
-
-    Those that compiled functions call are part of their callers; `numba.njit` is enough for them.
-    """
+def jit(function: Callable[..., Any]) -> Any:
+    """Decorate a function to compile. Called by Python, it releases the GIL."""
     compiled = numba.njit(nogil=True, cache=True)(function)
     compiled._cache = _Cache(function)
     return compiled
@@ -36,8 +41,32 @@ def callback(signature: Any, function: Callable[..., Any]) -> Any:
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Loads without `BaseContext.refresh`."""
+    """Loads without `BaseContext.refresh`, and only what was compiled from the present sources."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        package = function.__module__.partition(".")[0]
+        own = self._cache_file._source_stamp
+        self._cache_file._source_stamp = own, _sources(package)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # Compiled code counts references to arrays.
         return self._load_overload(sig, target_context)
+
+
+@cache
+def _sources(package: str) -> str:
+    """A digest of what there is of each file of a package: name, time of the last change, size."""
+    files = sorted(_files(sys.modules[package].__path__[0]))
+    return hashlib.blake2b(repr(files).encode(), digest_size=16).hexdigest()
+
+
+def _files(folder: str, inside: str = "") -> Iterator[tuple[str, int, int]]:
+    with os.scandir(folder) as found:
+        for each in found:
+            name = inside + each.name
+            if each.is_dir():
+                yield from _files(each.path, name + "/")
+            elif name.endswith(".py"):
+                facts = each.stat()
+                yield name, facts.st_mtime_ns, facts.st_size

@@ -21,7 +21,7 @@ from numba import carray, types
 from numba.core.typing import Signature
 from numba.extending import intrinsic
 
-from ringreduce.pure.compiled import callback, entry
+from ringreduce.pure.compiled import callback, jit
 from ringreduce.vocabulary.types import ReduceOp
 
 
@@ -149,7 +149,7 @@ def call_kernel(
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.uintp))
 
 
-@entry
+@jit
 def reduce_rows(
     rows: Any, start: Any, target: Any, elements: Any, combine: Any, finish: Any, by: Any
 ) -> None:
@@ -178,7 +178,7 @@ def reduce_rows(
         call_kernel(finish, to, by.ctypes.data, elements)
 
 
-@entry
+@jit
 def add_rows(target: Any, positions: Any, rows: Any) -> None:
     """Add ``rows[i]`` to ``target[positions[i]]`` for each i, in order.
 
@@ -210,7 +210,7 @@ _EXPONENT_BITS = {
 _BLOCK_WORDS = 1024
 
 
-@entry
+@jit
 def _first_nonfinite_block(words: Any, exponent: Any, lowest: Any) -> Any:
     """Start of the first block that contains one; ``words.size`` if none does."""
     signs = (exponent + lowest) & ~exponent
@@ -247,26 +247,26 @@ def _to_half(typing: Any, value: Any) -> tuple[Signature, Callable[..., Any]]:
     return types.uint16(types.float32), build
 
 
-@entry
+@jit
 def _widen_float16(source: Any, target: Any) -> None:
     for i in range(source.size):
         target[i] = _from_half(source[i])
 
 
-@entry
+@jit
 def _narrow_float16(source: Any, target: Any) -> None:
     for i in range(source.size):
         target[i] = _to_half(source[i])
 
 
-@entry
+@jit
 def _widen_bfloat16(source: Any, target: Any) -> None:
     bits = target.view(np.uint32)
     for i in range(source.size):
         bits[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@entry
+@jit
 def _narrow_bfloat16(source: Any, target: Any) -> None:
     bits = source.view(np.uint32)
     for i in range(source.size):

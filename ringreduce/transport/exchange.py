@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import entry
+from ringreduce.pure.compiled import jit
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import receive, release, send
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
@@ -28,7 +28,7 @@ from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP,
 EXCHANGE_BYTES_MAX = 1 << 20
 
 
-@entry
+@jit
 def run(link_address: Any, call_address: Any, rows: Any) -> Any:
     """Run the exchange from where the link stands; return a status code.
 

@@ -21,11 +21,10 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import entry
+from ringreduce.pure.compiled import jit
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
 from ringreduce.transport import libzmq, sodium
@@ -84,7 +83,7 @@ def yields(ranks: int) -> int:
     return 0 if are_crowded(ranks) else _YIELDS
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def send(
     link: Any,
     channels: Any,
@@ -116,7 +115,7 @@ def send(
     return _lend(link, channels, number, payload, nbytes) if status == DONE and lends else status
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _send_sealed(
     link: Any,
     channels: Any,
@@ -160,7 +159,7 @@ def _send_sealed(
     return _lend(link, channels, number, payload, nbytes) if status == DONE else status
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> Any:
     """Queue `nbytes` at address `memory` without a copy."""
     msg = link.message.ctypes.data
@@ -169,7 +168,7 @@ def _lend(link: Any, channels: Any, number: Any, memory: Any, nbytes: Any) -> An
     return _send_message(link, channels, number, msg, 0)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -> Any:
     link.channel = number
     while libzmq.msg_send(msg, channels[number].sender, DONTWAIT | flags) < 0:
@@ -183,13 +182,13 @@ def _send_message(link: Any, channels: Any, number: Any, msg: Any, flags: Any) -
     return DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _counter(channels: Any, number: Any) -> Any:
     """Address of the channel's `released`."""
     return channels.ctypes.data + number * _CHANNEL_BYTES + _RELEASED_AT
 
 
-@entry
+@jit
 def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
     """Queue the frame at address `frame`, `nbytes` with its header; return DONE or a failure.
 
@@ -204,7 +203,7 @@ def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
     return _lend(link, channels, number, frame, nbytes)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, into: Any) -> Any:
     """Receive the frame due; return DONE or a failure.
 
@@ -240,7 +239,7 @@ def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, i
     return DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def release(link: Any) -> None:
     """Free the messages of the frame that `receive` has returned."""
     first = link.message.ctypes.data
@@ -248,7 +247,7 @@ def release(link: Any) -> None:
     libzmq.msg_close(first + _MESSAGE_BYTES)
 
 
-@entry
+@jit
 def skip(link_address: Any, number: Any) -> Any:
     """Take the next message off a channel without waiting.
 
@@ -270,7 +269,7 @@ def skip(link_address: Any, number: Any) -> Any:
     return status if status in (CONTROL, CORRUPT) else DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _receive_soon(msg: Any, channel: Any, yields: Any) -> Any:
     """Receive a message; wait first by yielding the core so many times, then asleep, for a while.
 
@@ -283,7 +282,7 @@ def _receive_soon(msg: Any, channel: Any, yields: Any) -> Any:
     return libzmq.msg_recv(msg, channel.receiver, 0) >= 0
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _receive_now(msg: Any, channel: Any) -> Any:
     """Receive a message without waiting; signals do not end this."""
     while libzmq.msg_recv(msg, channel.receiver, DONTWAIT) < 0:
@@ -292,7 +291,7 @@ def _receive_now(msg: Any, channel: Any) -> Any:
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
     """Find a message's payload, behind `head_bytes` or in a second part; return whether it fits.
 
@@ -317,7 +316,7 @@ def _parts(link: Any, channel: Any, msg: Any, head_bytes: Any) -> Any:
     return False
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _read(link: Any, channel: Any, msg: Any) -> Any:
     """Copy a plain frame's header to the link's record, and look whose frame it is."""
     is_whole = _parts(link, channel, msg, HEADER_BYTES)
@@ -329,7 +328,7 @@ def _read(link: Any, channel: Any, msg: Any) -> Any:
     return MISSHAPEN if status == DONE and not is_whole else status
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _open(
     link: Any, channels: Any, number: Any, msg: Any, expected: Any, nbytes: Any, into: Any
 ) -> Any:
@@ -353,7 +352,7 @@ def _open(
     return CORRUPT if failed != 0 else _look(link)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _look(link: Any) -> Any:
     """Whose frame the one in the link's record is, and whether it is about the ring itself."""
     received = link.received
@@ -368,7 +367,7 @@ def _look(link: Any) -> Any:
     return DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _is_equal(received: Any, expected: Any) -> Any:
     for word in range(8):  # noqa: SIM110  numba compiles no generators with all()
         if received[word] != expected[word]:

@@ -29,11 +29,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import entry
+from ringreduce.pure.compiled import jit
 from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE, segment_count
 from ringreduce.transport import libzmq
@@ -58,10 +57,10 @@ _NO_LIMIT = (1 << 63) - 1
 
 _CLOCK = time.CLOCK_MONOTONIC
 
-count_segments = numba.njit(nogil=True, cache=True)(segment_count)
+count_segments = jit(segment_count)
 
 
-@entry
+@jit
 def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     """Run one rank's schedule from where the link stands; return a status code.
 
@@ -141,14 +140,14 @@ def run(link_address: Any, call_address: Any, buffer: Any) -> Any:
     return DONE if is_released(channels, link.streams, 0) else DRAINING
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def monotonic(link: Any) -> Any:
     """The time, as `time.monotonic` has it."""
     libzmq.clock_gettime(np.int32(_CLOCK), link.clock.ctypes.data)
     return np.float64(link.clock[0]) + np.float64(link.clock[1]) * 1e-9
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def is_released(channels: Any, streams: Any, but: Any) -> Any:
     """Whether libzmq has written all borrowed memory of the streams `but` so many segments.
 
@@ -167,7 +166,7 @@ def is_released(channels: Any, streams: Any, but: Any) -> Any:
     return False
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _send(
     link: Any,
     channels: Any,

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import entry
+from ringreduce.pure.compiled import jit
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import INLINE_BYTES_MAX, receive, release, send
 from ringreduce.transport.loop import CIPHERTEXTS_MAX, count_segments, is_released
@@ -30,7 +29,7 @@ HOLD_ALL = (1 << 63) - 1
 _MORE = -1
 
 
-@entry
+@jit
 def run(sending: Any, source: Any, receiving: Any, target: Any, held_max: Any) -> Any:
     """Send and receive from where the two links stand; return a status code.
 
@@ -55,7 +54,7 @@ def run(sending: Any, source: Any, receiving: Any, target: Any, held_max: Any) -
             return DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _post(link_address: Any, transfer_address: Any) -> Any:
     """Queue what may be queued; return DONE, DRAINING if that is not all, or a failure."""
     link = carray(pointer(link_address), 1, LINK)[0]
@@ -81,7 +80,7 @@ def _post(link_address: Any, transfer_address: Any) -> Any:
     return DONE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _take(link_address: Any, transfer_address: Any) -> Any:
     """Receive the next segment; return _MORE, DONE if it was the last, or a failure."""
     link = carray(pointer(link_address), 1, LINK)[0]

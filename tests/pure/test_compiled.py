@@ -1,42 +1,42 @@
-"""How compiled functions come out of numba's cache."""
+"""Compiled functions are compiled anew when a file that they take constants from has changed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.processes import clean_environment
+FUNCTION = """\
+from ringreduce.pure.compiled import jit
+from smallest.constants import NUMBER
 
-# All that a ring over sockets has compiled; what numba imports in order to compile is named.
-PROGRAM = """
-import sys
-import numpy as np
-from ringreduce.testing import ring_of_threads
+@jit
+def inner():
+    return NUMBER
 
-def work(ring):
-    for dtype in (np.float32, np.float16):
-        for count in (4, 20_000):
-            array = ring.all_reduce(np.ones(count, dtype), "mean")
-            assert (array == 1).all()
-            sent = ring.send(array, 1 - ring.rank, async_op=True)
-            ring.recv(array, 1 - ring.rank)
-            sent.wait()
+@jit
+def outer():
+    return inner() + 1
 
-ring_of_threads(2, work, transport="zmq", encryption="on")
-print([name for name in ("numba.np.arraymath", "numba.np.npyimpl") if name in sys.modules])
+print(outer(), len(outer.stats.cache_hits), "from the cache")
 """
 
 
-def test_a_ring_loads_its_compiled_functions_without_the_compiler() -> None:
-    for _ in range(2):  # The first may have to compile them.
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
-        if done.stdout == "[]\n":
-            return
-    raise AssertionError(f"imported: {done.stdout}")
+def output(folder: Path) -> str:
+    command = [sys.executable, "-c", "import smallest.function"]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_constant_of_another_file_is_compiled_anew(tmp_path: Path) -> None:
+    package = tmp_path / "smallest"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "function.py").write_text(FUNCTION)
+    (package / "constants.py").write_text("NUMBER = 1\n")
+    assert output(tmp_path) == "2 0 from the cache"
+    assert output(tmp_path) == "2 1 from the cache"
+    (package / "constants.py").write_text("NUMBER = 41\n")
+    assert output(tmp_path) == "42 0 from the cache"
