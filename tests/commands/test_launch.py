@@ -312,6 +312,8 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -
     ("arguments", "complaint"),
     [
         (["missing.py"], "there is no script 'missing.py' in "),
+        (["python", "train.py"], "'python' is no script; ringreduce starts Python itself. Leave"),
+        (["/usr/bin/python3.11", "-m", "json"], "'/usr/bin/python3.11' is no script; ringreduce"),
         (["folder"], "'folder' is a folder without a __main__.py"),
         (["-m", "missing"], "there is no module 'missing'"),
         (["-m", "folder.missing"], "there is no module 'folder.missing'"),

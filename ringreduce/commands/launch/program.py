@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -28,6 +29,12 @@ def check_program(arguments: Sequence[str]) -> None:
 
 def _check_script(name: str) -> None:
     path = Path(name)
+    if re.fullmatch(r"python[\d.]*", path.name):
+        # As for mpirun and horovodrun.
+        raise ConfigError(
+            f"{name!r} is no script; ringreduce starts Python itself",
+            remedy="Leave it out: give the script's path, or -m and the name of a module.",
+        )
     if not path.exists():
         raise ConfigError(
             f"there is no script {name!r} in {Path.cwd()}",
