@@ -199,6 +199,9 @@ def train(
         ),
     ] = None,
     latency: Latency = 0,
+    bucket: Annotated[
+        str, typer.Option(metavar="SIZE", help="Gradients that ringreduce reduces at a time.")
+    ] = "4M",
     json_file: Json = None,
 ) -> None:
     """Samples per second of one process, MirroredStrategy and ringreduce, alternating."""
@@ -219,6 +222,7 @@ def train(
             latency_ms=latency,
             ceiling=ceiling,
             jit=jit,
+            bucket_bytes=size_in_bytes(bucket),
             json_file=json_file,
         )
 

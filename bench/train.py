@@ -71,6 +71,7 @@ def run(
     latency_ms: float,
     ceiling: bool,
     jit: bool,
+    bucket_bytes: int,
     json_file: str | None,
 ) -> None:
     """Measure, print a table, and write rows.
@@ -86,6 +87,7 @@ def run(
         ceiling: whether workers that reduce nothing take part too: the highest speed of so
             many processes on this machine, with any reduction.
         jit: whether systems that XLA can compile take part in that form too.
+        bucket_bytes: of ringreduce's optimizer.
         json_file: where rows go.
 
     Raises:
@@ -112,7 +114,8 @@ def run(
             hosts = stack.enter_context(shaped(workers, link, latency_ms))
         turns = stack.enter_context(Turns())
         try:
-            start(turns, [system(name, model, hosts, transport) for name in names], measured)
+            systems = [system(name, model, hosts, transport, bucket_bytes) for name in names]
+            start(turns, systems, measured)
             for name in names:
                 turns.ask(name, {"steps": WARMUP_STEPS})
             for _ in track(range(rounds), "turns", console=Console(stderr=True), transient=True):
@@ -127,13 +130,16 @@ def run(
     report.write(json_file, rows, header)
 
 
-def system(name: str, model: str, hosts: Sequence[Host], transport: str) -> System:
+def system(
+    name: str, model: str, hosts: Sequence[Host], transport: str, bucket_bytes: int
+) -> System:
     """How a system is started: as one process, or as a rank on each host."""
     workers, kind = len(hosts), name.removesuffix(JIT)
     options = ["--model", model, "--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)]
     if kind == MULTIWORKER:
         command = [sys.executable, "-m", "bench.multiworker", *options]
         return System(name, tf_processes(command, hosts), lines=workers)
+    options += ["--bucket-bytes", str(bucket_bytes)]
     command = [sys.executable, "-m", "bench.train_worker", kind, *options]
     if name.endswith(JIT):
         command.append("--jit")
