@@ -208,6 +208,29 @@ class Ring:
         for worker in self.workers:
             assert worker.wait(10) == 0, worker.stderr
 
+    def end_well(self) -> None:
+        """Have workers that read a line end; they have raised nothing."""
+        for worker in self.workers:
+            worker.stdin.write(b"\n")
+            worker.stdin.flush()
+        for fact in self.wait("result"):
+            assert fact["kind"] == "", fact
+        for worker in self.workers:
+            assert worker.wait(10) == 0, worker.stderr
+
+    def assert_unhurt(self) -> None:
+        """The ring has completed further rounds since the call, and raised nothing."""
+        ranks = range(self.size)
+        before = max(len(self.said(rank, "rounds")) for rank in ranks)
+        wait_until(
+            lambda: (
+                all(len(self.said(rank, "rounds")) >= before + 2 for rank in ranks)
+                or any(self.said(rank, "result") for rank in ranks)
+            ),
+            "further rounds",
+        )
+        assert not [self.said(rank, "result") for rank in ranks if self.said(rank, "result")]
+
     def port(self, rank: int) -> int:
         """The port on which this rank receives in its latest ring; said with ``ready``."""
         return int(self.said(rank, "ready")[-1]["address"].rpartition(":")[2])

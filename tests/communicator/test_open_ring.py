@@ -54,26 +54,7 @@ def strangers_allowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring
     with Ring(tmp_path_factory.mktemp("strangers"), 2, ROUNDS) as ring:
         ring.wait("rounds")
         yield ring
-        for worker in ring.workers:
-            worker.stdin.write(b"\n")
-            worker.stdin.flush()
-        for fact in ring.wait("result"):
-            assert fact["kind"] == "", fact
-        for worker in ring.workers:
-            assert worker.wait(10) == 0, worker.stderr
-
-
-def assert_unhurt(ring: Ring) -> None:
-    """The ring has completed further rounds since the call, and raised nothing."""
-    before = max(len(ring.said(rank, "rounds")) for rank in range(ring.size))
-    wait_until(
-        lambda: (
-            all(len(ring.said(rank, "rounds")) >= before + 2 for rank in range(ring.size))
-            or any(ring.said(rank, "result") for rank in range(ring.size))
-        ),
-        "further rounds",
-    )
-    assert not [ring.said(rank, "result") for rank in range(ring.size) if ring.said(rank, "result")]
+        ring.end_well()
 
 
 def connection(ring: Ring, rank: int = 1) -> socket.socket:
@@ -83,12 +64,12 @@ def connection(ring: Ring, rank: int = 1) -> socket.socket:
 def test_strangers_that_only_connect_do_no_harm(strangers_allowed: Ring) -> None:
     for _ in range(20):
         connection(strangers_allowed).close()
-    assert_unhurt(strangers_allowed)
+    strangers_allowed.assert_unhurt()
 
 
 def test_a_stranger_that_stays_and_says_nothing_does_no_harm(strangers_allowed: Ring) -> None:
     with connection(strangers_allowed):
-        assert_unhurt(strangers_allowed)
+        strangers_allowed.assert_unhurt()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +92,7 @@ def test_a_stranger_that_does_not_speak_zmtp_does_no_harm(
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
                 pass
-        assert_unhurt(strangers_allowed)
+        strangers_allowed.assert_unhurt()
 
 
 @contextlib.contextmanager
@@ -126,7 +107,7 @@ def zmq_stranger(ring: Ring, kind: int, rank: int = 1) -> Iterator[zmq.Socket[by
 
 def test_a_socket_of_another_kind_does_no_harm(strangers_allowed: Ring) -> None:
     with zmq_stranger(strangers_allowed, zmq.SUB):
-        assert_unhurt(strangers_allowed)
+        strangers_allowed.assert_unhurt()
 
 
 def test_an_oversized_frame_is_not_even_read(strangers_allowed: Ring) -> None:
@@ -136,7 +117,7 @@ def test_an_oversized_frame_is_not_even_read(strangers_allowed: Ring) -> None:
             closed = monitor.poll(10_000)
             stranger.disable_monitor()
         assert closed
-    assert_unhurt(strangers_allowed)
+    strangers_allowed.assert_unhurt()
 
 
 def foreign_header(**fields: int) -> bytes:

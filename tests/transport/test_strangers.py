@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.communicator.test_open_ring import ROUNDS, assert_unhurt
+from tests.communicator.test_open_ring import ROUNDS
 from tests.fuzzing import (
     STRANGERS,
     blast,
@@ -53,17 +53,7 @@ def open_ring(
     with Ring(directory, 2, ROUNDS, secret=SECRET, encryption=request.param) as ring:
         ring.wait("rounds")
         yield ring
-        end_well(ring)
-
-
-def end_well(ring: Ring) -> None:
-    for worker in ring.workers:
-        worker.stdin.write(b"\n")
-        worker.stdin.flush()
-    for fact in ring.wait("result"):
-        assert fact["kind"] == "", fact
-    for worker in ring.workers:
-        assert worker.wait(10) == 0, worker.stderr
+        ring.end_well()
 
 
 class TestRunningRing:
@@ -74,7 +64,7 @@ class TestRunningRing:
             for attempt in [pool.submit(work, port) for work in STRANGERS.values()]:
                 attempt.result(60)
         assert len(STRANGERS) >= 40
-        assert_unhurt(open_ring)
+        open_ring.assert_unhurt()
 
     @pytest.mark.parametrize("times", TIMES)
     def test_no_stream_of_random_frames_gets_into_a_running_ring(
@@ -90,7 +80,7 @@ class TestRunningRing:
                     pieces += [message(part) for part in parts]
                 stream = b"".join(pieces)
                 blast(port, mutate_bytes(chance, stream) if chance.random() < 0.5 else stream)
-        assert_unhurt(open_ring)
+        open_ring.assert_unhurt()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
@@ -118,8 +108,8 @@ def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
                 for stranger in knocking:
                     stranger.close()
         assert (process.num_fds(), process.num_threads()) == before
-        assert_unhurt(ring)
-        end_well(ring)
+        ring.assert_unhurt()
+        ring.end_well()
 
 
 FORMING = """

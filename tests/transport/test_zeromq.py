@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import inherited, loop, records
+from ringreduce.transport import frames, inherited, loop, records
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.listening import LOOPBACK
 from ringreduce.transport.security import Security
@@ -253,3 +254,9 @@ def test_what_any_stream_has_borrowed_counts(monkeypatch: pytest.MonkeyPatch) ->
         assert [is_released(channels, 3, but) for but in (0, 1)] == [False, True]
         channels[stream].released += 1
         assert is_released(channels, 3, 0)
+
+
+def test_only_ranks_with_a_core_each_yield_while_they_wait() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert frames.yields(cores) > 0
+    assert frames.yields(cores + 1) == 0
