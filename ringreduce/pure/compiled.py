@@ -67,6 +67,7 @@ def _files(folder: str, inside: str = "") -> Iterator[tuple[str, int, int]]:
             name = inside + each.name
             if each.is_dir():
                 yield from _files(each.path, name + "/")
-            elif name.endswith(".py"):
+            # Not an editor's lock, a link to nowhere.
+            elif name.endswith(".py") and not each.name.startswith("."):
                 facts = each.stat()
                 yield name, facts.st_mtime_ns, facts.st_size

@@ -34,6 +34,7 @@ def test_a_constant_of_another_file_is_compiled_anew(tmp_path: Path) -> None:
     package = tmp_path / "smallest"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / ".#function.py").symlink_to("nobody@nowhere")
     (package / "function.py").write_text(FUNCTION)
     (package / "constants.py").write_text("NUMBER = 1\n")
     assert output(tmp_path) == "2 0 from the cache"
