@@ -21,7 +21,7 @@ from numba import carray, types
 from numba.core.typing import Signature
 from numba.extending import intrinsic
 
-from ringreduce.pure.compiled import callback, jit
+from ringreduce.vocabulary.compiled import callback, jit
 from ringreduce.vocabulary.types import ReduceOp
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import jit
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import receive, release, send
 from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
+from ringreduce.vocabulary.compiled import jit
 
 # The longest frame of an exchange, which may hold the rows of many ranks; receivers refuse longer
 # ones unread.

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import jit
 from ringreduce.pure.notification import ABORT_BYTES_MAX
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
 from ringreduce.transport import libzmq, sodium
@@ -46,6 +45,7 @@ from ringreduce.transport.records import (
     pointer,
 )
 from ringreduce.transport.sodium import TAG_BYTES
+from ringreduce.vocabulary.compiled import jit
 
 # Up to this size a payload is copied behind the header in the same message: that is cheaper than a
 # second message and the wait for its release.

@@ -11,9 +11,9 @@ from typing import Any
 
 from numba import carray, types
 
-from ringreduce.pure.compiled import callback
 from ringreduce.transport import libraries
 from ringreduce.transport.libraries import declare
+from ringreduce.vocabulary.compiled import callback
 from ringreduce.vocabulary.errors import NativeError
 
 _address, _int = types.intp, types.intc

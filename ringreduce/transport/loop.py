@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import jit
 from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE, segment_count
 from ringreduce.transport import libzmq
@@ -46,6 +45,7 @@ from ringreduce.transport.records import (
     PASS_STEP,
     pointer,
 )
+from ringreduce.vocabulary.compiled import jit
 
 # How long to wait for borrowed segments before the caller checks its deadlines.
 _DRAIN_YIELDS, _DRAIN_SLEEPS, _DRAIN_SLEEP_US = 200, 1000, 50

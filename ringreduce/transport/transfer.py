@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.compiled import jit
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import INLINE_BYTES_MAX, receive, release, send
 from ringreduce.transport.loop import CIPHERTEXTS_MAX, count_segments, is_released
 from ringreduce.transport.records import CHANNEL, DONE, DRAINING, LINK, TRANSFER, pointer
+from ringreduce.vocabulary.compiled import jit
 
 # All borrowed segments may still be unwritten when the function returns.
 HOLD_ALL = (1 << 63) - 1

@@ -92,7 +92,7 @@ def test_address_with_another_number_of_ports_is_refused():
     try:
         addresses = {rank: link.address for rank, link in enumerate(links)}
         with pytest.raises(RendezvousError, match="of rank 1, which has not 1 ports"):
-            links[0].connect(job=1, addresses=addresses, membership=whole(len(links)))
+            links[0].connect(job=1, addresses=addresses, membership=whole(len(links)), ranks_here=1)
     finally:
         for link in links:
             link.close()

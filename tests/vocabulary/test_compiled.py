@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 FUNCTION = """\
-from ringreduce.pure.compiled import jit
+from ringreduce.vocabulary.compiled import jit
 from smallest.constants import NUMBER
 
 @jit
