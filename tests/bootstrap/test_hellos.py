@@ -6,6 +6,7 @@ beyond its limits.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
@@ -20,48 +21,20 @@ import numpy as np
 import pytest
 import zmq
 
-from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
 from ringreduce.bootstrap.messages import read_hello
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure import wire
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
-from tests.fuzzing import (
-    bounded_memory,
-    mutate_bytes,
-)
+from tests.bootstrap import hellos
+from tests.fuzzing import bounded_memory, mutate_bytes
 
 SECRET = secrets.token_hex(32)
 
 
-def hello(**fields: Any) -> bytes:
-    usual = {
-        "type": "Hello",
-        "version": __version__,
-        "wire_version": wire.WIRE_VERSION,
-        "job_id": "ours",
-        "rank": 1,
-        "size": 2,
-        "members": [0, 1],
-        "epoch": 0,
-        "address": "tcp://127.0.0.1:9",
-        "control": "tcp://127.0.0.1:1,2",
-        "standby": "",
-        "host": "elsewhere",
-        "memory": "",
-        "settings": {
-            "segment_bytes": 1 << 20,
-            "streams": 1,
-            "transport": 2,
-            "encryption": 0,
-            "ring_order": 0,
-        },
-        "encryption": "none",
-        "key": "",
-    }  # fmt: skip
-    return msgspec.msgpack.encode({**usual, **fields})
+# Of ranks that are told to use sockets.
+hello = functools.partial(hellos.hello, settings=Config(transport="zmq").agreed())
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from ringreduce.vocabulary.errors import (
     RendezvousError,
     RingReduceError,
 )
+from tests.bootstrap.hellos import hello
 
 _REPLY_MS = 10_000
 
@@ -104,35 +105,6 @@ def handmade_member(meeting: Meeting) -> Iterator[zmq.Socket[bytes]]:
     finally:
         socket.close()
         context.term()
-
-
-def hello(**fields: Any) -> bytes:
-    """A Hello as rank 1 of 2 would say it, but for `fields`."""
-    usual = {
-        "type": "Hello",
-        "version": __version__,
-        "wire_version": WIRE_VERSION,
-        "job_id": "ours",
-        "rank": 1,
-        "size": 2,
-        "members": list(range(fields.get("size", 2))),
-        "epoch": 0,
-        "address": "tcp://127.0.0.1:9",
-        "control": "tcp://127.0.0.1:1,2",
-        "standby": "",
-        "host": "elsewhere",
-        "memory": "",
-        "settings": {
-            "segment_bytes": Config().segment_bytes,
-            "streams": Config().streams,
-            "transport": 0,
-            "encryption": 0,
-            "ring_order": 0,
-        },
-        "encryption": "none",
-        "key": "",
-    }
-    return msgspec.msgpack.encode({**usual, **fields})
 
 
 def answer(socket: zmq.Socket[bytes]) -> dict[str, Any]:
@@ -219,8 +191,8 @@ def test_mismatch_is_told_to_members_that_agree_too(meeting):
     first = meeting.join(0, 3)
     with handmade_member(meeting) as member:
         # One connection keeps the order: rank 1 is admitted before rank 2 disagrees.
-        member.send(hello(size=3))
-        member.send(hello(size=3, rank=2, settings={"segment_bytes": 64}))
+        member.send(hello(size=3, members=[0, 1, 2]))
+        member.send(hello(size=3, members=[0, 1, 2], rank=2, settings={"segment_bytes": 64}))
         answers = [answer(member) for _ in range(2)]
     assert [told["mismatch"] for told in answers] == [True, True]
     with pytest.raises(MismatchError):
@@ -230,12 +202,12 @@ def test_mismatch_is_told_to_members_that_agree_too(meeting):
 def test_rank_taken_by_one_of_another_size_is_told_of_the_mismatch_too(meeting):
     first = meeting.join(0, 3)
     with handmade_member(meeting) as member, handmade_member(meeting) as twin:
-        member.send(hello(size=3))
+        member.send(hello(size=3, members=[0, 1, 2]))
         # The answer to what comes after it shows that rank 1 is admitted by now.
         member.send(hello(job_id="theirs"))
         assert "another job" in answer(member)["text"]
         twin.setsockopt(zmq.RCVTIMEO, 3000)
-        twin.send(hello(size=4))
+        twin.send(hello(size=4, members=[0, 1, 2, 3]))
         with pytest.raises(MismatchError, match="rank 1 has size 4, rank 0 has 3"):
             first.result()
         assert answer(member)["mismatch"]
@@ -265,8 +237,8 @@ def test_another_python_or_numpy_is_one_warning_that_names_the_rank(meeting, cap
     first = meeting.join(0, 3)
     with handmade_member(meeting) as member:
         ours = {"python": platform.python_version(), "numpy": np.__version__}
-        member.send(hello(size=3, **ours))
-        member.send(hello(size=3, rank=2, **{**ours, library: "2.7.99"}))
+        member.send(hello(size=3, members=[0, 1, 2], **ours))
+        member.send(hello(size=3, members=[0, 1, 2], rank=2, **{**ours, library: "2.7.99"}))
         assert answer(member)["type"] == "Table"
     # These members have no sockets; what matters is that they were let in.
     with pytest.raises(RendezvousError, match="has not 2 ports"):
