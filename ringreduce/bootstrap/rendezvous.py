@@ -171,7 +171,7 @@ class Meeting:
             ways = {self._first: [(host, port) for host in hosts]}
             found, _ = race(self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0)
             if found:
-                return found[self._first]
+                return found[self._first].host
             time.sleep(TIMES.poll_s)
         return hosts[0]
 

@@ -22,7 +22,13 @@ from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator.ends import Announced, Ends, bind_of, open_ends
-from ringreduce.communicator.reaching import find_ways, refuse_unreached, settle, ways_to
+from ringreduce.communicator.reaching import (
+    advise_streams,
+    find_ways,
+    refuse_unreached,
+    settle,
+    ways_to,
+)
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
@@ -210,8 +216,9 @@ def met(
     where = map(Announced, table.addresses, table.controls, table.memory)
     announced = dict(zip(membership.members, where, strict=True))
     if job.routes.are_needed:
-        found = config, job.routes, membership, job.place(membership), announced
-        settle(meeting, find_ways(*found), dict(enumerate(job.hosts)), ends)
+        of_ring = config, job.routes, membership, job.place(membership)
+        settle(meeting, find_ways(*of_ring, announced), dict(enumerate(job.hosts)), ends)
+        advise_streams(*of_ring)
     return ways_to(job.routes, announced)
 
 

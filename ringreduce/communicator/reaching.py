@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from ringreduce.bootstrap.rendezvous import Meeting
@@ -14,6 +15,11 @@ from ringreduce.transport.connections import distances
 from ringreduce.transport.routes import Routes
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
+
+_log = logging.getLogger(__name__)
+
+# Between hosts of one site an answer takes less. One connection carries 500 MB/s then.
+_LONG_S = 0.005
 
 
 def find_ways(
@@ -59,6 +65,22 @@ def refuse_unreached(
         )
 
 
+def advise_streams(
+    config: Config, routes: Routes, membership: Membership, placement: Placement
+) -> None:
+    """Warn of a long link that one stream cannot fill, where nobody has chosen how many to use."""
+    ahead = _ahead(config, membership, placement)
+    took_s = routes.round_trip_s(ahead[0]) if ahead else 0.0
+    if took_s < _LONG_S or config.streams > 1:
+        return
+    _log.warning(
+        "[%d/%d] a round trip to rank %d takes %.0f ms. One connection carries 2 to 3 MB in that time"
+        " with Linux's usual buffers; set RINGREDUCE_STREAMS to 2 to 4 on all ranks, or let the"
+        ' buffers grow ("Long links" in docs/guides/settings.md)',
+        *(config.rank, config.size, ahead[0], took_s * 1e3),
+    )
+
+
 def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Announced]:
     """What members have announced, at the addresses that this rank has found."""
     return {
@@ -71,12 +93,16 @@ def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Ann
 
 def _peers(config: Config, membership: Membership, placement: Placement) -> set[int]:
     """The members that this rank connects to."""
-    peers = set(membership.neighbours(config.rank))
+    ahead = _ahead(config, membership, placement)
+    return {*membership.neighbours(config.rank), *ahead} - {config.rank}
+
+
+def _ahead(config: Config, membership: Membership, placement: Placement) -> list[int]:
+    """The members that it sends data to over sockets, the next one first."""
     place = membership.place(config.rank)
     lane = placement.hosts[placement.host_of(place)].index(place)
-    if placement.transport != "shm" and lane < placement.lanes:
-        ring = [membership.members[other] for other in placement.lane(lane)]
-        here = ring.index(config.rank)
-        ahead = distances(len(ring), config.streams)
-        peers |= {ring[(here + distance) % len(ring)] for distance in ahead}
-    return peers - {config.rank}
+    if placement.transport == "shm" or lane >= placement.lanes:
+        return []
+    ring = [membership.members[other] for other in placement.lane(lane)]
+    here = ring.index(config.rank)
+    return [ring[(here + each) % len(ring)] for each in distances(len(ring), config.streams)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ringreduce.pure.networks import Unreached, ways
 from ringreduce.transport.address import endpoint, is_loopback, split_host
 from ringreduce.transport.interfaces import hosts_of
-from ringreduce.transport.race import race
+from ringreduce.transport.race import Reached, race
 from ringreduce.vocabulary.config import TIMES
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Routes:
 
     def __init__(self, rank: int, size: int, networks: Mapping[int, Sequence[str]]) -> None:
         self._rank, self._size, self.networks = rank, size, networks
-        self._chosen: dict[int, str] = {}
+        self._reached: dict[int, Reached] = {}
         # On loopback there is nothing to choose, and nothing in between.
         self.are_needed = any(
             len(offered) > 1 or not all(map(is_loopback, hosts_of(offered)))
@@ -50,10 +50,10 @@ class Routes:
         tried = {
             peer: [(host, _first_port(address)) for host in self._ways(peer)]
             for peer, address in addresses.items()
-            if peer not in self._chosen and peer != self._rank
+            if peer not in self._reached and peer != self._rank
         }
         found, failed = race(self._rank, tried, limit_s, check, lead_s)
-        for peer, host in found.items():
+        for peer, (host, _) in found.items():
             level = logging.INFO if len(tried[peer]) > 1 else logging.DEBUG
             offered = ", ".join(each for each, _ in tried[peer])
             _log.log(
@@ -61,15 +61,20 @@ class Routes:
                 "[%d/%d] reaches rank %d at %s (it has %s)",
                 *(self._rank, self._size, peer, host, offered),
             )
-        self._chosen.update(found)
+        self._reached.update(found)
         return failed
 
     def lead(self, peer: int, address: str) -> str:
         """`address`, which `peer` has announced, with the host that was chosen, if one was."""
-        host = self._chosen.get(peer)
-        if host is None or not address:
+        reached = self._reached.get(peer)
+        if reached is None or not address:
             return address
-        return endpoint(host, split_host(address)[1])
+        return endpoint(reached.host, split_host(address)[1])
+
+    def round_trip_s(self, peer: int) -> float:
+        """How long an answer of `peer` took when it was chosen; 0 if that is not known."""
+        reached = self._reached.get(peer)
+        return 0.0 if reached is None else reached.round_trip_s or 0.0
 
     def _ways(self, peer: int) -> tuple[str, ...]:
         return ways(self.networks[self._rank], self.networks[peer])

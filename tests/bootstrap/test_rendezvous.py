@@ -508,7 +508,7 @@ def test_a_message_to_a_rank_that_is_not_reached_says_where_it_was_tried(monkeyp
     monkeypatch.setattr(formation, "own_networks", several_addresses)
 
     def work(comm):
-        comm._session.job.routes._chosen.clear()
+        comm._session.job.routes._reached.clear()
         monkeypatch.setattr(
             routes, "race", lambda *_: ({}, [Unreached(0, 1, "10.0.0.5:9", "refused")])
         )
