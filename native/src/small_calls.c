@@ -51,14 +51,13 @@ static const rr_small_call *find(const rr_small_calls *calls, const rr_array *ar
     return same && known->call != NULL ? known : NULL;
 }
 
-static int run(const rr_small_calls *calls, const rr_small_call *call, void *data)
+static int run(const rr_small_calls *calls, void *end, const rr_small_call *call, void *data)
 {
     switch (calls->kind) {
-    case RR_SMALL_SEND:
-        return rr_pair_send(calls->end, call->call, data, call->nbytes, calls->limits);
+    case RR_SMALL_SEND: return rr_pair_send(end, call->call, data, call->nbytes, calls->limits);
     case RR_SMALL_RECEIVE:
-        return rr_pair_receive(calls->end, call->call, data, call->nbytes, calls->limits);
-    default: return rr_shm_run(calls->end, call->call, data, calls->limits);
+        return rr_pair_receive(end, call->call, data, call->nbytes, calls->limits);
+    default: return rr_shm_run(end, call->call, data, calls->limits);
     }
 }
 
@@ -109,11 +108,13 @@ void *rr_small_run(void *self, void *const *arguments, intptr_t number)
     if (has_entered != 1)
         return has_entered < 0 ? NULL : returned(calls, calls->unknown);
     void *data = array->data;
+    /* Without the GIL another thread may close: it frees the end when this call is over. */
+    void *end = calls->end;
     calls->running = call;
     if (calls->events != NULL)
         rr_events_begin(calls->events, calls->operation, call->nbytes);
     void *thread = calls->release_gil();
-    const int status = run(calls, call, data);
+    const int status = run(calls, end, call, data);
     calls->take_gil(thread);
     if (status != RR_DONE) {
         if (calls->lock == NULL)

@@ -25,9 +25,14 @@ static void hold(void *object)
     held++;
 }
 
+/* Closed by another thread as soon as that has the GIL. */
+static rr_small_calls *closes;
+
 static void *release_gil(void)
 {
     released++;
+    if (closes != NULL)
+        closes->end = NULL;
     return &released;
 }
 
@@ -128,7 +133,13 @@ static void only_the_call_that_was_taught(rr_small_calls *calls)
     calls->end = NULL;
     CHECK(call(calls, &array, &sum, 2) == &unknown);
     calls->end = end;
-    CHECK(released == 1 && unknown.references == held - 1);
+    CHECK(released == 1 && taken == 1);
+    closes = calls;
+    CHECK(call(calls, &array, &sum, 2) == &done);
+    CHECK(call(calls, &array, &sum, 2) == &unknown);
+    closes = NULL;
+    calls->end = end;
+    CHECK(released == 2 && unknown.references == held - 2);
 }
 
 static void *end(rr_small_calls *calls)
