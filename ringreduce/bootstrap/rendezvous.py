@@ -37,6 +37,7 @@ from ringreduce.transport.address import (
     resolve,
 )
 from ringreduce.transport.authenticator import Authenticator
+from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.race import race
@@ -358,7 +359,7 @@ def _only_here(config: Config) -> str:
 def _is_listening(descriptor: int, port: int) -> bool:
     """Whether the inherited socket still listens; a process's first ring closes it."""
     try:
-        with sockets.socket(fileno=os.dup(descriptor)) as inherited:
+        with borrowed(descriptor) as inherited:
             listens = inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)
             return bool(listens) and inherited.getsockname()[1] == port
     except OSError:

@@ -155,7 +155,7 @@ class Messages:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
     def again(self, sends: bool, place: Any, tag: Any, array: np.ndarray) -> bool:

@@ -74,9 +74,9 @@ def advise_streams(
     if took_s < _LONG_S or config.streams > 1:
         return
     _log.warning(
-        "[%d/%d] a round trip to rank %d takes %.0f ms. One connection carries 2 to 3 MB in that time"
-        " with Linux's usual buffers; set RINGREDUCE_STREAMS to 2 to 4 on all ranks, or let the"
-        ' buffers grow ("Long links" in docs/guides/settings.md)',
+        "[%d/%d] a round trip to rank %d takes %.0f ms. One connection carries 2 to 3 MB in that"
+        " time with Linux's usual buffers; set RINGREDUCE_STREAMS to 2 to 4 on all ranks, or let"
+        ' the buffers grow ("Long links" in docs/guides/settings.md)',
         *(config.rank, config.size, ahead[0], took_s * 1e3),
     )
 

@@ -70,7 +70,7 @@ class Authenticator:
         self._allowed: dict[bytes, Credentials | None] = {}
         self._held: list[_Held] = []
         self._logged_s = 0.0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         if context is None:
             return

@@ -7,7 +7,6 @@ use the sockets by address; frames pass through Python only when a call ends bad
 from __future__ import annotations
 
 import contextlib
-import os
 import socket as sockets
 import sys
 import time
@@ -19,6 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce.transport import door
 from ringreduce.transport.address import endpoint
+from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
@@ -202,6 +202,8 @@ class Outgoing:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self.socket.setsockopt(zmq.IPV6, int("[" in address))
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        # All that it says where there was no descriptor, or no memory, for a connection.
+        ended |= zmq.EVENT_CONNECT_RETRIED
         self.events = watch(self.socket, int(ended | zmq.EVENT_CONNECTED))
         self._descriptor: int | None = None  # of the connection
         try:
@@ -290,8 +292,7 @@ def _counts(descriptor: int, *places: int) -> list[int] | None:
     if sys.platform != "linux":
         return None
     try:
-        # A duplicate, since the descriptor belongs to libzmq.
-        with sockets.socket(fileno=os.dup(descriptor)) as connection:
+        with borrowed(descriptor) as connection:
             facts = connection.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
         return None

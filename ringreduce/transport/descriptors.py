@@ -1,4 +1,4 @@
-"""File descriptors for a ring, ensured before it forms: without them libzmq aborts the process."""
+"""File descriptors: ensured before a ring forms, since without them libzmq aborts; and borrowed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import socket
 from collections.abc import Iterator
 
 import zmq
@@ -54,6 +55,22 @@ def reserve(count: int, *, rank: int, size: int) -> None:
             remedy=f"Raise the limit of open files (ulimit -n) to {wanted} at least.",
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextlib.contextmanager
+def borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A Python socket for the descriptor of one that somebody else owns, such as libzmq.
+
+    Raises OSError: it is no socket, or is closed.
+    """
+    duplicate = os.dup(descriptor)  # A Python socket closes what it is given.
+    try:
+        opened = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with opened:
+        yield opened
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ sockets without that filter. Attempts to connect get no answer and cost this pro
 from __future__ import annotations
 
 import ctypes
-import os
 import socket
 import struct
 import sys
+
+from ringreduce.transport.descriptors import borrowed
 
 # Missing in Python's socket module. The numbers hold on all Linux platforms but a few (alpha, mips,
 # parisc, sparc), where they are refused or have no effect.
@@ -30,8 +31,7 @@ def shut(listener: int) -> bool:
     program = ctypes.create_string_buffer(_DROP)
     argument = struct.pack("HL", 1, ctypes.addressof(program))
     try:
-        # A duplicate, since a Python socket closes what it is given.
-        with socket.socket(fileno=os.dup(listener)) as listening:
+        with borrowed(listener) as listening:
             if not listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return False
             listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, argument)
@@ -42,5 +42,5 @@ def shut(listener: int) -> bool:
 
 def open_again(listener: int) -> None:
     """Undo `shut`. Raises OSError if the descriptor is no shut socket."""
-    with socket.socket(fileno=os.dup(listener)) as listening:
+    with borrowed(listener) as listening:
         listening.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)

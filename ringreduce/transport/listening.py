@@ -49,7 +49,7 @@ def listen(bind: Bind, *, rank: int, size: int) -> list[socket.socket]:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or bind.ports is None:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise RendezvousError(
                     f"cannot listen on {', '.join(bind.hosts)}: {error.strerror}",
                     rank=rank,

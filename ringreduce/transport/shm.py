@@ -129,8 +129,9 @@ class HostLink:
         self._facts = _Facts()
         self._interruption = Interruption()
         self._waits = WaitSpans(TIMES.shared_memory_poll_s)
-        # Any thread may ask for the traffic, so `close` must not free the group meanwhile.
-        self._traffic_lock = threading.Lock()
+        # Any thread may ask for the traffic, so `close` must not free the group meanwhile; not in
+        # a signal handler either.
+        self._traffic_lock, self._is_looking = threading.RLock(), False
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
@@ -319,10 +320,12 @@ class HostLink:
     def traffic(self) -> Traffic:
         """What this rank has written to and read from shared memory so far; from any thread."""
         with self._traffic_lock:
-            if self._group is not None:
+            was_looking, self._is_looking = self._is_looking, True
+            group = self._group
+            if group is not None:
                 # Not into `_facts`, which a `run` in another thread may be reading.
                 facts = _Facts()
-                self._functions["shm_look"](self._group, ctypes.addressof(facts))
+                self._functions["shm_look"](group, ctypes.addressof(facts))
                 assert self.pairs is not None
                 messages = self.pairs.traffic()
                 self._traffic = Traffic(
@@ -330,6 +333,7 @@ class HostLink:
                     int(facts.bytes_sent) + messages.bytes_sent,
                     int(facts.bytes_received) + messages.bytes_received,
                 )
+            self._is_looking = was_looking
             return self._traffic
 
     def flow(self) -> Flow:
@@ -347,7 +351,8 @@ class HostLink:
         self.traffic()
         with self._traffic_lock:
             group, self._group = self._group, None
-            if group is not None:
+            # Where this is a signal handler within `traffic`, that still reads it.
+            if group is not None and not self._is_looking:
                 self._functions["shm_free"](group)
         if self.pairs is not None:
             # After the goodbye: the rank that sends later finds that this one has left.

@@ -64,7 +64,7 @@ class HostPairs:
         self._interruption = Interruption()
         self._others: Others | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sending: dict[int, HostEnd] = {}
         self._receiving: dict[int, HostEnd] = {}
 
@@ -110,6 +110,9 @@ class HostPairs:
             end = self._end(place, is_sending)
             if is_sending:
                 offset = heap.reserve(functions()["pair_channel_bytes"]())
+                if offset is None and self._interruption.is_set:
+                    # The ring has failed, and its memory is out of the others' reach.
+                    raise self._interruption.error(size=self._size)
                 if offset is None:
                     raise ArrayError(
                         f"has no shared memory left to send to rank {ranks.members[place]}",

@@ -100,6 +100,28 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
         ring.release()
 
 
+def test_a_signal_handler_may_close_the_ring_while_its_traffic_is_counted() -> None:
+    """Here, another function's return stands for the signal."""
+
+    def work(comm: Communicator) -> Any:
+        comm.all_reduce(np.ones(3))
+        if comm.rank == 1:
+            return None
+        pairs = comm._session.collectives.links[-1].pairs
+        count = pairs.traffic
+
+        def close_and_count() -> Any:
+            if not comm.closed:
+                comm.close()
+            return count()
+
+        pairs.traffic = close_and_count
+        return comm.statistics().bytes_sent
+
+    counted, _ = ring_of_threads(2, work)
+    assert counted > 0
+
+
 def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Path) -> None:
     program = """
         import gc, logging

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ringreduce.transport import listening
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.race import race
 from ringreduce.vocabulary.errors import RendezvousError
@@ -137,3 +138,25 @@ def test_without_a_free_port_the_error_says_who_has_them():
 def test_an_address_of_another_host_is_refused():
     with pytest.raises(RendezvousError, match=r"cannot listen on 203\.0\.113\.1: .* assign"):
         listen(Bind(("203.0.113.1",)), rank=0, size=2)
+
+
+def test_a_port_that_is_taken_at_another_address_is_not_chosen(monkeypatch):
+    """Of free ports the system knows those of the first address only."""
+    bind, tried = listening._listen_at, []
+
+    def listen_at(hosts, port):
+        with contextlib.ExitStack() as stack:
+            if len(tried) < 3:
+                [first] = bind(hosts[:1], port)
+                port = stack.enter_context(first).getsockname()[1]
+                first.close()
+                stack.enter_context(socket.create_server((hosts[1], port)))
+            tried.append(port)
+            return bind(hosts, port)
+
+    monkeypatch.setattr(listening, "_listen_at", listen_at)
+    opened = listen(Bind(("127.0.0.1", "127.0.0.2")), rank=0, size=2)
+    with contextlib.ExitStack() as stack:
+        ports = {stack.enter_context(each).getsockname()[1] for each in opened}
+    assert len(ports) == 1
+    assert len(tried) == 4

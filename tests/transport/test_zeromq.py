@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 
 from ringreduce.collectives.ring import Ring
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.patience import Patience
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import frames, inherited, loop, records
+from ringreduce.transport.channel import Outgoing
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.listening import LOOPBACK
 from ringreduce.transport.security import Security
@@ -105,6 +107,20 @@ def test_link_that_is_not_connected_says_so():
             Ring(link, rank=0, size=3, membership=whole(3)).barrier()
     finally:
         link.close()
+
+
+def test_a_connection_that_cannot_be_tried_is_lost():
+    """libzmq says only that it will try again: there was no descriptor, no memory, or no such name.
+
+    Else frames for it would wait for ever, and the receiver blame nobody.
+    """
+    with zmq.Context() as context:
+        pushing = Outgoing(context, f"tcp://{'x' * 70}:9", 1, Security(rank=0, size=2).data)
+        try:
+            while not pushing.is_lost:
+                pushing.read_events(wait_ms=1000)
+        finally:
+            pushing.close()
 
 
 def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch):

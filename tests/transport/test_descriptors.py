@@ -1,0 +1,32 @@
+"""Descriptors of sockets that somebody else owns."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from ringreduce.transport.descriptors import borrowed
+
+
+def test_the_owner_keeps_the_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as owned:
+        with borrowed(owned.fileno()) as found:
+            assert found.getsockname() == owned.getsockname()
+        assert owned.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_what_is_no_socket_leaves_no_descriptor() -> None:
+    """As where a lost connection's number has become that of a file."""
+    read, write = os.pipe()
+    try:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match="ocket"), borrowed(read):
+            pass
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+    finally:
+        os.close(read)
+        os.close(write)
