@@ -14,11 +14,13 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
+from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, weigh_steps
 from ringreduce.keras.own_data import own_feed, own_validation
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.settings import require_same_settings, settings_in
 from ringreduce.keras.shares import Measure, agreed_shares
 from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import refuse_other_ring, require_distributed
@@ -84,7 +86,8 @@ def fit(
             started again. Then it ends with the weights of a job that was not disturbed, if nothing
             but `fit` shuffles.
         check: compare what ranks read: arrays before training, batches as they are read. Of batches
-            with y that is compared, since x may be random on purpose.
+            with y that is compared, since x may be random on purpose. And the weights of all ranks
+            after training.
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples, as for `rr.join`. So is
@@ -106,7 +109,9 @@ def fit(
     Raises:
         ConfigError: the data cannot be divided, arguments do not go together, the model is not
             compiled, or its optimizer is a plain one.
-        MismatchError: ranks were given different data.
+        MismatchError: ranks were given different data or arguments, or have optimizers with
+            different settings; or their weights differ after training, since a callback has changed
+            something on some ranks only.
     """
     ring = communicator or default_communicator()
     if not isinstance(model, keras.Model) or not model.compiled:
@@ -116,6 +121,27 @@ def fit(
         )
     require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
+    of_data = {
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "steps_per_epoch": steps_per_epoch,
+        "validation_split": validation_split,
+        "validation_steps": validation_steps,
+        "validation_batch_size": validation_batch_size,
+        "seed": seed,
+    }
+    given = {
+        "epochs": epochs,
+        "initial_epoch": initial_epoch,
+        "validation_data": "absent" if validation_data is None else "given",
+        "validation_freq": validation_freq,
+        "sharded": sharded,
+        "loss": model.loss,
+        "run_eagerly": model.run_eagerly,
+        # With data of their own ranks may have different ones.
+        **({} if sharded else of_data),
+    }
+    require_same_settings("arguments of rr.fit and compile", settings_in(given), ring)
     if validation_split and validation_data is None:
         if not are_arrays(x):
             raise ConfigError(
@@ -176,6 +202,9 @@ def fit(
     if ring.size > 1:
         note_sharding(ring)
         build(model, empty_batch(training.dataset))
+        if model.run_eagerly and model.optimizer is not None:
+            # In a graph the first step does it before it computes gradients.
+            model.optimizer.build(model.trainable_variables)
         fold_seeds(model, ring)
         warn_of_differences(model, ring)
         if not training.is_even:
@@ -190,6 +219,7 @@ def fit(
                     _Epochs(training, validation),
                     *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                     Together(_callbacks(callbacks, backup_dir), communicator),
+                    *([VerifyReplicas(None, ring)] if check else []),
                 ],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,

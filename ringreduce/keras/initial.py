@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
+from ringreduce.keras.settings import require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
 from ringreduce.tensorflow.calls import call
 from ringreduce.vocabulary.errors import ConfigError
@@ -68,13 +69,15 @@ class InitialValues:
         kinds: Sequence[Kind],
         ring: Communicator,
         state: Sequence[Any] = (),
+        settings: Callable[[], Mapping[str, str]] | None = None,
     ) -> list[Any]:
         """Give all ranks rank 0's values of those of `variables` that have not received them yet.
 
         Collective where there are any. While tracing, random generators that the function has used
         get different states on all ranks, where they have the same. `state` are further variables,
-        on which gradients do not depend. Returns the gradients to use: `gradients`, of `kinds`,
-        unless this is an eager step and some rank had other values.
+        on which gradients do not depend; `settings` returns those of the optimizer, which must be
+        equal. Returns the gradients to use: `gradients`, of `kinds`, unless this is an eager step
+        and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
@@ -84,6 +87,8 @@ class InitialValues:
             have_values = all(map(bridge.is_initialized, (*new_state, *new)))
             if have_values:
                 differed = give_values(new_state, new, ring)
+                if settings is not None:
+                    require_same_settings("optimizers", settings(), ring)
                 make_different(states, ring)
         if not have_values:
             # A tf.function that creates variables is traced twice. Variables have values (and this
@@ -153,8 +158,8 @@ def _without_others(
     if useful == ring.size:
         return gradients
     _log.warning(
-        "[%d/%d] %d ranks began with other weights than rank 0; their gradients of the first "
-        "step were left out. Build the optimizer before an eager loop, or call "
+        "[%d/%d] %d of the ranks began with other weights than rank 0; their gradients of the "
+        "first step were left out. Build the optimizer before an eager loop, or call "
         "broadcast_variables.",
         *(*ring.config.who.values(), ring.size - useful),
     )

@@ -31,6 +31,11 @@ from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.copying import describe, remake
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
+from ringreduce.keras.settings import (
+    require_same_settings,
+    settings_in,
+    settings_of_optimizer,
+)
 from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
 from ringreduce.keras.unsharded import model_in_fit, warn_of_whole_data
 from ringreduce.keras.untrained import warn_of_different_weights
@@ -198,7 +203,8 @@ class DistributedOptimizer(Wrapper):
             # All variables that it may ever train, those frozen now included.
             every = self.shared([*private.trained_variables(self._inner), *known])
             state = self.shared(self._inner.variables)
-            grads = self._initial.give(every, grads, kinds, self._ring(), state)
+            ring, settings = self._ring(), self._settings
+            grads = self._initial.give(every, grads, kinds, ring, state, settings)
             if self._initial.are_given:
                 self._look_at_fit(every)
         step = Step(grads, known, kinds, weighting.current())
@@ -265,6 +271,12 @@ class DistributedOptimizer(Wrapper):
             self.build_inner(variables)
         if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
+            require_same_settings("optimizers", self._settings(), self._ring())
+
+    def _settings(self) -> dict[str, str]:
+        """What must be equal on all ranks, and is not seen from their gradients."""
+        own = {name: self._options[name] for name in ("accumulate_steps", "op")}
+        return {**settings_of_optimizer(self._inner), **settings_in(own)}
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""

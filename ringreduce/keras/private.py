@@ -63,6 +63,11 @@ def trained_variables(optimizer: Any) -> list[Any]:
     return optimizer._trainable_variables  # type: ignore[no-any-return]
 
 
+def learning_rate_of(optimizer: Any) -> Any:
+    """As it was given: a variable, a schedule or a function; None where it has none."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
 def layers_of(model: Any) -> list[Any]:
     """All layers in `model`, those within others included, without itself."""
     return model._flatten_layers(include_self=False)  # type: ignore[no-any-return]

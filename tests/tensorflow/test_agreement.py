@@ -23,6 +23,7 @@ PREAMBLE = """
 import keras
 import tensorflow as tf
 from ringreduce.keras import DistributedOptimizer
+from ringreduce.keras import fit as fit_divided
 from ringreduce.tensorflow import ops
 
 assert ops.are_available() is {native}
@@ -40,7 +41,16 @@ class Gate(keras.layers.Layer):
     def compute_output_shape(self, shape):
         return shape
 
-def make(names=("first", "second", "third"), bucket_bytes=100, units=4, dtype="float32", **options):
+def make(
+    names=("first", "second", "third"),
+    bucket_bytes=100,
+    units=4,
+    dtype="float32",
+    rate=0.0,
+    accumulate_steps=1,
+    sgd=(),
+    **options,
+):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(units, name=name, dtype=dtype) for name in names]
     gate = Gate()
@@ -48,7 +58,10 @@ def make(names=("first", "second", "third"), bucket_bytes=100, units=4, dtype="f
     model.gate = gate
     # A bucket for each layer.
     optimizer = DistributedOptimizer(
-        keras.optimizers.SGD(0.0), communicator=ring, bucket_bytes=bucket_bytes
+        keras.optimizers.SGD(rate, **dict(sgd)),
+        communicator=ring,
+        bucket_bytes=bucket_bytes,
+        accumulate_steps=accumulate_steps,
     )
     model.compile(optimizer=optimizer, loss="mse", **options)
     return model
@@ -107,6 +120,21 @@ def pretending(module):
     finally:
         module.__version__ = true
 
+def decay(rate):
+    return keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5)
+
+class FasterOnOneRank(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if ODD and epoch == 1:
+            self.model.optimizer.learning_rate = 0.5
+
+def divided(loss="mse", **options):
+    model = make(rate=0.25)
+    model.compile(optimizer=model.optimizer, loss=loss)
+    x = np.arange(48, dtype=np.float32).reshape(12, 4) % 5
+    usual = {"batch_size": 6, "epochs": 2, "verbose": 0, "communicator": ring}
+    fit_divided(model, x, x, **{**usual, **options})
+
 def timed(name, call):
     def run():
         try:
@@ -148,6 +176,34 @@ SCENARIOS = {
     "buckets": (
         "fit(make(bucket_bytes=10_000 if ODD else 100))",
         ("1 bucket, the first of ", "(bucket_bytes=10000)", "(bucket_bytes=100)"),
+    ),
+    "momentum": (
+        "fit(make(sgd={'momentum': 0.5 if ODD else 0.75}))",
+        ("found different optimizers: momentum is 0.75 on rank 0 and 0.5 on rank 1",),
+    ),
+    "clipping in a function": (
+        "stepper(make(sgd={'clipnorm': 0.5 if ODD else None}))",
+        ("found different optimizers: clipnorm is None on rank 0 and 0.5 on rank 1",),
+    ),
+    "schedule": (
+        "fit(make(rate=decay(0.5 if ODD else 0.25)))",
+        ("learning_rate.config.initial_learning_rate is 0.25 on rank 0 and 0.5 on rank 1",),
+    ),
+    "accumulated steps": (
+        "fit(make(accumulate_steps=3 if ODD else 2))",
+        ("accumulate_steps is 2 on rank 0 and 3 on rank 1",),
+    ),
+    "batch size and seed of rr.fit": (
+        "divided(batch_size=7, seed=3) if ODD else divided()",
+        (
+            "found different arguments of rr.fit and compile: batch_size is 6 on rank 0 and 7 on "
+            "rank 1; seed is 0 on rank 0 and 3 on rank 1",
+        ),
+    ),
+    "loss": ("divided('mae' if ODD else 'mse')", ("loss is 'mse' on rank 0 and 'mae' on rank 1",)),
+    "a callback of one rank": (
+        "divided(callbacks=[FasterOnOneRank()])",
+        ("Look for code that changes weights on some ranks only",),
     ),
     "None from the start": ("fit_closed()", CLOSED),
     "None later in fit": ("fit_twice()", CLOSED),

@@ -73,17 +73,17 @@ class VerifyReplicas(keras.callbacks.Callback):
     """Stops training with a `MismatchError` when the ranks' weights are no longer equal.
 
     Compares trainable variables and the optimizer's, local ones excepted, every `every` batches and
-    at the end of training. Each comparison hashes all weights, at about 1 GB/s. Batches are counted
-    over all epochs, and with ``steps_per_execution`` as often as Keras reports one, so that all
-    ranks compare at the same step.
+    at the end of training; None: only then, as `rr.fit` does by itself. Each comparison hashes all
+    weights, at about 1 GB/s. Batches are counted over all epochs, and with ``steps_per_execution``
+    as often as Keras reports one, so that all ranks compare at the same step.
 
     Raises:
         ConfigError: `every` is less than 1.
     """
 
-    def __init__(self, every: int, communicator: Communicator | None = None) -> None:
+    def __init__(self, every: int | None, communicator: Communicator | None = None) -> None:
         super().__init__()
-        if every < 1:
+        if every is not None and every < 1:
             raise ConfigError(f"every is {every}; accepted: 1 and more")
         self._every, self._communicator = every, communicator
         self._batches = 0
@@ -91,7 +91,7 @@ class VerifyReplicas(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count, and compare after every `every` batches."""
         self._batches += 1
-        if self._batches % self._every == 0:
+        if self._every is not None and self._batches % self._every == 0:
             self._verify()
 
     def on_train_end(self, logs: Any = None) -> None:
