@@ -9,10 +9,11 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+from typing import Any
 
 from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
 from ringreduce.transport.security import MATERIAL_BYTES
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError
 
 _log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Members:
             ("ringreduce", hello.version, own.version, _ALIKE),
             ("wire version", hello.wire_version, own.wire_version, _ALIKE),
             ("size", hello.size, own.size, _ALIKE),
-            ("settings", hello.settings, own.settings, _ALIKE),
+            *_differing(hello.settings, own.settings),
             ("encryption", hello.encryption, own.encryption, _ALIKE),
             ("epoch", hello.epoch, own.epoch, _ANEW),
             ("members", hello.members, own.members, _ANEW),
@@ -95,14 +96,21 @@ class Members:
                     remedy=remedy,
                 )
 
+    def _missing(self) -> set[int]:
+        return set(self._own.members) - set(self._hellos)
+
+    def missing(self) -> str:
+        """The ranks that have not come, as text."""
+        ranks = sorted(self._missing())
+        named = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}"
+
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""
         config, own = self._config, self._own
-        missing = set(own.members) - set(self._hellos)
-        named = ", ".join(map(str, sorted(missing)[:16])) + (", ..." if len(missing) > 16 else "")
         text = (
-            f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
-            f"{'rank' if len(missing) == 1 else 'ranks'} {named} did not come"
+            f"waited {config.join_timeout_s:g} s at {config.rendezvous} and {self.missing()} did "
+            "not come"
         )
         refusals = self._refused[:_REFUSALS_KEPT]
         if failed_handshakes:
@@ -113,7 +121,7 @@ class Members:
             text,
             rank=own.rank,
             size=config.size,
-            peer=min(missing),
+            peer=min(self._missing()),
             remedy="Read the log of the missing ranks; raise RINGREDUCE_JOIN_TIMEOUT_S if they "
             "start slowly.",
         )
@@ -144,3 +152,20 @@ class Members:
             material=secrets.token_bytes(MATERIAL_BYTES) if own.key else b"",
             networks=tuple(hello.networks for hello in hellos),
         )
+
+
+def _differing(theirs: dict[str, int], ours: dict[str, int]) -> list[tuple[str, Any, Any, str]]:
+    """Each setting that differs, by its variable: what it is there and here, and what to do."""
+    if theirs.keys() != ours.keys():
+        return [("settings", theirs, ours, _ALIKE)]
+    return [
+        (variable_of(name), _value(name, theirs[name]), _value(name, ours[name]), _ALIKE)
+        for name in ours
+        if theirs[name] != ours[name]
+    ]
+
+
+def _value(name: str, number: int) -> int | str:
+    """A setting's value as users write it; of names the index is sent."""
+    names = SETTINGS[name].values
+    return names[number] if 0 <= number < len(names) else number

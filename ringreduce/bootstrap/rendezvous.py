@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 import os
 import platform
 import socket as sockets
@@ -53,6 +55,8 @@ from ringreduce.vocabulary.errors import (
 from ringreduce.vocabulary.times import milliseconds
 
 # A table of a thousand ranks is about 60 KiB.
+_log = logging.getLogger(__name__)
+
 _MESSAGE_BYTES_MAX = 1 << 20
 # Messages queued on a connection; a rank sends one.
 _QUEUED_MAX = 16
@@ -132,6 +136,7 @@ class Meeting:
         self._failures = _Failures(self._socket)
         self._authenticator: Authenticator | None = None
         self._deadline = time.monotonic() + config.join_timeout_s
+        self._reminds_s = time.monotonic() + TIMES.remind_s
         try:
             if self._is_first:
                 self._authenticator = security.serve_meeting(self._socket, self._context)
@@ -186,6 +191,9 @@ class Meeting:
             ConfigError: the answer is not from ringreduce.
         """
         table = self._admit() if self._is_first else self._await_answer()
+        if table is None and time.monotonic() >= self._reminds_s:
+            self._reminds_s = math.inf
+            self._say_who_is_missing()
         if table is not None and self._security.data.mechanism == "NULL":
             # A rank that shares memory with all has no data sockets.
             announced = filter(None, (*table.addresses, *table.controls, *table.standbys))
@@ -239,6 +247,19 @@ class Meeting:
         for identity in members.identities:
             self._answer(identity, table)
         return table
+
+    def _say_who_is_missing(self) -> None:
+        config = self._config
+        if self._is_first:
+            text = f"waits at {config.rendezvous} for {self._members.missing()}"
+        elif not self._failures.is_connected:
+            text = f"has no answer yet from rank {self._first} at {config.rendezvous}"
+        else:
+            return  # That rank says for whom it waits.
+        _log.warning(
+            "[%d/%d] %s; it gives up %g s after its start",
+            *(config.rank, config.size, text, config.join_timeout_s),
+        )
 
     def _answer(self, identity: bytes, answer: Table | Refusal) -> None:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(answer)])
@@ -312,14 +333,17 @@ class _Failures:
         self._socket, self._count = socket, 0
         # After a protocol error libzmq does not connect again.
         self.is_final = False
-        self._events = watch(socket, int(_HANDSHAKE_FAILED))
+        # Another end has been let in, or has let this one in.
+        self.is_connected = False
+        self._events = watch(socket, int(_HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
     def count(self) -> int:
         """Their number so far."""
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())
             self.is_final |= event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            self._count += 1
+            self.is_connected |= event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._count += event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self._count
 
     def close(self) -> None:

@@ -18,12 +18,17 @@ from typing import Any
 
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.launched import find_place, take_place
+from ringreduce.vocabulary.launched import find_place, take_place, warn_of_misspelt
 from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
 
 # A rank needs all four to find the others.
 _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGREDUCE_JOB_ID")
+# What is read besides the settings.
+_FURTHER = (
+    *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE", "RINGREDUCE_RESTART"),
+    *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE"),
+)
 
 
 def time_scale(environment: Mapping[str, str] | None = None) -> float:
@@ -246,6 +251,7 @@ class Config:
                 some launch variables are set, or two launchers contradict each other.
         """
         variables = os.environ if environment is None else environment
+        warn_of_misspelt(variables, {*map(variable_of, SETTINGS), *_FURTHER})
         if unknown := sorted(set(arguments) - set(SETTINGS)):
             raise ConfigError(
                 f"got the unknown setting {', '.join(unknown)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ringreduce.vocabulary.launchers import find
 from ringreduce.vocabulary.place import Place
@@ -13,9 +13,13 @@ from ringreduce.vocabulary.secret import users_secret
 
 _log = logging.getLogger(__name__)
 
+_PREFIX = "RINGREDUCE_"
+# TIMEOUT is like TIMEOUT_S, and PORT like PORTS.
+_LIKENESS = 0.8
+
 
 def find_place(variables: Mapping[str, str]) -> Place | None:
-    """As `find`; warns of a Slurm job's tasks that nothing has started, and of cores left idle."""
+    """As `find`; warns of what looks like a job whose ranks each train alone, and of idle cores."""
     place = find(variables)
     if place is not None and place.key == "openmpi" and place.rank == 0:
         _warn_of_binding(place.local_size or 1)
@@ -25,7 +29,28 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
             f"this process trains alone: its Slurm job has {tasks} tasks, and srun has not started "
             "it. `srun python ...` starts all; RINGREDUCE_LAUNCHER=none hides this warning",
         )
+    elif place is None and (missing := _missing_of_torch(variables)):
+        _log_once(
+            logging.WARNING,
+            f"this process trains alone: variables of PyTorch are set, but not {missing}. Set RANK "
+            "and WORLD_SIZE in each process; RINGREDUCE_LAUNCHER=none hides this warning",
+        )
     return place
+
+
+def warn_of_misspelt(variables: Mapping[str, str], known: Collection[str]) -> None:
+    """Log a warning of variables that nothing reads, and that look like one of those `known`."""
+    for name in sorted(variables.keys() - set(known)):
+        if not name.startswith(_PREFIX):
+            continue
+        import difflib  # Rarely needed.
+
+        ends = [each.removeprefix(_PREFIX) for each in known]
+        if close := difflib.get_close_matches(name.removeprefix(_PREFIX), ends, 1, _LIKENESS):
+            _log_once(
+                logging.WARNING,
+                f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?",
+            )
 
 
 def take_place(values: dict[str, object], place: Place, home: str) -> None:
@@ -52,6 +77,15 @@ def take_place(values: dict[str, object], place: Place, home: str) -> None:
             values["secret"] = users_secret(home, makes_one=makes_one)
             text += ", with the secret in ~/.ringreduce" if values["secret"] else ", without secret"
     _log_once(logging.INFO, text)
+
+
+def _missing_of_torch(variables: Mapping[str, str]) -> str:
+    """The variable without which processes started by hand are no job; empty if that is no lack."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if variables.get(name)]
+    is_started = variables.get("MASTER_ADDR") and not variables.get("RINGREDUCE_LAUNCHER")
+    if not is_started or len(given) != 1 or variables.get("WORLD_SIZE") == "1":
+        return ""
+    return "WORLD_SIZE" if given == ["RANK"] else "RANK"
 
 
 def _idle_tasks(variables: Mapping[str, str]) -> int:

@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from ringreduce._version import __version__
+from ringreduce.bootstrap import rendezvous
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.ends import bind_of
@@ -27,7 +28,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport import routes
 from ringreduce.transport.address import split_host
 from ringreduce.transport.interfaces import own_networks
-from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,
@@ -176,14 +177,16 @@ def test_rank_beyond_our_size_tells_of_different_sizes(meeting):
             member.result()
 
 
-@pytest.mark.parametrize(("setting", "other"), [("segment_bytes", 4096), ("streams", 7)])
+@pytest.mark.parametrize(
+    ("setting", "other"), [("segment_bytes", 4096), ("streams", 7), ("ring_order", "rank")]
+)
 def test_different_settings_are_a_mismatch_on_both_sides(meeting, setting, other):
     members = [meeting.join(0, 2), meeting.join(1, 2, **{setting: other})]
     for member in members:
         with pytest.raises(MismatchError) as caught:
             member.result()
-        assert f"'{setting}': {other}" in str(caught.value)
-        assert f"'{setting}': {getattr(Config(), setting)}" in str(caught.value)
+        there, here = f"rank 1 has RINGREDUCE_{setting.upper()} {other}", getattr(Config(), setting)
+        assert f"{there}, rank 0 has {here}. " in str(caught.value)
         assert caught.value.peer == 1
 
 
@@ -270,6 +273,17 @@ def test_missing_rank_is_named_on_all_that_came_once_the_time_is_over(meeting):
     assert 1.5 <= time.monotonic() - started < 5
 
 
+def test_after_a_while_ranks_say_for_whom_they_wait(meeting, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "TIMES", replace(TIMES, remind_s=0.3))
+    members = [meeting.join(rank, 3, join_timeout_s=1.5) for rank in (0, 1)]
+    for member in members:
+        with pytest.raises(RendezvousError, match="rank 2 did not come"):
+            member.result()
+    # Rank 1 has reached rank 0, which says the rest.
+    expected = f"[0/3] waits at {meeting.address} for rank 2; it gives up 1.5 s after its start"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+
+
 def test_all_missing_ranks_are_named(meeting):
     with pytest.raises(RendezvousError, match="ranks 1, 2, 3 did not come"):
         meeting.join(0, 4, join_timeout_s=0.5).result()
@@ -289,7 +303,8 @@ def test_who_was_turned_away_is_in_the_list_of_missing_ranks(meeting):
 
 
 @pytest.mark.parametrize("is_open", [True, False], ids=["silent port", "closed port"])
-def test_missing_rank_0_is_named_once_the_time_is_over(is_open):
+def test_missing_rank_0_is_named_once_the_time_is_over(is_open, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "TIMES", replace(TIMES, remind_s=0.3))
     with sockets.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # nobody else's while this is open
         if is_open:
@@ -307,6 +322,8 @@ def test_missing_rank_0_is_named_once_the_time_is_over(is_open):
     assert (caught.value.rank, caught.value.peer) == (1, 0)
     assert "127.0.0.1 leads to this host alone" in str(caught.value)
     assert 1 <= time.monotonic() - started < 4
+    (reminder,) = (record.getMessage() for record in caplog.records)
+    assert reminder.startswith(f"[1/2] has no answer yet from rank 0 at {config.rendezvous}; ")
 
 
 @pytest.mark.parametrize(

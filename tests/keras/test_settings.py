@@ -33,8 +33,9 @@ def test_what_is_no_number_is_known_by_its_name():
 
 def test_a_constant_learning_rate_is_copied_so_it_may_differ():
     assert of_sgd(0.1, name="one") == of_sgd(0.2, name="other")
-    scaled = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate)) for rate in (0.1, 0.2)]
-    assert settings_of_optimizer(scaled[0]) == settings_of_optimizer(scaled[1])
+    slow, fast = (keras.optimizers.SGD(rate) for rate in (0.1, 0.2))
+    scaled = keras.optimizers.LossScaleOptimizer
+    assert settings_of_optimizer(scaled(slow)) == settings_of_optimizer(scaled(fast))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.vocabulary import config as config_module
+from ringreduce.vocabulary import launched
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
@@ -381,3 +383,28 @@ def test_no_color_is_respected(monkeypatch, value, wanted):
     if value is not None:
         monkeypatch.setenv("NO_COLOR", value)
     assert config_module.color_wanted() is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ENCRYPTON", "ENCRYPTION"),
+        ("TIMEOUT", "TIMEOUT_S"),
+        ("PORT", "PORTS"),
+        ("SECRETFILE", "SECRET_FILE"),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
+    launched._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        Config.from_environment({f"RINGREDUCE_{name}": "on"})
+    (record,) = caplog.records
+    assert f"RINGREDUCE_{name}; is RINGREDUCE_{meant} meant?" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["OTHER", "BENCH_LINE", "TEST_FRESH", "TEST_SLOW_S", "COMPLETE"])
+def test_variables_of_others_are_theirs(name, caplog):
+    launched._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        Config.from_environment({f"RINGREDUCE_{name}": "on"})
+    assert not caplog.records

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ringreduce.vocabulary import launched
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
@@ -318,6 +319,28 @@ def test_a_script_that_forgets_srun_is_warned(variables, times, caplog):
         Config.from_environment(variables)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * times
     assert all("srun" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "of 4"}, ["RANK"]),
+        ({"RANK": "0", "MASTER_ADDR": "of 0"}, ["WORLD_SIZE"]),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "none", "RINGREDUCE_LAUNCHER": "none"}, []),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "alone"}, []),
+        ({"RANK": "3"}, []),
+        (seen.SRUN | {"WORLD_SIZE": "2", "MASTER_ADDR": "slurm"}, []),
+    ],
+)
+def test_half_of_what_pytorch_sets_is_warned_of(variables, missing, caplog):
+    launched._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        Config.from_environment(variables)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"this process trains alone: variables of PyTorch are set, but not {name}. Set RANK and "
+        "WORLD_SIZE in each process; RINGREDUCE_LAUNCHER=none hides this warning"
+        for name in missing
+    ]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
