@@ -347,6 +347,20 @@ def test_a_job_whose_workers_end_well_returns_0(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_worker_that_ended_well_before_is_named_since_others_may_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    os.mkfifo(tmp_path / "end of rank 1")
+    program = """
+        with open("end of rank 1", "w" if rank else "r") as pipe:
+            rank or os._exit(3 + len(pipe.read()))
+            os._exit(0)
+        """.replace("\n        ", "\n")
+    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + program))
+    assert done.returncode == 3
+    assert "ringreduce: rank 1 had ended by itself, exit code 0\n" in done.stderr
+
+
 def test_the_failing_workers_exit_code_is_the_jobs(tmp_path: Path) -> None:
     name = script(tmp_path, RANK + "if rank == 1:\n    raise SystemExit(3)\n" + WAITS)
     done = run(tmp_path, "-n", "3", name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce.commands.launch import tracebacks
 from ringreduce.commands.launch.tracebacks import (
     exception_in,
     is_traceback_start,
     last_traceback,
     last_words,
+    without_internals,
 )
 
 VALUE_ERROR = (
@@ -163,3 +167,32 @@ def test_the_exception_is_the_line_that_names_it(lines: tuple[str, ...], excepti
 )
 def test_a_log_ends_with_what_is_no_warning(lines: tuple[str, ...], quoted: str) -> None:
     assert last_words(lines) == quoted
+
+
+OURS = str(Path(tracebacks.__file__).parents[2] / "communicator" / "calls.py")
+
+
+def frame(path: str, source: str = "run()") -> list[str]:
+    return [f'  File "{path}", line 3, in run', f"    {source}", "    ^^^^^"]
+
+
+@pytest.mark.parametrize("ours", [OURS, "/opt/env/lib/site-packages/ringreduce/keras/fit.py"])
+def test_our_frames_are_left_out_where_the_error_is_ours(ours: str) -> None:
+    start, error = "Traceback (most recent call last):", "ringreduce.PeerLostError: rank 0 of 2"
+    users = [*frame("/home/me/ringreduce/train.py"), *frame("/home/me/callback.py")]
+    lines = [
+        start,
+        *users[:3],
+        *frame(ours),
+        *frame(ours),
+        *users[3:],
+        *frame(ours),
+        error,
+        "a log",
+    ]
+    assert without_internals(lines) == [
+        *(start, *users[:3], "  ... 2 frames of ringreduce (--tracebacks all)"),
+        *(*users[3:], "  ... a frame of ringreduce (--tracebacks all)", error, "a log"),
+    ]
+    other = [*lines[:-2], "ZeroDivisionError: division by zero"]
+    assert without_internals(other) == other

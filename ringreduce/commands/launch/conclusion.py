@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Failure
-from ringreduce.commands.launch.tracebacks import exception_in
+from ringreduce.commands.launch.tracebacks import exception_in, without_internals
 
 TRACEBACKS = ("cause", "all")
+_NAMED = 8
 
 
 def conclude(
@@ -15,20 +16,28 @@ def conclude(
     failures: Sequence[Failure],
     held: Mapping[int, Sequence[str]],
     tracebacks: str,
+    ended: Sequence[int] = (),
 ) -> list[str]:
     """The lines that explain a failure.
 
     Args:
         failures: of all ranks, `cause` too.
+        ended: ranks that have ended by themselves, with exit code 0; others may wait for them.
         held: by rank, its traceback and what it wrote after that, unless that has been shown. A
             rank that the launcher stopped may have one too.
         tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
     """
     lines = [f"{cause.who} failed first ({cause.describe()}); all workers were stopped"]
     if cause.rank in held:
-        lines += _indented(held[cause.rank])
+        shown = held[cause.rank]
+        lines += _indented(shown if tracebacks == "all" else without_internals(shown))
     elif cause.exception:
         lines.append(f"  {cause.exception} (its traceback is above)")
+    if ended:
+        named = ", ".join(map(str, ended[:_NAMED])) + (", ..." if len(ended) > _NAMED else "")
+        is_one = len(ended) == 1
+        who, itself = ("rank", "itself") if is_one else ("ranks", "themselves")
+        lines.append(f"{who} {named} had ended by {itself}, exit code 0")
     lines += others(cause, failures, held, tracebacks)
     if tracebacks != "all" and held.keys() - {cause.rank}:
         lines.append("--tracebacks all shows those of all ranks")

@@ -379,7 +379,8 @@ class Job:
         if cause is None:
             return 0
         held = self._display.take_held()
-        for line in conclude(cause, self._failures(), held, self._plan.tracebacks):
+        ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
+        for line in conclude(cause, self._failures(), held, self._plan.tracebacks, ended):
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.choices["log_dir"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -14,6 +15,10 @@ _CHAINED = (
 _TEXT_LINES_MAX = 60
 # Python marks a part of the source line above; in a filtered traceback from the first column on.
 _MARKERS = re.compile(r"\s*[~^]+")
+_FRAME = re.compile(r'  File "([^"]+)", line \d+')
+# Our files here, and where other hosts usually have them.
+_OURS = f"{Path(__file__).parents[2]}/"
+_INSTALLED = "/site-packages/ringreduce/"
 _NAMED = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(: .*)?")
 _WARNING = re.compile(r"\b\w*Warning: |^\s*warnings\.warn\(|^W\d{4} |: W ")
 
@@ -56,6 +61,30 @@ def exception_in(lines: Sequence[str]) -> str:
     named = [other for other in text if _NAMED.fullmatch(other)]
     following = named[0] if named else next(filter(None, text), "")
     return f"{line} {following}".rstrip()
+
+
+def without_internals(lines: Sequence[str]) -> list[str]:
+    """A traceback without our frames, and what follows it, if it ends in an error of ours.
+
+    Such an error says what to do; where it was raised helps nobody who uses the package.
+    """
+    if not exception_in(lines).startswith("ringreduce."):
+        return list(lines)
+    kept: list[str] = []
+    is_ours, hidden = False, 0
+    for line in lines:
+        if frame := _FRAME.match(line):
+            is_ours = frame[1].startswith(_OURS) or _INSTALLED in frame[1]
+            hidden += is_ours
+        elif not line.startswith("    "):
+            is_ours = False
+        if not is_ours:
+            if hidden:
+                frames = "a frame" if hidden == 1 else f"{hidden} frames"
+                kept.append(f"  ... {frames} of ringreduce (--tracebacks all)")
+                hidden = 0
+            kept.append(line)
+    return kept
 
 
 def last_words(lines: Sequence[str]) -> str:

@@ -79,6 +79,11 @@ class Worker:
         self.exit_s = time.monotonic()
         self._returncode, self._lost = returncode, lost
 
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether it has ended by itself, with exit code 0."""
+        return not self.alive and self._returncode == 0 and self._stopped_s is None
+
     def send(self, number: int) -> None:
         """Send a signal to its processes."""
         self._host.send(self.rank, number)
