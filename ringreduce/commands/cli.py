@@ -236,8 +236,8 @@ def run(
         str | None,
         _of_hosts(
             "HOST:PORT",
-            "Where the ranks meet: an address of the first host that all hosts reach, with or "
-            "without a port.",
+            "Where the ranks meet: an address of the first host that all hosts reach, and a port, "
+            "which only -H and --hostfile can do without.",
             default="the first host's name, any free port",
         ),
     ] = None,

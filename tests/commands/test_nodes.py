@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
+from ringreduce.commands.launch import nodes
 from ringreduce.commands.launch import peer as peer_module
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive
@@ -245,6 +246,19 @@ def test_launchers_that_wait_for_others_show_that_they_live(
         assert waiting.result() is None
 
 
+def test_after_a_while_a_launcher_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "TIMES", replace(TIMES, remind_s=0.0))
+    port, said = free_port(), list[str]()
+    for number, text in ((0, "waits at {} for node 1"), (1, "finds nobody at {}, where node 0")):
+        one = node(port, number, join_timeout_s=0.5)
+        with Nodes(one, deque(), said.append) as waiting, pytest.raises(ConfigError):
+            waiting.meet(0)
+        (reminder,) = said
+        assert reminder.startswith(text.format(one.address))
+        assert reminder.endswith("; it gives up 0.5 s after its start")
+        said.clear()
+
+
 def test_nodes_that_do_not_come_are_named() -> None:
     with meeting(node(free_port(), 0, 4, join_timeout_s=0.2)) as (first,):
         error = str(first.exception())
@@ -340,7 +354,10 @@ def test_the_end_of_a_launcher_ends_the_others_and_is_named(
     [
         (["--nnodes", "2"], "are given together"),
         (["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"], "2; accepted: 0 to 1"),
-        (["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"], "accepted: host:port"),
+        (
+            ["--nnodes", "2", "--node-rank", "0", "--rendezvous", "a"],
+            "--rendezvous is 'a'; accepted: HOST:PORT",
+        ),
         (["--nnodes", "2", "-H", "a:2"], "not with -H or --hostfile"),
         (
             ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "192.0.2.1:4000"],

@@ -8,12 +8,13 @@ the ring has formed ends all hosts too, and all launchers name the same cause.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import is_loopback, listen
@@ -36,7 +37,13 @@ def node_of(
     Raises:
         ConfigError: `rendezvous` is not ``host:port``, or there is no secret.
     """
-    host, port = host_and_port(rendezvous)
+    try:
+        host, port = host_and_port(rendezvous)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--rendezvous is {rendezvous[:80]!r}; accepted: HOST:PORT",
+            remedy="An address of node 0's host and a free port there, the same on all nodes.",
+        ) from error
     return Node(
         nodes,
         node,
@@ -61,8 +68,11 @@ class Nodes:
         ConfigError: node 0 cannot listen at the rendezvous address.
     """
 
-    def __init__(self, node: Node, signals: deque[int]) -> None:
-        self._node, self._signals = node, signals
+    def __init__(
+        self, node: Node, signals: deque[int], say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._node, self._signals, self._say = node, signals, say
+        self._reminds_s = math.inf
         self._listener: socket.socket | None = None
         # Connections that were refused, and what the other end of the last one was.
         self._strangers, self._last_stranger = 0, ""
@@ -95,10 +105,17 @@ class Nodes:
             ConfigError: a launcher has another version or other options, or the same node rank as
                 another one, or not all came in time; the text says which.
         """
-        deadline = time.monotonic() + self._node.join_timeout_s
+        now = time.monotonic()
+        deadline, self._reminds_s = now + self._node.join_timeout_s, now + TIMES.remind_s
         if self._listener is not None:
             return self._admit(self._listener, restart, deadline)
         return self._join(deadline)
+
+    def _remind(self, waiting: str) -> None:
+        """Say once, after a while, for whom it waits."""
+        if time.monotonic() >= self._reminds_s:
+            self._reminds_s = math.inf
+            self._say(f"{waiting}; it gives up {self._node.join_timeout_s:g} s after its start")
 
     def _is_unwanted(self) -> bool:
         return any(number in STOPPING for number in self._signals)
@@ -116,6 +133,7 @@ class Nodes:
                     return None
                 if time.monotonic() >= deadline:
                     raise self._refuse_all(joined, self._missing(joined))
+                self._remind(f"waits at {node.address} for {self._named(joined)}")
                 for key, _ in selector.select(TIMES.poll_s):
                     if key.fileobj is listener:
                         try:
@@ -145,6 +163,8 @@ class Nodes:
             records = peer.read()
         except ConfigError as error:
             peer.is_gone = True
+            if not self._strangers:
+                self._say(f"refused a connection at {self._node.address}: {error.message}")
             self._strangers += 1
             self._last_stranger = error.message
             return
@@ -174,12 +194,16 @@ class Nodes:
                 )
         return None
 
+    def _named(self, joined: dict[int, Peer]) -> str:
+        """The nodes that have not come."""
+        missing = [k for k in range(1, self._node.nodes) if k not in joined]
+        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        return f"node{'s' * (len(missing) > 1)} {named}"
+
     def _missing(self, joined: dict[int, Peer]) -> str:
         node = self._node
-        missing = [k for k in range(1, node.nodes) if k not in joined]
-        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        text = f"waited {node.join_timeout_s:g} s at {node.address}, and "
-        text += f"node{'s' * (len(missing) > 1)} {named} did not come"
+        text = f"waited {node.join_timeout_s:g} s at {node.address}, and {self._named(joined)} did "
+        text += "not come"
         if self._strangers:
             text += f" (refused {self._strangers} connections; the last one {self._last_stranger})"
         return (
@@ -234,6 +258,7 @@ class Nodes:
                 )
             peer = _connect(node)
             if peer is None:
+                self._remind(f"finds nobody at {node.address}, where node 0 should be")
                 continue
             with contextlib.ExitStack() as stack:
                 stack.callback(peer.end.close)

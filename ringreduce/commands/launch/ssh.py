@@ -55,8 +55,9 @@ class Reach:
         text = "\n".join(said)
         if returncode == _SSH_FAILED:
             return (
-                f"ssh failed, as it says above. `ssh -o BatchMode=yes {login} true` must work, and "
-                "ask for nothing"
+                "ssh failed, as it says above. "
+                f"`{shlex.join([*self.ssh, '-o', 'BatchMode=yes', login, 'true'])}` must work, "
+                "and ask for nothing"
             )
         if "No module named" in text:
             return (

@@ -99,9 +99,13 @@ def supervise(
         variables or {},
         spread,
     )
+
+    def say(text: str) -> None:
+        print(f"ringreduce: {text}", file=stderr or sys.stderr, flush=True)
+
     with contextlib.ExitStack() as whole:
         signals, guard = whole.enter_context(queued_signals()), whole.enter_context(Guard())
-        nodes = None if node is None else whole.enter_context(Nodes(node, signals))
+        nodes = None if node is None else whole.enter_context(Nodes(node, signals, say))
         attempt = 0
         while True:
             with contextlib.ExitStack() as stack:
