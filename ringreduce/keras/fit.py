@@ -128,13 +128,13 @@ def fit(
         "validation_split": validation_split,
         "validation_steps": validation_steps,
         "validation_batch_size": validation_batch_size,
+        "validation_data": "absent" if validation_data is None else "given",
+        "validation_freq": validation_freq,
         "seed": seed,
     }
     given = {
         "epochs": epochs,
         "initial_epoch": initial_epoch,
-        "validation_data": "absent" if validation_data is None else "given",
-        "validation_freq": validation_freq,
         "sharded": sharded,
         "loss": model.loss,
         "run_eagerly": model.run_eagerly,

@@ -79,7 +79,7 @@ class Times:
     # only after a second.
     reconnect_s: float = 0.25
     # Ranks that wait for others at the start say so after this long: most have imported by then.
-    remind_s: float = 10.0
+    remind_s: float = 15.0
     # Between two questions for a name that does not lead to its host yet: many ranks ask.
     name_s: float = 1.0
     # To find out at which address a rank can be reached: TCP repeats a lost first packet after one
