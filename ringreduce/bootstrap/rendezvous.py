@@ -62,6 +62,8 @@ _MESSAGE_BYTES_MAX = 1 << 20
 _QUEUED_MAX = 16
 # One or two failed handshakes can mean that the other side has just died.
 _FAILED_HANDSHAKES = 3
+# Where users find the address, for errors.
+_NAMED_IN = "RINGREDUCE_RENDEZVOUS (or MASTER_ADDR and MASTER_PORT, or TF_CONFIG)"
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -291,7 +293,7 @@ class Meeting:
             f"got an answer from {config.rendezvous} that is not ringreduce's",
             rank=config.rank,
             size=config.size,
-            remedy="Check RINGREDUCE_RENDEZVOUS.",
+            remedy=f"Check {_NAMED_IN}.",
         )
 
     def _look_for_trouble(self) -> None:
@@ -306,13 +308,14 @@ class Meeting:
                 f"was refused in the handshake at {config.rendezvous}: what listens there does "
                 "not know this job's secret, or is no ringreduce",
                 "All ranks need the same RINGREDUCE_SECRET (all or none) and the same "
-                "RINGREDUCE_JOB_ID. Hosts without a common home have different files "
+                "RINGREDUCE_JOB_ID, or equal variables of their launcher (the whole cluster in "
+                "TF_CONFIG). Hosts without a common home have different files "
                 "~/.ringreduce/secret.",
             )
         raise self._error(
             f"got no answer from rank {self._first} at {config.rendezvous} in "
             f"{config.join_timeout_s:g} s",
-            f"Check that rank {self._first} runs and that RINGREDUCE_RENDEZVOUS is its address"
+            f"Check that rank {self._first} runs and that {_NAMED_IN} has its address"
             f"{_only_here(config)}."
             if not self._epoch
             else f"Read rank {self._first}'s log first.",
@@ -370,7 +373,7 @@ def _listen(socket: zmq.Socket[bytes], config: Config, listeners: Mapping[str, i
             rank=config.rank,
             size=config.size,
             remedy="Another program, or another job, has that port: choose another in "
-            "RINGREDUCE_RENDEZVOUS.",
+            f"{_NAMED_IN}.",
         ) from error
 
 

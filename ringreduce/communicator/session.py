@@ -297,6 +297,11 @@ class Session:
 
     def _fail(self, error: RingReduceError) -> bool:
         """Record the first error; return False if another came first."""
+        hosts, peer = () if self._job is None else self._job.hosts, error.peer
+        if peer is not None and len(set(hosts)) > 1:
+            # What another rank has sent may say so itself.
+            is_said = f"Rank {peer} is on {hosts[peer]}" in error.message
+            error.host = None if is_said else hosts[peer]
         is_first = self._life.fail(error)
         self.calls.use_python()
         return is_first

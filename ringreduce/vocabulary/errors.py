@@ -51,6 +51,7 @@ class RingReduceError(Exception):
         rank: the rank that raises it, None before ranks are known.
         size: number of ranks, None before it is known.
         peer: the rank it is about, where one is known.
+        host: the name of that rank's host, where the job has several.
         operation: name of the collective, such as ``all_reduce``.
         sequence: number of that collective on this communicator, counted from 0.
         group: what the communicator is called, if it is a group.
@@ -73,6 +74,7 @@ class RingReduceError(Exception):
     remedy: str | None = None
     origin: int | None = None
     group: str | None = None
+    host: str | None = None
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -98,6 +100,8 @@ class RingReduceError(Exception):
         text += where
         if not text.endswith((".", "!", "?", "\n")):
             text += "."
+        if self.host is not None:
+            text += f" Rank {self.peer} is on {self.host}."
         if self.remedy is not None:
             # Below a table.
             text += self.remedy if text.endswith("\n") else f" {self.remedy}"

@@ -71,6 +71,15 @@ def test_a_killed_rank_is_named_by_all_that_wait_for_it(
             assert fact["seconds"] < 0.5
 
 
+def test_where_there_are_several_hosts_that_of_the_rank_is_named(tmp_path: Path) -> None:
+    program = WAITING.format(victim=2, operation="barrier")
+    with Ring(tmp_path, 3, program, transport="auto", hosts=("one", "one", "two")) as ring:
+        ring.wait("ready")
+        ring.workers[2].signal(signal.SIGKILL)
+        for fact in ring.wait("result", [0, 1]):
+            assert fact["text"].count("Rank 2 is on two.") == 1, fact
+
+
 # Elements of 8 bytes: a large message around the ring, and a small one that is exchanged.
 LARGE, SMALL = 4 << 20, 100
 

@@ -23,6 +23,7 @@ FIELDS = {
     "remedy": "Read rank 2's log first.",
     "origin": 1,
     "group": "the group of ranks 2 and 3",
+    "host": "node2",
 }
 
 
@@ -55,7 +56,7 @@ def test_failure_of_another_rank_is_a_peer_error(name):
 def test_text_says_who_what_where_and_what_to_do_in_this_order(kind):
     assert str(kind("waited 30.0 s for rank 2", **{**FIELDS, "origin": None})) == (
         "rank 3 of 8 waited 30.0 s for rank 2, in all_reduce #1841 of the group of ranks 2 and 3, "
-        "reduce-scatter step 4 of 7. Read rank 2's log first."
+        "reduce-scatter step 4 of 7. Rank 2 is on node2. Read rank 2's log first."
     )
 
 
@@ -63,7 +64,7 @@ def test_where_a_rank_was_told_comes_before_what_it_was_told():
     assert str(errors.PeerLostError("was told by rank 1: rank 1 lost rank 2", **FIELDS)) == (
         "rank 3 of 8, in all_reduce #1841 of the group of ranks 2 and 3, "
         "reduce-scatter step 4 of 7, was told by rank 1: rank 1 lost rank 2. "
-        "Read rank 2's log first."
+        "Rank 2 is on node2. Read rank 2's log first."
     )
 
 
@@ -78,6 +79,7 @@ def test_where_a_rank_was_told_comes_before_what_it_was_told():
         ({"operation": "barrier", "sequence": 0}, "failed, in barrier #0."),
         ({"operation": "barrier", "step": "hop 1"}, "failed, in barrier, hop 1."),
         ({"remedy": "Wait."}, "failed. Wait."),
+        ({"peer": 1, "host": "b"}, "failed. Rank 1 is on b."),
     ],
 )
 def test_text_leaves_out_what_is_not_known(fields, text):
