@@ -15,6 +15,7 @@ from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
 from ringreduce.transport.security import MATERIAL_BYTES
 from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError
+from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
@@ -101,9 +102,7 @@ class Members:
 
     def missing(self) -> str:
         """The ranks that have not come, as text."""
-        ranks = sorted(self._missing())
-        named = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-        return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}"
+        return named("rank", sorted(self._missing()))
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""

@@ -13,6 +13,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.variables import path_of, value_of
+from ringreduce.vocabulary.words import named
 
 
 def verify_replicas(variables: Sequence[Any], communicator: Communicator | None = None) -> None:
@@ -64,7 +65,7 @@ def _difference(
         names = [members[place] for place in differing]
         return Difference(
             names[0],
-            f"found {counts[differing[0]]} variables on {_names(names)} and "
+            f"found {counts[differing[0]]} variables on {named('rank', names)} and "
             f"{_usual(counts)} on the others",
             "Build the same model and optimizer on every rank.",
         )
@@ -76,8 +77,9 @@ def _difference(
     whose = "has its own value" if len(differing) == 1 else "have values of their own"
     return Difference(
         differing[0],
-        f"found that {_names(differing)} {whose} of {path_of(variable)} ({value.dtype.name} of "
-        f"shape {value.shape} here), and that {len(bad)} of {len(columns)} variables differ",
+        f"found that {named('rank', differing)} {whose} of {path_of(variable)} "
+        f"({value.dtype.name} of shape {value.shape} here), and that {len(bad)} of "
+        f"{len(columns)} variables differ",
         "Look for code that changes weights on some ranks only: a callback that assigns, a "
         "layer that draws random numbers for its updates, a checkpoint loaded after the first "
         "step. Start again from a checkpoint, or call broadcast_variables.",
@@ -105,8 +107,3 @@ def _minority(values: Sequence[int]) -> list[int]:
     """The ranks whose value differs from the usual one."""
     usual = _usual(values)
     return [rank for rank, value in enumerate(values) if value != usual]
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 1, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

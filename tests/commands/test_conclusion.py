@@ -56,6 +56,6 @@ def test_a_rank_without_a_traceback_gets_one_line() -> None:
 def test_ranks_that_ended_by_themselves_are_named_since_others_may_wait_for_them() -> None:
     ended = "had ended by"
     assert conclude(CAUSE, [CAUSE], {}, "cause", [0])[-1] == f"rank 0 {ended} itself, exit code 0"
-    several = conclude(CAUSE, [CAUSE], {}, "cause", range(2, 11))
-    expected = f"ranks 2, 3, 4, 5, 6, 7, 8, 9, ... {ended} themselves, exit code 0"
+    several = conclude(CAUSE, [CAUSE], {}, "cause", range(2, 5))
+    expected = f"ranks 2, 3, 4 {ended} themselves, exit code 0"
     assert several == [TITLE, "  ValueError: bad data (its traceback is above)", expected]

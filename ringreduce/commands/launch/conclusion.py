@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.tracebacks import exception_in, without_internals
+from ringreduce.vocabulary.words import named
 
 TRACEBACKS = ("cause", "all")
-_NAMED = 8
 
 
 def conclude(
@@ -34,10 +34,8 @@ def conclude(
     elif cause.exception:
         lines.append(f"  {cause.exception} (its traceback is above)")
     if ended:
-        named = ", ".join(map(str, ended[:_NAMED])) + (", ..." if len(ended) > _NAMED else "")
-        is_one = len(ended) == 1
-        who, itself = ("rank", "itself") if is_one else ("ranks", "themselves")
-        lines.append(f"{who} {named} had ended by {itself}, exit code 0")
+        itself = "itself" if len(ended) == 1 else "themselves"
+        lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0")
     lines += others(cause, failures, held, tracebacks)
     if tracebacks != "all" and held.keys() - {cause.rank}:
         lines.append("--tracebacks all shows those of all ranks")

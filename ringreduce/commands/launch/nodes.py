@@ -25,6 +25,7 @@ from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.vocabulary.config import TIMES, join_timeout, ports_wanted, shared_secret
 from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import named
 
 _REFUSALS_MAX = 3
 
@@ -196,9 +197,7 @@ class Nodes:
 
     def _named(self, joined: dict[int, Peer]) -> str:
         """The nodes that have not come."""
-        missing = [k for k in range(1, self._node.nodes) if k not in joined]
-        named = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        return f"node{'s' * (len(missing) > 1)} {named}"
+        return named("node", (k for k in range(1, self._node.nodes) if k not in joined))
 
     def _missing(self, joined: dict[int, Peer]) -> str:
         node = self._node

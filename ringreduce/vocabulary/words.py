@@ -1,0 +1,14 @@
+"""Words that many messages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_NAMED_MAX = 16
+
+
+def named(kind: str, numbers: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 1, 3``; of many the first sixteen."""
+    each = list(map(str, numbers))
+    more = ", ..." if len(each) > _NAMED_MAX else ""
+    return f"{kind}{'' if len(each) == 1 else 's'} {', '.join(each[:_NAMED_MAX])}{more}"
