@@ -22,7 +22,9 @@ import msgspec
 
 from ringreduce.bootstrap.messages import Table
 from ringreduce.bootstrap.rendezvous import Meeting
-from ringreduce.vocabulary.config import Config
+from ringreduce.pure.messages import Listening
+from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.vocabulary.config import TIMES, Config
 from tests.processes import Process, clean_environment, wait_until
 from tests.proxy import Proxy, ask
 
@@ -103,6 +105,7 @@ class Ring:
         rings: int = 1,
         timeout_s: float = TIMEOUT_S,
         busy_timeout_s: float = Config.busy_timeout_s,
+        link_timeout_s: float = TIMES.link_warning_s,
         transport: str = "zmq",
         hosts: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -142,6 +145,7 @@ class Ring:
                         job_id=job,
                         timeout_s=timeout_s,
                         busy_timeout_s=busy_timeout_s,
+                        link_timeout_s=link_timeout_s,
                         streams=streams,
                         join_timeout_s=join_timeout_s,
                         transport=transport,
@@ -249,7 +253,8 @@ def go_through_proxy(port: int) -> None:
     """In a worker: have each rank that the rendezvous tells us of reached through the proxy.
 
     Every address in the table, whatever it is for, is replaced by those of new ways, which
-    belong to this rank alone: so both ends of each connection are in its way's name.
+    belong to this rank alone: so both ends of each connection are in its way's name. So are those
+    at which other ranks listen for this one alone: ``1>2/pairs/0``.
     """
     advance = Meeting.advance
 
@@ -269,6 +274,14 @@ def go_through_proxy(port: int) -> None:
         return msgspec.structs.replace(table, **detours)
 
     Meeting.advance = advance_and_detour  # type: ignore[method-assign]
+    found = ZmqPairs.found
+
+    def found_and_detour(pairs: ZmqPairs, listening: Listening) -> None:
+        way = f"{listening.sender}>{listening.receiver}/pairs"
+        address = _detour(port, listening.address, f"{way}/{listening.channel}")
+        found(pairs, msgspec.structs.replace(listening, address=address))
+
+    ZmqPairs.found = found_and_detour  # type: ignore[method-assign]
 
 
 def _holds_addresses(column: object) -> bool:

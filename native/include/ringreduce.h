@@ -17,14 +17,14 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 14
+#define RR_ABI 15
 
 /* Return codes. System errors are returned as -errno. */
 enum {
     RR_DONE = 0,
     RR_WAITING = 1,  /* another rank is late; call again */
     RR_MISMATCH = 2, /* another rank is in another call */
-    RR_ABORTED = 3,  /* another rank has aborted; rr_segment_reason says why */
+    RR_ABORTED = 3,  /* another rank has aborted */
     RR_BROKEN = 4,   /* another rank's segment holds impossible values */
 };
 
@@ -43,7 +43,7 @@ RR_EXPORT uint32_t rr_abi(void);
  *                        step      steps that this rank has finished, over all calls
  *                        sleepers  ranks that sleep until `step` grows (written by them)
  *                        calls[2]  the rank's current call; even and odd calls alternate
- *                        reason    why it aborted, as text; length 0: it has not
+ *                        aborted   whether it has given up
  *                        channels  where its heap has its channels to other ranks
  *    65536  inbox[2]   whole small messages, of even and odd calls
  *    98304  staging    two halves: data in flight of even and odd segments
@@ -73,9 +73,8 @@ RR_EXPORT uint32_t rr_abi(void);
  * ------------------------------------------------------------------------------------------ */
 
 enum {
-    RR_INBOX_BYTES = 16384,  /* largest message that goes through the inbox */
-    RR_REASON_BYTES = 16384, /* longest reason of an abort */
-    RR_SHM_SIZE_MAX = 1024,  /* ranks on one host */
+    RR_INBOX_BYTES = 16384, /* largest message that goes through the inbox */
+    RR_SHM_SIZE_MAX = 1024, /* ranks on one host */
 };
 
 /* Element types: their codes in frame headers (ringreduce/vocabulary/types.py). */
@@ -123,10 +122,6 @@ RR_EXPORT int rr_segment_detach(int descriptor, void *address, uint64_t offset, 
 /* Free the memory of a detached part that is no longer used. */
 RR_EXPORT int rr_segment_drop(void *address, uint64_t offset, uint64_t bytes);
 
-/* Copy why the owner of a mapped segment aborted to `reason` (RR_REASON_BYTES); returns the length,
- * 0: it has not. */
-RR_EXPORT uint32_t rr_segment_reason(const void *address, void *reason);
-
 /* One rank's view of all segments of its host. Not thread-safe. */
 typedef struct rr_shm rr_shm;
 
@@ -172,8 +167,8 @@ RR_EXPORT int rr_shm_run(rr_shm *group, const rr_call *call, void *data,
 RR_EXPORT int rr_shm_exchange(rr_shm *group, const rr_call *call, const void *source, void *target,
                               const rr_wait_limits *limits);
 
-/* Publish why this rank aborts (at most RR_REASON_BYTES) and wake the ranks that wait for it. */
-RR_EXPORT void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes);
+/* Publish that this rank gives up, and wake the ranks that wait for it. */
+RR_EXPORT void rr_shm_abort(rr_shm *group);
 
 /* Details of the code that rr_shm_run returned. */
 typedef struct {

@@ -94,7 +94,7 @@ static int await(rr_pair *pair, struct rr_counter *counter, uint64_t value,
     if (rr_counter_wait(counter, value, &spins, &yields, limits->sleep_ms) == RR_DONE)
         return RR_DONE;
     for (uint32_t rank = 0; rank < pair->size; rank++)
-        if (__atomic_load_n(&pair->boards[rank]->news_bytes, __ATOMIC_ACQUIRE)) {
+        if (__atomic_load_n(&pair->boards[rank]->has_aborted, __ATOMIC_ACQUIRE)) {
             pair->culprit = rank;
             return RR_ABORTED;
         }

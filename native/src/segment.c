@@ -187,14 +187,3 @@ int rr_segment_drop(void *address, uint64_t offset, uint64_t bytes)
         return -EINVAL;
     return madvise((uint8_t *)address + at, bytes, MADV_DONTNEED) == 0 ? RR_DONE : -errno;
 }
-
-uint32_t rr_segment_reason(const void *address, void *reason)
-{
-    const struct rr_board *board =
-        (const struct rr_board *)((const uint8_t *)address + RR_BOARD_OFFSET);
-    uint32_t length = __atomic_load_n(&board->news_bytes, __ATOMIC_ACQUIRE);
-    if (length > RR_REASON_BYTES) /* another process wrote it */
-        length = RR_REASON_BYTES;
-    memcpy(reason, board->reason, length);
-    return length;
-}

@@ -29,8 +29,7 @@ struct rr_announcement {
 struct rr_board {
     struct rr_counter step;
     _Alignas(RR_LINE) struct rr_announcement calls[2];
-    _Alignas(RR_LINE) uint32_t news_bytes;
-    uint8_t reason[RR_REASON_BYTES];
+    _Alignas(RR_LINE) uint32_t has_aborted;
     struct rr_counter opened;           /* channels of this rank to others so far */
     uint64_t channels[RR_SHM_SIZE_MAX]; /* 1 + offset in the heap of the channel to each rank */
 };

@@ -134,7 +134,7 @@ static int wait_for_all(struct rr_shm *group, const rr_wait_limits *limits)
             continue;
         group->culprit = rank;
         for (uint32_t aborted = 0; aborted < group->size; aborted++)
-            if (__atomic_load_n(&group->peers[aborted].board->news_bytes, __ATOMIC_ACQUIRE)) {
+            if (__atomic_load_n(&group->peers[aborted].board->has_aborted, __ATOMIC_ACQUIRE)) {
                 group->culprit = aborted;
                 return RR_ABORTED;
             }
@@ -183,12 +183,10 @@ int rr_shm_run(rr_shm *group, const rr_call *call, void *data, const rr_wait_lim
 
 /* ---- Errors and facts, for Python ---- */
 
-void rr_shm_abort(rr_shm *group, const void *reason, uint32_t bytes)
+void rr_shm_abort(rr_shm *group)
 {
     struct rr_board *board = group->peers[group->index].board;
-    const uint32_t length = bytes < RR_REASON_BYTES ? bytes : RR_REASON_BYTES;
-    memcpy(board->reason, reason, length);
-    __atomic_store_n(&board->news_bytes, length, __ATOMIC_RELEASE);
+    __atomic_store_n(&board->has_aborted, 1, __ATOMIC_RELEASE);
     rr_counter_wake(&board->step);
 }
 

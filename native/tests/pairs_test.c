@@ -208,7 +208,7 @@ static void test_an_abort_ends_a_wait(void)
     CHECK(rr_pair_send(sender, header, data, 40000, &LIMITS) == RR_WAITING);
     rr_shm *group;
     CHECK(rr_shm_new(&group, 2, SIZE, host.segments) == RR_DONE);
-    rr_shm_abort(group, "enough", 6);
+    rr_shm_abort(group);
     rr_shm_free(group);
     CHECK(rr_pair_send(sender, header, data, 40000, &LIMITS) == RR_ABORTED);
     CHECK(rr_pair_receive(receiver, header, data, 1, &LIMITS) == RR_ABORTED);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +14,9 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.calls import Traffic
-from ringreduce.transport.others import Others
 from ringreduce.transport.pair_ends import Part
 from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import HostLink
 from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.transport.small_calls import SmallCalls
@@ -90,23 +91,26 @@ class Collectives(Protocol):
         """Registered memory, dtype uint8, that is reduced without a copy; None for none."""
         return None
 
-    def abort(self, cause: RingReduceError) -> None:
-        """Notify the other ranks why this one gives up; at most about a second. Never raises."""
+    def abort(self) -> None:
+        """Give up: nothing is sent any more from memory that the caller may overwrite now.
+
+        The watcher tells the other ranks why, and interrupts calls in other threads. Never raises.
+        """
         for each in self._ways():
-            each.abort(cause)
+            each.abort()
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make a call in another thread raise soon: `cause`, or that this rank closed."""
         for each in self._ways():
             each.interrupt(cause)
 
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say `goodbye`, from `pure.notification.encode_goodbye`, and free everything.
+    def close(self) -> None:
+        """Free everything, after about a second at most, in which what was sent is written.
 
-        Takes at most about a second. Never raises.
+        Never raises.
         """
         for each in reversed(self._ways()):
-            each.close(goodbye)
+            each.close()
 
     def unreceived(self) -> list[Unreceived]:
         """The messages that were sent and never received, once this is closed."""
@@ -120,13 +124,13 @@ class Collectives(Protocol):
 
     def record(self, events: Events) -> None:
         """Record in `events` what calls consist of, from now on."""
-        for link in self.links:
-            link.record(events)
+        for each in self._ways():
+            each.record(events)
 
-    def begin(self, others: Others) -> None:
+    def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
         if self.pairs is not None:
-            self.pairs.begin(others)
+            self.pairs.begin(peers)
 
     def route(self, sends: bool, place: int) -> tuple[Route, int]:
         """What sends to the rank at `place`, or receives from it, and its place there."""
@@ -141,8 +145,12 @@ class Collectives(Protocol):
         return self.links if self.pairs is None else (*self.links, self.pairs)
 
     def flow(self) -> Flow:
-        """Progress of the pass over the last link; from any thread."""
-        return self.links[-1].flow() if self.links else Flow()
+        """Progress of the pass over the last link, and all connections; from any thread."""
+        flow = self.links[-1].flow() if self.links else Flow()
+        if self.pairs is None:
+            return flow
+        pairs = self.pairs.flow()
+        return replace(flow, sent=flow.sent + pairs.sent, overdue=flow.overdue + pairs.overdue)
 
 
 def parts_of(

@@ -28,8 +28,8 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.others import Others
 from ringreduce.transport.pair_ends import Part
+from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
@@ -196,10 +196,10 @@ class HierarchicalCollectives(Collectives):
 
         self.pairs.exchange(header, self._exchanges - 1, ahead, behind, compare)
 
-    def begin(self, others: Others) -> None:
+    def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
-        super().begin(others)
-        self._host.begin(others)
+        super().begin(peers)
+        self._host.begin(peers)
 
     def route(self, sends: bool, place: int) -> tuple[Route, int]:
         """What sends to the rank at `place`, or receives from it, and its place there."""

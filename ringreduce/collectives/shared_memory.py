@@ -17,7 +17,7 @@ from ringreduce.collectives.base import Collectives, Route
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.others import Others
+from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import HostCall, HostLink
 from ringreduce.transport.shm_pairs import HostEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
@@ -133,11 +133,11 @@ class SharedMemoryCollectives(Collectives):
         assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
         self._link.exchange(call, source, target)
 
-    def begin(self, others: Others) -> None:
+    def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
-        super().begin(others)
+        super().begin(peers)
         if self._link is not None and self._link.pairs is not None:
-            self._link.pairs.begin(others)
+            self._link.pairs.begin(peers)
 
     def route(self, sends: bool, place: int) -> tuple[Route, int]:
         """What sends to the rank at `place`, or receives from it, and its place there."""

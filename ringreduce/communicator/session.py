@@ -39,7 +39,6 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.notification import encode_goodbye
 from ringreduce.pure.payload import decode, encode
 from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
@@ -332,7 +331,7 @@ class Session:
         if self._watcher is not None:
             self._watcher.abort(error)
         try:
-            self.collectives.abort(error)
+            self.collectives.abort()
         finally:
             if self._engine is not None:
                 self._engine.fail(error)
@@ -426,14 +425,12 @@ class Session:
                 return
             calls = self._recorder.calls
             if self.failure is not None and not self._has_aborted:
-                # It came in user code. A goodbye would look like an ordinary end.
+                # It came in user code. An ordinary end would look otherwise.
                 self._has_aborted = True
-                self.collectives.abort(self.failure)
-            # Read first: errors that others raise because of the goodbye are not this rank's.
-            goodbye = b"" if self.failure is not None else encode_goodbye(calls, why)
+                self.collectives.abort()
             if self._watcher is not None:
                 self._watcher.leave(calls, why)
-            self.collectives.close(goodbye)
+            self.collectives.close()
             if self.failure is None and not why:
                 for text in (*self.messages.unsent(), *describe(self.collectives.unreceived())):
                     _log.warning("[%d/%d] %s", self.config.rank, self.config.size, text)

@@ -1,4 +1,4 @@
-"""The watcher's thread: exchanges heartbeats, aborts and goodbyes with the neighbours.
+"""The watcher's thread: exchanges heartbeats, aborts and leaves with the neighbours.
 
 It runs from the forming of the ring until after `leave`, so that ranks in user code learn of
 failures too. `ringreduce.pure.watching` decides; this file has the thread, the control channel, the

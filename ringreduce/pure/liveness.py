@@ -17,12 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Heartbeat, Left, Pending, Sending, Sent, Wait
+from ringreduce.pure.messages import Heartbeat, Left, Overdue, Pending, Sending
 from ringreduce.vocabulary.config import TIMES
 
 
@@ -51,13 +49,13 @@ class Flow:
     Attributes:
         done: the part of its present pass that is done, 0 to 1.
         sent: for each outgoing connection: receiver, channel, and total frames sent.
-        waits: the connection on which a frame has been due for a while.
+        overdue: connections on which a frame has been due for a while.
         sending: how fast the connections to the next rank were so far.
     """
 
     done: float = 0.0
     sent: tuple[tuple[int, int, int], ...] = ()
-    waits: Wait | None = None
+    overdue: tuple[Overdue, ...] = ()
     sending: Sending | None = None
 
 
@@ -321,47 +319,20 @@ class Board:
         text = f"rank {rank} is the slowest, {least:.0%} through where this one is {done:.0%}"
         return Suspicion(rank, "slow", text)
 
-    def dead(self, own: Heartbeat, limit_s: float, now_s: float) -> tuple[int, int] | None:
-        """Sender and receiver of a dead connection that ends at this rank, if there is one.
-
-        `own` is this rank's present heartbeat; a connection may carry nothing of what is due for
-        `limit_s`.
-        """
-        if own.wait is not None:
-            theirs = self._fresh(own.wait.sender, now_s)
-            for sent in theirs.sent if theirs is not None else ():
-                if sent.receiver == self._rank and is_dead(sent, own.wait, limit_s):
-                    return own.wait.sender, self._rank
-        for sent in own.sent:
-            theirs = self._fresh(sent.receiver, now_s)
-            wait = None if theirs is None else theirs.wait
-            if wait is None or wait.sender != self._rank:
-                continue
-            # A heartbeat from before the frame was overdue proves nothing: that rank may have
-            # stopped since.
-            quiet_s = max(0.0, sent.quiet_s - self.unheard_s(sent.receiver, now_s))
-            if is_dead(msgspec.structs.replace(sent, quiet_s=quiet_s), wait, limit_s):
-                return self._rank, sent.receiver
-        return None
+    def unanswered(self, now_s: float) -> list[tuple[int, Overdue, float]]:
+        """The ranks that wait for a frame of this one, on what, and how long ago they said so."""
+        return [
+            (rank, overdue, self.unheard_s(rank, now_s))
+            for rank in self._others
+            if (heartbeat := self._fresh(rank, now_s)) is not None
+            for overdue in heartbeat.overdue
+            if overdue.sender == self._rank
+        ]
 
     def _fresh(self, rank: int, now_s: float) -> Heartbeat | None:
         seen = self._seen.get(rank)
         is_late = self.unheard_s(rank, now_s) >= self._limit_s(rank)
         return None if seen is None or is_late else seen.heartbeat
-
-
-def is_dead(sent: Sent, wait: Wait, limit_s: float) -> bool:
-    """Whether a connection carries nothing of what is due, as its two ends see it.
-
-    Not one byte has arrived for `limit_s`, and frames that were sent at least as long ago are
-    missing, whatever the operating system reports. On a merely slow link bytes keep arriving.
-    """
-    return (
-        sent.channel == wait.channel
-        and sent.frames > wait.frames
-        and sent.quiet_s >= limit_s
-        and wait.dry_s >= limit_s
-    )
 
 
 def _place(heartbeat: Heartbeat) -> str:

@@ -13,20 +13,11 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 # Of each pair of ranks: one for messages, one for parts of collectives.
 PAIR_CHANNELS = 2
-# Far more than the streams and long distances of any ring.
-_CONNECTIONS_MAX = 96
+# The collectives and some messages of other threads may wait at the same time.
+OVERDUE_MAX = 8
 
 
-class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """One data connection as its sender sees it: frames sent in all, unchanged for `quiet_s`."""
-
-    receiver: _Rank
-    channel: _Rank
-    frames: _Count
-    quiet_s: _Seconds
-
-
-class Wait(msgspec.Struct, frozen=True, array_like=True):
+class Overdue(msgspec.Struct, frozen=True, array_like=True):
     """The data connection on which a rank waits for a frame.
 
     `frames` were received on it in all; for `dry_s` not one byte has arrived.
@@ -70,6 +61,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         operation: the one it is in; empty in user code.
         since_s: how long it had been there when it sent this.
         done: the part of its present pass that is done, 0 to 1.
+        overdue: connections on which it waits for frames, the longest first.
         locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
         pending: the send or recv that it waits in, beside its collectives.
         stopped_s: for how long completed calls have stopped its own work, in all.
@@ -82,8 +74,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     operation: _Name
     since_s: _Seconds
     done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    sent: Annotated[tuple[Sent, ...], msgspec.Meta(max_length=_CONNECTIONS_MAX)] = ()
-    wait: Wait | None = None
+    overdue: Annotated[tuple[Overdue, ...], msgspec.Meta(max_length=OVERDUE_MAX)] = ()
     locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
     pending: Pending | None = None
     stopped_s: _Seconds = 0.0
@@ -155,8 +146,7 @@ def decode(payload: bytes, size: int) -> Message:
             raise ValueError("has heartbeats of more ranks than there are")
         ranks = [heartbeat.rank for heartbeat, _ in message.heartbeats]
         for heartbeat, _ in message.heartbeats:
-            ranks += [sent.receiver for sent in heartbeat.sent]
-            ranks += [heartbeat.wait.sender] if heartbeat.wait is not None else []
+            ranks += [overdue.sender for overdue in heartbeat.overdue]
             ranks += heartbeat.locked
             ranks += [heartbeat.pending.peer] if heartbeat.pending is not None else []
             ranks += [heartbeat.sending.receiver] if heartbeat.sending is not None else []

@@ -1,8 +1,8 @@
-"""Why a rank aborts or leaves, as bytes for the other ranks, and the errors they raise for it."""
+"""Why a rank aborts, as bytes for the others, and the errors they raise for that or a leave."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -16,15 +16,8 @@ from ringreduce.vocabulary.errors import (
 
 # Longer text of an error is cut off.
 ABORT_BYTES_MAX = 16384
-# The end of a long exception text is worth little.
-GOODBYE_BYTES_MAX = 1024
 # What the rank at the other end of a message calls.
 _MESSAGES = {"send": "recv", "recv": "send"}
-
-
-class _Goodbye(msgspec.Struct):
-    calls: Annotated[int, msgspec.Meta(ge=0)]
-    why: str
 
 
 class _Cause(msgspec.Struct):
@@ -63,27 +56,11 @@ def abort_error(payload: bytes, **where: Any) -> RingReduceError:
     return (kind or ProtocolError)(report, **{**where, "peer": cause.peer, "origin": cause.origin})
 
 
-def encode_goodbye(calls: int, why: str) -> bytes:
-    """The goodbye of a rank that closes its communicator; `why`: an exception's text, or empty."""
-    text = why.encode(errors="replace").decode()[: GOODBYE_BYTES_MAX // 8]
-    return msgspec.msgpack.encode(_Goodbye(calls, text))
-
-
-def goodbye_error(payload: bytes, peer: int, **where: Any) -> RingReduceError:
-    """The error to raise for a goodbye of rank `peer` where a frame of a call was due."""
-    try:
-        goodbye = msgspec.msgpack.decode(payload, type=_Goodbye)
-    except msgspec.MsgspecError:
-        goodbye = None
-    calls, why = (None, "") if goodbye is None else (goodbye.calls, goodbye.why)
-    return left_error(peer, calls, why, **where)
-
-
-def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingReduceError:
+def left_error(peer: int, calls: int, why: str, **where: Any) -> RingReduceError:
     """The error of a rank that is in, or begins, a call which rank `peer` will never make.
 
-    `peer` closed its communicator after `calls` calls (None: unknown) because of the exception
-    `why` (empty: none is known). `where` has fields of the error: rank and size at least.
+    `peer` closed its communicator after `calls` calls because of the exception `why` (empty: there
+    was none). `where` has fields of the error: rank and size at least.
     """
     where = {**where, "peer": peer}
     if why:
@@ -99,7 +76,7 @@ def left_error(peer: int, calls: int | None, why: str, **where: Any) -> RingRedu
             remedy=f"Let rank {peer} call {_MESSAGES[operation]} before it closes: every send "
             "needs a recv.",
         )
-    after = "" if calls is None else f" after {calls} call{'' if calls == 1 else 's'}"
+    after = f" after {calls} call{'' if calls == 1 else 's'}"
     remedy = (
         f"All ranks must make equally many calls, and rank {peer} has made fewer: it had less data "
         "(ringreduce.keras has shard and join for that), or something has ended its training alone "

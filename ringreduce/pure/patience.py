@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ringreduce.vocabulary.errors import PeerTimeoutError
+
 
 class Limit(NamedTuple):
     """A limit that a wait has reached: the variable that sets it, and its value."""
@@ -34,6 +36,9 @@ class Patience:
 
     def look(self) -> None:
         """Note whether the rank that is waited for is busy now, where no watcher does that."""
+
+    def explain(self, error: PeerTimeoutError) -> None:
+        """Say in `error` what is known of the rank, where no watcher does that."""
 
     def reached(self, waited_s: float, idle_s: float) -> Limit | None:
         """The limit that a wait has reached; None: it goes on.

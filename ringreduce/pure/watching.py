@@ -19,6 +19,7 @@ from ringreduce.pure.delays import Delays
 from ringreduce.pure.liveness import Board, Flow, Standing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import (
+    OVERDUE_MAX,
     Abort,
     Acknowledgement,
     Heartbeat,
@@ -26,7 +27,6 @@ from ringreduce.pure.messages import (
     Left,
     Listening,
     Pending,
-    Sent,
     Value,
 )
 from ringreduce.pure.notification import abort_error, encode_abort, left_error
@@ -41,6 +41,10 @@ from ringreduce.vocabulary.errors import (
 # A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
 _COMPLAINTS_MAX = 8
+_LINK_REMEDY = (
+    "Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it recovers from "
+    "such gaps."
+)
 _ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
 
 
@@ -76,7 +80,11 @@ class Watch:
         self._number = self._complaints = 0
         self._last: Heartbeat | None = None
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
-        self._sent: dict[tuple[int, int], tuple[int, float]] = {}
+        # By receiver and channel, where some that were sent are missing: frames that have come, and
+        # since when it is known.
+        self._missing: dict[tuple[int, int], tuple[int, float]] = {}
+        # Receivers of connections that were warned of.
+        self._silent: set[int] = set()
         self._lost: dict[int, float] = {}
         self._absence: tuple[Standing, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
@@ -129,7 +137,7 @@ class Watch:
             self._paused = now_s, now_s - self._ticked_s
         if now_s - self._ticked_s > 2 * TIMES.heartbeat_s:
             # Frames not sent while the process stood still are no sign of a dead connection.
-            self._sent = {key: (frames, now_s) for key, (frames, _) in self._sent.items()}
+            self._missing = {key: (frames, now_s) for key, (frames, _) in self._missing.items()}
         self._ticked_s = now_s
 
     def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
@@ -199,19 +207,22 @@ class Watch:
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
                 self.due_s = min(self.due_s, now_s + TIMES.ended_poll_s)
                 continue
-            how = "its connection has ended, so it died"
-            if silent_s >= TIMES.silent_s:
-                how = (
-                    f"nothing came from it for {silent_s:.1f} s: it or its host is cut off or down"
+            text = f"lost rank {neighbour}: its connection has ended, so it died"
+            remedy = f"Read rank {neighbour}'s log first."
+            if self.board.unheard_s(neighbour, now_s) < now_s - since_s:
+                # Its heartbeats come the other way round.
+                text = (
+                    f"lost the connection with rank {neighbour}, which is alive: nothing was "
+                    f"confirmed on it for {self._link_timeout_s:g} s"
                 )
-            return self.end(
-                PeerLostError(
-                    f"lost rank {neighbour}: {how}",
-                    **self._where(standing),
-                    peer=neighbour,
-                    remedy=f"Read rank {neighbour}'s log first.",
+                remedy = _LINK_REMEDY
+            elif silent_s >= TIMES.silent_s:
+                text = (
+                    f"lost rank {neighbour}: nothing came from it for {silent_s:.1f} s: it or its "
+                    "host is cut off or down"
                 )
-            )
+            where = self._where(standing)
+            return self.end(PeerLostError(text, **where, peer=neighbour, remedy=remedy))
         return []
 
     def end(self, error: RingReduceError) -> list[Action]:
@@ -245,14 +256,50 @@ class Watch:
         if self.cause is None:
             actions += self._look_for_absence(standing, now_s)
         if self.cause is None:
-            dead = self.board.dead(own, self._link_timeout_s, now_s)
-            if dead is not None:
-                actions += self.end(self._dead_error(*dead, standing))
-            else:
-                actions += self._delays.look(standing, flow, progress, now_s)
-                cycle = self.board.cycle(pending, now_s)
-                actions += self._cycles.look(cycle, progress, now_s)
+            actions += self._look_for_dead_links(flow, standing, now_s)
+        if self.cause is None:
+            actions += self._delays.look(standing, flow, progress, now_s)
+            cycle = self.board.cycle(pending, now_s)
+            actions += self._cycles.look(cycle, progress, now_s)
         return actions
+
+    def _look_for_dead_links(self, flow: Flow, standing: Standing, now_s: float) -> list[Action]:
+        """Warn of a connection on which nothing comes that this rank has sent, then end the ring.
+
+        Its receiver waits, and not one byte has come there for that long, while frames that were
+        sent at least as long ago are missing, whatever the operating system reports. On a merely
+        slow link bytes keep arriving.
+        """
+        sent = {(receiver, channel): frames for receiver, channel, frames in flow.sent}
+        missing, silent = self._missing, set()
+        self._missing = {}
+        for receiver, overdue, age_s in self.board.unanswered(now_s):
+            key = receiver, overdue.channel
+            if sent.get(key, 0) <= overdue.frames:
+                continue
+            known = missing.get(key, (overdue.frames, now_s))
+            since_s = known[1] if known[0] == overdue.frames else now_s
+            self._missing[key] = overdue.frames, since_s
+            # A heartbeat from before the frame was overdue proves nothing: that rank may have
+            # stopped since.
+            silent_s = min(overdue.dry_s, now_s - since_s - age_s)
+            if silent_s < min(TIMES.link_warning_s, self._link_timeout_s):
+                continue
+            silent.add(receiver)
+            if silent_s >= self._link_timeout_s:
+                return self.end(self._dead_error(receiver, standing))
+            if receiver not in self._silent:
+                self._silent.add(receiver)
+                return [Log(self._silence(receiver, silent_s))]
+        self._silent &= silent
+        return []
+
+    def _silence(self, receiver: int, silent_s: float) -> str:
+        return (
+            f"sends to rank {receiver}, and not a byte has come there for {silent_s:.1f} s, though "
+            "both are alive: the network between their hosts stands still. The job ends if that "
+            f"lasts {self._link_timeout_s:g} s (RINGREDUCE_LINK_TIMEOUT_S)"
+        )
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
@@ -264,12 +311,7 @@ class Watch:
         pending: Pending | None, stopped_s: float,
     ) -> Heartbeat:  # fmt: skip
         self._number += 1
-        sent = []
-        for receiver, channel, frames in flow.sent:
-            known = self._sent.get((receiver, channel))
-            if known is None or known[0] != frames:
-                known = self._sent[receiver, channel] = (frames, now_s)
-            sent.append(Sent(receiver, channel, frames, now_s - known[1]))
+        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[:OVERDUE_MAX]
         return Heartbeat(
             rank=self._rank,
             number=self._number,
@@ -277,8 +319,7 @@ class Watch:
             operation=(standing.operation or elsewhere)[:64],
             since_s=max(0.0, now_s - standing.since_s),
             done=flow.done,
-            sent=tuple(sent),
-            wait=flow.waits,
+            overdue=tuple(overdue),
             locked=self._locked(now_s),
             pending=pending,
             stopped_s=stopped_s,
@@ -306,14 +347,13 @@ class Watch:
             return self.end(left_error(left.rank, left.calls, left.why, **self._where(standing)))
         return []
 
-    def _dead_error(self, sender: int, receiver: int, standing: Standing) -> RingReduceError:
+    def _dead_error(self, receiver: int, standing: Standing) -> RingReduceError:
         return PeerLostError(
-            f"lost the connection from rank {sender} to rank {receiver}: frames were sent, and "
+            f"lost the connection from rank {self._rank} to rank {receiver}: frames were sent, and "
             f"not a byte has come for {self._link_timeout_s:g} s, though both are alive",
             **self._where(standing),
-            peer=sender if receiver == self._rank else receiver,
-            remedy="Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it "
-            "recovers from such gaps.",
+            peer=receiver,
+            remedy=_LINK_REMEDY,
         )
 
     def explained(self, error: RingReduceError) -> RingReduceError | None:

@@ -28,7 +28,7 @@ import numpy as np
 from ringreduce.vocabulary.types import DTYPE_NAMES, ReduceOp
 
 MAGIC = 0x46_52_52_52  # "RRRF" in memory
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 HEADER_BYTES = 64
 # The words above as they are in memory.
 _LAYOUT = np.dtype(
@@ -55,7 +55,7 @@ _BYTES = DTYPE_NAMES.index("uint8") + 1
 
 
 class Kind(enum.IntEnum):
-    """What a frame belongs to. From ABORT on, frames are about the ring itself."""
+    """What a frame belongs to."""
 
     __hash__ = int.__hash__  # as in `ReduceOp`
 
@@ -75,8 +75,6 @@ class Kind(enum.IntEnum):
     SEND_OBJECT = 14
     SPLIT = 15
     ALL_TO_ALL_COUNTS = 16
-    ABORT = 128
-    GOODBYE = 129
 
     @property
     def label(self) -> str:

@@ -1,7 +1,8 @@
-"""A pair of sockets, to a rank ahead and from a rank behind, and the state of their connections.
+"""The two ends of a channel: a socket to another rank, or from one, and its connection's state.
 
 A one-way connection goes from a connected PUSH socket to a bound PULL socket. The compiled loops
-use the sockets by address; frames pass through Python only when a call ends badly.
+use the sockets by address; frames pass through Python only when a call ends badly. What ends have
+in common with others of their context does `ringreduce.transport.sockets`, which makes them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ringreduce.transport.address import endpoint
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.monitor import unwatch, watch
+from ringreduce.transport.overdue import Silence
+from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
 from ringreduce.vocabulary.errors import RendezvousError
 
@@ -40,6 +43,11 @@ class Incoming:
 
     Attributes:
         endpoints: where it listens, on the same port at each address; `address` is the first.
+        record: the compiled loops' of this channel.
+        number: of the channel, as in `admission` and keys.
+        peer: the rank that sends, once that is known; -1 before.
+        silence: for how long a frame has been due.
+        is_locked: whether nobody can connect any more.
 
     Raises:
         RendezvousError: an address cannot be bound, or no port is free.
@@ -49,12 +57,17 @@ class Incoming:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         bind: Bind,
+        record: ChannelRecord,
+        number: int,
         frame_bytes_max: int,
         slice_ms: int,
         admission: Admission,
         domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
+        self.record, self.number, self.domain = record, number, domain
+        self.peer, self.is_locked = -1, False
+        self.silence = Silence(self)
         self.socket = context.socket(zmq.PULL)
         admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
@@ -85,6 +98,17 @@ class Incoming:
                 self._listeners.append(listener.detach())
                 self.endpoints.append(address)
         self.address = self.endpoints[0]
+        record.receiver = self.socket.underlying
+
+    @property
+    def source(self) -> int:
+        """Descriptor of the connection that frames come from; negative before the first."""
+        return int(self.record.source)
+
+    @property
+    def taken(self) -> int:
+        """Frames received in all."""
+        return int(self.record.taken)
 
     def read_events(self) -> None:
         """Process the events of all connections."""
@@ -101,32 +125,34 @@ class Incoming:
             self._visitors.discard(descriptor)
             self._has_visitor_left = True
 
-    def lock(self, source: int, deadline: float) -> bool:
+    def lock(self, deadline: float) -> bool:
         """Have the kernel drop all further attempts to connect, where it can.
 
-        First the rank that is due here must be connected: its first frame (`source`, as for
-        `is_lost`) or, with a secret, a finished handshake shows that. Waits for a handshake until
-        ``time.monotonic()`` is `deadline`; returns whether that rank is connected.
+        First the rank that is due here must be connected: its first frame or, with a secret, a
+        finished handshake shows that. Waits for a handshake until ``time.monotonic()`` is
+        `deadline`; returns whether that rank is connected.
         """
-        while source < 0 and not self._is_proven:
+        while self.source < 0 and not self._is_proven and not self.is_locked:
             wait_ms = int((deadline - time.monotonic()) * 1000)
             if not self._asks or wait_ms <= 0 or not self.events.poll(wait_ms):
                 return False
             self.read_events()
         self.read_events()
-        for listener in self._listeners:
-            door.shut(listener)
+        if not self.is_locked:
+            self.is_locked = True
+            for listener in self._listeners:
+                door.shut(listener)
         return True
 
-    def is_lost(self, source: int, quiet: bool) -> bool:
+    def is_lost(self, quiet: bool) -> bool:
         """Whether the connection that frames come from has ended.
 
-        Strangers may connect too, so it is identified by its descriptor `source`, which is negative
-        before the first frame. Until then it counts as ended when connections have been lost, none
-        is left, and nothing has arrived for so long that the caller sets `quiet`.
+        Strangers may connect too, so it is identified by its descriptor, which is unknown before
+        the first frame. Until then it counts as ended when connections have been lost, none is
+        left, and nothing has arrived for so long that the caller sets `quiet`.
         """
-        if source >= 0:
-            return source not in self._visitors
+        if self.source >= 0:
+            return self.source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
     @property
@@ -134,13 +160,17 @@ class Incoming:
         """Whether anybody is connected, after `read_events`."""
         return bool(self._visitors)
 
-    def arrived_bytes(self, source: int) -> int | None:
-        """Total bytes received on the connection with descriptor `source`; None if not counted.
+    def arrived_bytes(self) -> int | None:
+        """Total bytes received on the connection that frames come from; None if not counted.
 
-        Before the first frame the only connection, if there is one, counts as the source.
+        Before the first frame the only connection, if there is one, counts as that; without one
+        nothing has arrived.
         """
         # A copy, since the watcher's thread may ask while the link's changes the set.
-        if source < 0 and len(visitors := self._visitors.copy()) == 1:
+        source, visitors = self.source, self._visitors.copy()
+        if source < 0 and not visitors:
+            return 0
+        if source < 0 and len(visitors) == 1:
             source = visitors.pop()
         counts = None if source < 0 else _counts(source, _BYTES_RECEIVED_AT)
         return None if counts is None else counts[0]
@@ -157,6 +187,7 @@ class Outgoing:
     Attributes:
         socket: PUSH; sending never waits.
         peer: that rank's number among all ranks of the job.
+        record, number: as of the other end.
         is_lost: the connection is known to have ended.
         events: becomes readable when `read_events` has something to process.
 
@@ -175,6 +206,8 @@ class Outgoing:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         peer: int,
+        record: ChannelRecord,
+        number: int,
         admission: Admission,
         *,
         queue: int = 0,
@@ -182,6 +215,7 @@ class Outgoing:
         ping_ms: int = 0,
     ) -> None:
         self.address, self.peer = address, peer
+        self.record, self.number = record, number
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
         admission.join(self.socket, peer)
@@ -217,15 +251,21 @@ class Outgoing:
                 peer=peer,
                 remedy=f"Read rank {peer}'s log.",
             ) from error
+        record.sender = self.socket.underlying
 
-    def read_events(self, wait_ms: int = 0) -> None:
-        """Process the events of the connection; wait at most `wait_ms` for the first."""
-        while self.is_open and self.events.poll(wait_ms):
+    @property
+    def borrows(self) -> bool:
+        """Whether libzmq still holds borrowed memory that is to be sent."""
+        return bool(self.record.released < self.record.borrowed)
+
+    def read_events(self) -> None:
+        """Process the events of the connection."""
+        while self.is_open and self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart())
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = event["value"]
             else:
-                self.is_lost, wait_ms = True, 0
+                self.is_lost = True
 
     def sent(self) -> tuple[int, float] | None:
         """Bytes that the other system has confirmed, and for how many seconds some were under way.

@@ -21,10 +21,11 @@ from collections.abc import Collection, Mapping
 import zmq
 
 from ringreduce.pure.membership import Membership
-from ringreduce.transport import inherited
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.listening import Bind
+from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import Security
+from ringreduce.transport.sockets import Sockets
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
@@ -58,36 +59,30 @@ class Control:
         security: Security,
         membership: Membership,
     ) -> None:
-        rank = self._rank = security.rank
+        self._rank = rank = security.rank
         self._link_timeout_ms = int(link_timeout_s * 1000)
-        self._neighbours = membership.neighbours(rank)
         self._before, self._after = membership.ahead(rank, -1), membership.ahead(rank, 1)
         self._awake, self._waker = sockets.socketpair()
-        self._context = zmq.Context(io_threads=1)
+        for end in (self._awake, self._waker):
+            end.setblocking(False)
+        self._sockets = Sockets(security, security.control)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
-        # Descriptor of each neighbour's connection to this rank, known from its first message on.
-        self._sources: dict[int, int] = {}
-        self._security = security
-        self._authenticator = security.control.authenticator(self._context)
         try:
-            for neighbour in self._neighbours:
-                self._incoming[neighbour] = Incoming(
-                    *(self._context, bind, message_bytes_max, 0),
-                    security.control,
-                    _domain(neighbour),
+            for neighbour in membership.neighbours(rank):
+                self._incoming[neighbour] = self._sockets.listen(
+                    *(bind, ChannelRecord(), 0, f"control.{neighbour}"),
+                    frame_bytes_max=message_bytes_max,
+                    slice_ms=0,
                     queue=_QUEUE,
                 )
         except BaseException:
             self.close()
             raise
-        for end in (self._awake, self._waker):
-            end.setblocking(False)
         # Each rank lists its sockets in this order: the one for the rank before it, then after.
         order = [self._incoming[self._before], self._incoming[self._after]]
         self.address = join_ports([pulling.address for pulling in order])
         self._poller = zmq.Poller()
-        inherited.watch(self)
 
     def connect(self, addresses: Mapping[int, str]) -> None:
         """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank.
@@ -95,28 +90,19 @@ class Control:
         Raises:
             RendezvousError: one of `addresses` is not that of a control channel.
         """
-        for neighbour in self._neighbours:
-            ports = announced_ports(addresses[neighbour], 2, neighbour, self._security)
+        self._poller.register(self._awake, zmq.POLLIN)
+        for neighbour, pulling in self._incoming.items():
+            ports = announced_ports(addresses[neighbour], 2, neighbour, self._sockets.security)
             is_next = neighbour == self._after
-            pushing = Outgoing(
-                self._context,
-                ports[0 if is_next else 1],
-                neighbour,
-                self._security.control,
+            pushing = self._outgoing[neighbour] = self._sockets.connect(
+                *(ports[0 if is_next else 1], neighbour, pulling.record, 0),
                 queue=_QUEUE,
                 unconfirmed_ms_max=self._link_timeout_ms,
                 ping_ms=milliseconds(TIMES.ping_s),
             )
-            self._outgoing[neighbour] = pushing
-            self._authenticator.allow(
-                _domain(neighbour), self._security.control.credentials(neighbour)
-            )
-        self._poller.register(self._awake, zmq.POLLIN)
-        for pulling in self._incoming.values():
-            self._poller.register(pulling.socket, zmq.POLLIN)
-            self._poller.register(pulling.events, zmq.POLLIN)
-        for pushing in self._outgoing.values():
-            self._poller.register(pushing.events, zmq.POLLIN)
+            self._sockets.admit(pulling, neighbour)
+            for socket in (pulling.socket, pulling.events, pushing.events):
+                self._poller.register(socket, zmq.POLLIN)
 
     def send(self, message: bytes, but: Collection[int] = ()) -> None:
         """Send `message` to the neighbours that are connected, except `but`, without waiting."""
@@ -141,7 +127,7 @@ class Control:
                     frame = pulling.socket.recv(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
                     break
-                self._sources[neighbour] = frame.get(zmq.SRCFD)
+                pulling.record.source = frame.get(zmq.SRCFD)
                 messages.append((neighbour, frame.bytes))
         for pushing in self._outgoing.values():
             pushing.read_events()
@@ -151,7 +137,7 @@ class Control:
         """Neighbours with an ended connection, and whether nothing more can arrive from them."""
         lost = {}
         for neighbour, pulling in self._incoming.items():
-            has_ended = pulling.is_lost(self._sources.get(neighbour, -1), False)
+            has_ended = pulling.is_lost(False)
             if has_ended or self._outgoing[neighbour].is_lost:
                 lost[neighbour] = has_ended
         return lost
@@ -163,31 +149,20 @@ class Control:
         """
         found = {}
         for neighbour in neighbours:
-            pulling, source = self._incoming[neighbour], self._sources.get(neighbour, -1)
+            pulling = self._incoming[neighbour]
             # The descriptor of one that has ended may be another connection's by now.
-            count = None if pulling.is_lost(source, False) else pulling.arrived_bytes(source)
+            count = None if pulling.is_lost(False) else pulling.arrived_bytes()
             if count is not None:
                 found[neighbour] = count
         return found
 
     def read_events(self) -> None:
         """Process the events of all connections."""
-        for pulling in self._incoming.values():
-            pulling.read_events()
+        self._sockets.read_events()
 
     def lock(self) -> bool:
         """Refuse all further connections, once both neighbours are connected; return whether so."""
-        now, done = time.monotonic(), True
-        for neighbour, pulling in self._incoming.items():
-            done = pulling.lock(self._sources.get(neighbour, -1), now) and done
-        if done:
-            self._authenticator.close()
-        return done
-
-    def close_inherited(self) -> None:
-        """In a forked child: close its copies of the connections, and nothing else."""
-        own = [each for pulling in self._incoming.values() for each in pulling.endpoints]
-        inherited.close_connections(own + [p.address for p in self._outgoing.values()])
+        return self._sockets.lock_all(time.monotonic())
 
     def wake(self) -> None:
         """Make `receive` return; from any thread."""
@@ -196,18 +171,6 @@ class Control:
 
     def close(self) -> None:
         """Free everything, almost at once."""
-        inherited.unwatch(self)
-        self._authenticator.close()
-        for pushing in self._outgoing.values():
-            pushing.close(milliseconds(TIMES.flush_s))
-        for pulling in self._incoming.values():
-            pulling.close()
-        # Including what a failed constructor has left open.
-        self._context.destroy(linger=0)
+        self._sockets.close(TIMES.flush_s)
         self._awake.close()
         self._waker.close()
-
-
-def _domain(neighbour: int) -> str:
-    """Name of the port for a neighbour, for the authenticator."""
-    return f"control.{neighbour}"

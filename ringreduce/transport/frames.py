@@ -24,27 +24,22 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ringreduce.pure.notification import ABORT_BYTES_MAX
-from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION, Kind
+from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION
 from ringreduce.transport import libzmq, sodium
 from ringreduce.transport.cores import are_crowded
-from ringreduce.transport.records import (
-    CHANNEL,
-    CONTROL,
+from ringreduce.transport.records import CHANNEL, LINK, ChannelRecord, pointer
+from ringreduce.transport.sodium import TAG_BYTES
+from ringreduce.transport.statuses import (
     CORRUPT,
     DONE,
     FAILED,
     FOREIGN,
     KEY_ENDED,
-    LINK,
     MISMATCH,
     MISSHAPEN,
     UNSENDABLE,
     WAITING,
-    ChannelRecord,
-    pointer,
 )
-from ringreduce.transport.sodium import TAG_BYTES
 from ringreduce.vocabulary.compiled import jit
 
 # Up to this size a payload is copied behind the header in the same message: that is cheaper than a
@@ -69,7 +64,6 @@ _OPEN_KEY_AT, _OPEN_NONCE_AT = ChannelRecord.open_key.offset, ChannelRecord.open
 DONTWAIT, _SNDMORE, _SRCFD = 1, 2, 2
 _EINTR, _EAGAIN, _ENOMEM = errno.EINTR, errno.EAGAIN, errno.ENOMEM
 
-_FIRST_CONTROL_KIND = int(Kind.ABORT)
 # Magic and version in word 0, the epoch in word 2.
 _GREETING = np.uint64(MAGIC | WIRE_VERSION << 32)
 _GREETING_BITS, _EPOCH_BITS = np.uint64(0xFFFFFFFFFF), np.uint64(0xFFFF)
@@ -189,21 +183,6 @@ def _counter(channels: Any, number: Any) -> Any:
 
 
 @jit
-def post(link_address: Any, number: Any, frame: Any, nbytes: Any) -> Any:
-    """Queue the frame at address `frame`, `nbytes` with its header; return DONE or a failure.
-
-    It is borrowed and must live until the channel's `released` has reached its `borrowed`.
-    """
-    link = carray(pointer(link_address), 1, LINK)[0]
-    channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
-    if link.is_sealed != 0:
-        payload = frame + HEADER_BYTES
-        nbytes -= HEADER_BYTES
-        return _send_sealed(link, channels, number, frame, payload, nbytes, True, False)
-    return _lend(link, channels, number, frame, nbytes)
-
-
-@jit
 def receive(link: Any, channels: Any, number: Any, expected: Any, nbytes: Any, into: Any) -> Any:
     """Receive the frame due; return DONE or a failure.
 
@@ -251,8 +230,8 @@ def release(link: Any) -> None:
 def skip(link_address: Any, number: Any) -> Any:
     """Take the next message off a channel without waiting.
 
-    Returns CONTROL for an abort or a goodbye, which is then in the link's record, WAITING if there
-    is no message, CORRUPT or FAILED if none can be read any more, and DONE for any other.
+    Returns DONE for one whose header is then in the link's record, and WAITING or FAILED if there
+    is none, or none can be read any more.
     """
     link = carray(pointer(link_address), 1, LINK)[0]
     channels = carray(pointer(link.channels), link.channel_count, CHANNEL)
@@ -266,7 +245,7 @@ def skip(link_address: Any, number: Any) -> Any:
     else:
         status = _read(link, channel, first)
     release(link)
-    return status if status in (CONTROL, CORRUPT) else DONE
+    return FAILED if status == CORRUPT else DONE
 
 
 @jit
@@ -354,16 +333,12 @@ def _open(
 
 @jit
 def _look(link: Any) -> Any:
-    """Whose frame the one in the link's record is, and whether it is about the ring itself."""
+    """Whose frame the one in the link's record is."""
     received = link.received
     if received[0] & _GREETING_BITS != _GREETING or received[1] != link.job:
         return FOREIGN
     if received[2] & _EPOCH_BITS != np.uint64(link.epoch):
         return _STALE
-    if (received[0] >> np.uint64(40)) & np.uint64(0xFF) >= _FIRST_CONTROL_KIND:
-        link.control_bytes = min(link.payload_bytes, ABORT_BYTES_MAX)
-        libzmq.memcpy(link.control.ctypes.data, link.payload, np.uint64(link.control_bytes))
-        return CONTROL
     return DONE
 
 

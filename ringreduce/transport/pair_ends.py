@@ -1,4 +1,4 @@
-"""One direction of a pair of ranks over ZeroMQ: a socket, its records, and how far it has come."""
+"""One direction of a pair of ranks over ZeroMQ: its socket, its records, how far it has come."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ringreduce.pure import wire
-from ringreduce.transport import frames, libzmq, records, sodium
+from ringreduce.transport import frames, libzmq
 from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
-from ringreduce.transport.records import NO_SOURCE, ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.transport.records import ChannelRecord, LinkRecord, TransferRecord
 from ringreduce.transport.segment import address_of
+from ringreduce.transport.statuses import DONE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
 
-class Of(NamedTuple):
+class PairSettings(NamedTuple):
     """What all pairs of a session have in common."""
 
     segment_bytes: int
@@ -42,22 +42,21 @@ class _End:
         peer: the rank at the other end.
         record, channel: for the compiled loops, as of a link with one channel.
         transfer: the memory that is sent or received now.
-        address: where the receiving one of the two ranks listens; empty until it is known.
         sequence: number of the next message.
     """
 
-    def __init__(self, of: Of, peer: int) -> None:
-        self.peer, self.address, self.sequence = peer, "", 0
-        self.channel = ChannelRecord(source=NO_SOURCE)
+    def __init__(self, settings: PairSettings, peer: int) -> None:
+        self.peer, self.sequence = peer, 0
+        self.channel = ChannelRecord()
         self.record = LinkRecord(
             channels=ctypes.addressof(self.channel),
             channel_count=1,
             streams=1,
-            segment_bytes=of.segment_bytes,
-            yields=of.yields,
-            is_sealed=of.is_sealed,
-            job=of.job,
-            epoch=of.epoch,
+            segment_bytes=settings.segment_bytes,
+            yields=settings.yields,
+            is_sealed=settings.is_sealed,
+            job=settings.job,
+            epoch=settings.epoch,
             release=libzmq.release_callback().address,
             free=libzmq.free_callback().address,
         )
@@ -82,28 +81,28 @@ class _End:
         transfer.memory, transfer.nbytes = address_of(memory), memory.nbytes
 
     @property
-    def endpoints(self) -> list[str]:
-        """Of this end's connection, once there is one."""
-        return [self.address] if self.address else []
-
-    def forget_keys(self) -> None:
-        """Seal and open nothing from now on."""
-        self.channel.seal_nonce[0] = FRAMES_PER_KEY_MAX
-        self.channel.seal_key[:] = self.channel.open_key[:] = bytes(sodium.KEY_BYTES)
+    def address(self) -> str:
+        """Where the receiving one of the two ranks listens; empty until it is known."""
+        raise NotImplementedError
 
 
 class Sending(_End):
     """To `peer` on the channel `number`; `socket` is None until its address is known."""
 
-    def __init__(self, of: Of, peer: int, number: int) -> None:
-        super().__init__(of, peer)
+    def __init__(self, settings: PairSettings, peer: int, number: int) -> None:
+        super().__init__(settings, peer)
         self.number = number
         self.socket: Outgoing | None = None
 
     @property
+    def address(self) -> str:
+        """Where the other rank listens; empty until it is known."""
+        return "" if self.socket is None else self.socket.address
+
+    @property
     def borrows(self) -> bool:
         """Whether libzmq still holds memory that is to be sent."""
-        return bool(self.channel.released < self.channel.borrowed)
+        return self.socket is not None and self.socket.borrows
 
     def is_lost(self) -> bool:
         """Whether the connection has ended."""
@@ -112,40 +111,28 @@ class Sending(_End):
         self.socket.read_events()
         return self.socket.is_lost or not self.socket.is_open
 
-    def post(self, frame: int, nbytes: int) -> bool:
-        """Queue the frame at address `frame` behind all others; return whether that was possible.
-
-        It is borrowed.
-        """
-        return (
-            not self.is_lost() and frames.post(self.addresses[0], 0, frame, nbytes) == records.DONE
-        )
-
-    def flush(self, deadline: float) -> None:
-        """Wait until libzmq has written all, until `deadline` at most."""
-        assert self.socket is not None
-        while self.borrows and not self.is_lost() and time.monotonic() < deadline:
-            self.socket.read_events(wait_ms=1)
-
 
 class Receiving(_End):
-    """From `peer`, which connects to `socket`, for the authenticator `domain`."""
+    """From `peer`, which connects to `socket`."""
 
-    def __init__(self, of: Of, peer: int, socket: Incoming, domain: str) -> None:
-        super().__init__(of, peer)
-        self.socket, self.address, self.domain = socket, socket.address, domain
-        self.channel.receiver = socket.socket.underlying
-        self.is_locked = False
+    def __init__(self, settings: PairSettings, peer: int) -> None:
+        super().__init__(settings, peer)
+        self.socket: Incoming
 
     @property
-    def endpoints(self) -> list[str]:
-        """Where this end listens."""
-        return self.socket.endpoints
+    def address(self) -> str:
+        """Where this rank listens."""
+        return self.socket.address
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether frames of the present memory are due."""
+        return bool(self.record.segment * self.record.segment_bytes < max(1, self.transfer.nbytes))
 
     def is_lost(self, has_left: bool, waited_s: float) -> bool:
         """Whether nothing more can come; `has_left`: the peer has closed its communicator."""
         self.socket.read_events()
-        if self.socket.is_lost(self.channel.source, waited_s > TIMES.quiet_s):
+        if self.socket.is_lost(waited_s > TIMES.quiet_s):
             return True
         # Its last frames may still be on the way: they are not, if it never connected.
         return has_left and not self.socket.has_visitors and waited_s > TIMES.linger_s
@@ -153,18 +140,18 @@ class Receiving(_End):
     def drain(self, has_left: bool, deadline: float) -> list[wire.Header]:
         """The first frames of all messages that were not received; they are lost afterwards.
 
-        Of a peer that has left, waits for the goodbye behind the last of them, up to `deadline`.
+        Of a peer that has left, waits until its connection has ended, up to `deadline`.
         """
         found: list[wire.Header] = []
         known, is_over = self.sequence, False
         while time.monotonic() < deadline:
             status = frames.skip(self.addresses[0], 0)
-            if status == records.DONE:
+            if status == DONE:
                 header = wire.decode(self.record.received)
                 if header.epoch == self.record.epoch and header.sequence >= known:
                     found.append(header)
                     known = header.sequence + 1
-            elif status != records.WAITING or is_over:
+            elif status != WAITING or is_over:
                 break
             else:
                 self.socket.read_events()

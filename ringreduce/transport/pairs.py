@@ -20,33 +20,43 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-import zmq
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
+from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.messages import PAIR_CHANNELS, Listening
-from ringreduce.pure.notification import ABORT_BYTES_MAX
+from ringreduce.pure.networks import Unreached
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport import descriptors, frames, inherited, libzmq, records, sodium, transfer
+from ringreduce.transport import descriptors, frames, libzmq, sodium, transfer
 from ringreduce.transport.calls import Traffic
-from ringreduce.transport.channel import Incoming, Outgoing
+from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.others import Others, PeerPatience
-from ringreduce.transport.pair_diagnosis import PairDiagnosis, Wait
-from ringreduce.transport.pair_ends import Of, Part, Receiving, Sending
+from ringreduce.transport.pair_ends import PairSettings, Part, Receiving, Sending
+from ringreduce.transport.peers import PeerPatience, PeerStates
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
-from ringreduce.transport.stalls import Interruption
+from ringreduce.transport.sockets import Sockets
+from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.statuses import (
+    DONE,
+    DRAINING,
+    KEY_ENDED,
+    MISMATCH,
+    UNSENDABLE,
+    WAITING,
+)
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import RingReduceError
+from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
 _MESSAGES, _PARTS = range(PAIR_CHANNELS)
-# What keys and passwords call channel 0, far above the channels of any ring.
+# The number of channel 0, far above the channels of any ring.
 _FIRST_CHANNEL = 1 << 16
 
 
@@ -77,14 +87,14 @@ class ZmqPairs:
     ) -> None:
         self._bind, self._patience, self._security = bind, patience, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
-        self._diagnosis = PairDiagnosis(security.rank, security.size, membership)
-        self._of = Of(
+        self._settings = PairSettings(
             segment_bytes, frames.yields(ranks_here), security.seals, job, membership.epoch
         )
-        self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + max(segment_bytes, ABORT_BYTES_MAX)
+        self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + segment_bytes
         self._interruption = Interruption()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._where = {"rank": security.rank, "size": security.size}
+        self._events: Events | None = None
+        self._sockets: Sockets | None = None
+        self._who = {"rank": security.rank, "size": security.size}
         self._has_failed = self._is_closed = False
         # Guards what follows; also notifies that an address has come.
         self._changed = threading.Condition()
@@ -93,12 +103,16 @@ class ZmqPairs:
         self._receiving: dict[tuple[int, int], Receiving] = {}
         # Messages to this rank, known once this is closed.
         self.unreceived: list[Unreceived] = []
-        # Memory of failed calls and goodbyes, kept until close.
+        # Memory of failed calls, kept until close.
         self._lent: list[np.ndarray] = []
 
-    def begin(self, others: Others) -> None:
+    def begin(self, peers: PeerStates) -> None:
         """The watcher runs, so ranks can be notified; call it before any other method."""
-        self._others = self._diagnosis.others = others
+        self._peers = peers
+
+    def record(self, events: Events) -> None:
+        """Record in `events` which ranks calls wait for."""
+        self._events = events
 
     def found(self, listening: Listening) -> None:
         """Another rank listens for this one."""
@@ -114,12 +128,12 @@ class ZmqPairs:
         `header` is that of the message, apart from its sequence number. Raises as `recv`.
         """
         sending = self._sending_to(self._membership.members[place], _MESSAGES)
-        wait = self._message("send", header, sending)
+        call = _Call(self, "send", header, sending.sequence)
         sending.begin(header, header.rank, sending.sequence, memory)
         sending.sequence += 1
         try:
-            self._connect(sending, wait)
-            self._drive(sending, None, 0, wait)
+            call.connect(sending)
+            call.run(sending, None, 0)
         except BaseException:
             self._give_up([sending], memory)
             raise
@@ -137,10 +151,10 @@ class ZmqPairs:
         After any exception all pairs are broken: `abort`, then `close`.
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
-        wait = self._message("recv", header, receiving)
+        call = _Call(self, "recv", header, receiving.sequence)
         receiving.begin(header, header.rank, receiving.sequence, memory)
         receiving.sequence += 1
-        self._drive(None, receiving, 0, wait)
+        call.run(None, receiving, 0)
 
     def exchange(
         self,
@@ -170,35 +184,29 @@ class ZmqPairs:
                 ahead.begin(header, header.rank, sequence, memory)
             outgoing.append(ahead)
         used = [sending for sending in outgoing if sending is not None]
-        wait = Wait(Kind(header.kind).label, header, sequence, lambda: self._patience)
+        call = _Call(self, Kind(header.kind).label, header, sequence)
         is_connected = all(sending.socket is not None for sending in used)
         try:
             if not is_connected:
                 compare()
             for sending in used:
-                self._connect(sending, wait)
-                if not self._of.is_sealed:
+                call.connect(sending)
+                if not self._settings.is_sealed:
                     # Costs no memory.
-                    self._drive(sending, None, transfer.HOLD_ALL, wait)
+                    call.run(sending, None, transfer.HOLD_ALL)
             if is_connected:
                 # Meanwhile parts travel.
                 compare()
             # Nobody waits in a cycle: of the ranks at the shortest distance, each receives what
             # another one sends, and whose data nobody takes yet still receives.
             for ahead, behind in zip(outgoing, incoming, strict=True):
-                self._drive(ahead, behind, transfer.HOLD_ALL, wait)
+                call.run(ahead, behind, transfer.HOLD_ALL)
             for sending in used:
                 if sending.borrows:
-                    self._drive(sending, None, 0, wait)
+                    call.run(sending, None, 0)
         except BaseException:
             self._give_up(used, *(part.memory for part in sent))
             raise
-
-    def _message(self, operation: str, header: Header, end: Sending | Receiving) -> Wait:
-        def patience() -> Patience:
-            return PeerPatience(self._patience, self._others, end.peer)
-
-        return Wait(operation, header, end.sequence, patience)
 
     def _give_up(self, ends: Sequence[Sending], *memory: np.ndarray) -> None:
         """Send nothing more from `memory`, which the caller may overwrite now."""
@@ -215,19 +223,16 @@ class ZmqPairs:
         found = self._receiving.get((peer, channel))
         if found is not None:
             return found
-        with self._changed, descriptors.shortage_explained(**self._where):
-            context = self._opened()
-            admission = self._security.data.of_channel(_FIRST_CHANNEL + channel)
-            domain = f"pair.{peer}.{channel}"
-            self._authenticator.allow(domain, admission.credentials(peer))
-            limits = self._frame_bytes_max, milliseconds(TIMES.poll_s)
-            socket = Incoming(context, self._bind, *limits, admission, domain)
-            made = Receiving(self._of, peer, socket, domain)
-            if self._of.is_sealed:
-                key = self._security.frame_key(peer, self._rank, _FIRST_CHANNEL + channel)
-                made.channel.open_key[:] = key
+        with self._changed, descriptors.shortage_explained(**self._who):
+            sockets, made = self._opened(), Receiving(self._settings, peer)
+            made.socket = sockets.listen(
+                *(self._bind, made.channel, _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"),
+                frame_bytes_max=self._frame_bytes_max,
+                slice_ms=milliseconds(TIMES.poll_s),
+            )
+            sockets.admit(made.socket, peer)
             self._receiving[peer, channel] = made
-        self._others.listen(Listening(self._rank, peer, channel, made.address))
+        self._peers.listen(Listening(self._rank, peer, channel, made.address))
         return made
 
     def _sending_to(self, peer: int, channel: int) -> Sending:
@@ -236,97 +241,48 @@ class ZmqPairs:
         if found is not None:
             return found
         with self._changed:
-            found = self._sending.get((peer, channel))
-            if found is None:
-                found = self._sending[peer, channel] = Sending(self._of, peer, channel)
-                if self._of.is_sealed:
-                    key = self._security.frame_key(self._rank, peer, _FIRST_CHANNEL + channel)
-                    found.channel.seal_key[:] = key
-            return found
+            made = Sending(self._settings, peer, channel)
+            return self._sending.setdefault((peer, channel), made)
 
-    def _connect(self, sending: Sending, wait: Wait) -> None:
-        """Wait until the peer listens, and connect to it.
+    def find(self, sending: Sending, wait_s: float) -> str:
+        """Where the peer listens; waits for that if need be, and is empty if it is not known."""
+        key = sending.peer, sending.number
+        with self._changed:
+            if key not in self._addresses:
+                self._changed.wait(wait_s)
+            return self._addresses.get(key, "")
+
+    def connect(self, sending: Sending, address: str, check: Callable[[], None]) -> list[Unreached]:
+        """Connect to the peer, which listens there; return the ways that lead nowhere, if all do.
 
         Whether a connection has ended is not asked: the rank that awaits its frames finds out.
         """
-        if sending.socket is not None:
-            return
-        with self._changed:
-            while (found := self._addresses.get((sending.peer, sending.number))) is None:
-                self._look(sending, None, wait)
-                self._changed.wait(TIMES.poll_s)
-        failed = self._routes.find({sending.peer: found}, lambda: self._look(sending, None, wait))
-        if failed:
-            raise self._diagnosis.unreached(sending, wait, failed)
-        with self._changed, descriptors.shortage_explained(**self._where):
-            sending.address = address = self._routes.lead(sending.peer, found)
-            admission = self._security.data.of_channel(_FIRST_CHANNEL + sending.number)
-            sending.socket = Outgoing(self._opened(), address, sending.peer, admission)
-            sending.channel.sender = sending.socket.socket.underlying
+        if failed := self._routes.find({sending.peer: address}, check):
+            return failed
+        with self._changed, descriptors.shortage_explained(**self._who):
+            leading = self._routes.lead(sending.peer, address)
+            number = _FIRST_CHANNEL + sending.number
+            sockets = self._opened()
+            sending.socket = sockets.connect(leading, sending.peer, sending.channel, number)
+        return []
 
-    def _opened(self) -> zmq.Context[zmq.Socket[bytes]]:
-        """The context, with room for another socket; under the lock."""
+    def lock(self, receiving: Receiving) -> None:
+        """Let nobody connect any more, once the peer has."""
+        if not receiving.socket.is_locked and self._sockets is not None:
+            self._sockets.lock(receiving.socket, 0.0)
+
+    def _opened(self) -> Sockets:
+        """The sockets, with room for another one; under the lock."""
         count = descriptors.needed(0, 1, 1, len(self._bind.hosts))
-        descriptors.reserve(count, **self._where)
-        if self._context is None:
+        descriptors.reserve(count, **self._who)
+        if self._sockets is None:
             if self._is_closed or self._interruption.is_set:
-                raise self._interruption.error(**self._where)
+                raise self._interruption.error(**self._who)
             libzmq.load()
             sodium.load()
             libzmq.keep_large_blocks()
-            self._context = zmq.Context(io_threads=1)
-            self._authenticator = self._security.data.authenticator(self._context)
-            inherited.watch(self)
-        return self._context
-
-    # --- Waiting --------------------------------------------------------------------------------
-
-    def _drive(
-        self, sending: Sending | None, receiving: Receiving | None, held: int, wait: Wait
-    ) -> None:
-        """Run the compiled loop to its end, or raise the error that stopped it."""
-        source = (0, 0) if sending is None else sending.addresses
-        target = (0, 0) if receiving is None else receiving.addresses
-        while (status := transfer.run(*source, *target, held)) != records.DONE:
-            if status not in (records.WAITING, records.DRAINING):
-                raise self._diagnosis.error(status, sending, receiving, wait)
-            self._look(sending, receiving, wait)
-        if receiving is not None and not receiving.is_locked:
-            self._lock(receiving)
-
-    def _look(self, sending: Sending | None, receiving: Receiving | None, wait: Wait) -> None:
-        """Raise an error if a call that does not progress should wait no longer."""
-        others, stall = self._others, wait.stall
-        end = receiving if sending is None else sending
-        assert end is not None
-        if receiving is not None:
-            self._lock(receiving)
-            if receiving.record.segment * self._of.segment_bytes < max(
-                1, receiving.transfer.nbytes
-            ):
-                end = receiving
-        if self._interruption.is_set:
-            raise self._interruption.error(**self._diagnosis.where(end, wait))
-        received = 0 if receiving is None else receiving.record.frames
-        released = 0 if sending is None else sending.channel.released
-        limit = stall.look((end.peer, received, released, end.address))
-        if stall.lost is not None:
-            raise self._diagnosis.lost(end, wait)
-        if limit is not None:
-            raise self._diagnosis.timed_out(end, wait, limit)
-        has_left = others.left(end.peer) is not None
-        if isinstance(end, Receiving):
-            is_lost = end.is_lost(has_left, stall.waited_s)
-        else:
-            is_lost = has_left or end.is_lost()
-        stall.lost = end.peer if is_lost else None
-
-    def _lock(self, receiving: Receiving) -> None:
-        """Let nobody connect any more, once the peer has."""
-        if receiving.is_locked or not receiving.socket.lock(receiving.channel.source, 0.0):
-            return
-        receiving.is_locked = True
-        self._authenticator.allow(receiving.domain, None)
+            self._sockets = Sockets(self._security, self._security.data)
+        return self._sockets
 
     # --- Ending ---------------------------------------------------------------------------------
 
@@ -336,10 +292,9 @@ class ZmqPairs:
         with self._changed:
             self._changed.notify_all()
 
-    def abort(self, cause: RingReduceError) -> None:
-        """Give up; the watcher notifies the other ranks."""
+    def abort(self) -> None:
+        """Give up; `interrupt` ends calls in other threads."""
         self._has_failed = True
-        self.interrupt(cause)
 
     def traffic(self) -> Traffic:
         """What has crossed all pairs so far."""
@@ -348,57 +303,162 @@ class ZmqPairs:
         found = [(e.record.frames, e.record.bytes_sent, e.record.bytes_received) for e in ends]
         return Traffic(*map(sum, zip((0, 0, 0), *found, strict=True)))
 
-    def close_inherited(self) -> None:
-        """In a forked child: forget the keys, and close its copies of the connections."""
-        ends = [*self._sending.values(), *self._receiving.values()]
-        for end in ends:
-            end.forget_keys()
-        inherited.close_connections(address for end in ends for address in end.endpoints)
+    def flow(self) -> Flow:
+        """What was sent to each rank, and from which ones frames are due; from any thread."""
+        with self._changed:
+            sockets, ends = self._sockets, list(self._receiving.values())
+        if sockets is None:
+            return Flow()
+        overdue = (end.socket.silence.overdue() for end in ends)
+        return Flow(
+            sent=sockets.sent(), overdue=tuple(each for each in overdue if each is not None)
+        )
 
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye and free everything, after about a second at most; no call may be running."""
+    def close(self) -> None:
+        """Free everything, after about a second at most; no call may be running."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
         self._interruption.set(None)
-        if self._context is None or not is_first:
+        if self._sockets is None or not is_first:
             return
-        inherited.unwatch(self)
-        self._authenticator.close()
-        connected = [each for each in self._sending.values() if each.socket is not None]
+        linger_s = 0.0 if self._has_failed else TIMES.linger_s
         if not self._has_failed:
-            self._say_goodbye(connected, goodbye)
-            deadline = time.monotonic() + TIMES.linger_s
+            # Others find all that was sent before this rank's connections end.
+            self._sockets.close_outgoing(linger_s)
+            deadline = time.monotonic() + linger_s
             for (peer, channel), receiving in self._receiving.items():
                 if channel == _MESSAGES:
-                    has_left = self._others.left(peer) is not None
-                    found = receiving.drain(has_left, deadline)
+                    found = receiving.drain(self._peers.left(peer) is not None, deadline)
                     self.unreceived += [Unreceived(peer, False, header) for header in found]
-        # CURVE copies: libzmq has released borrowed memory before the encrypted copy was written.
-        curve = self._security.data.mechanism == "CURVE"
-        for sending in connected:
-            assert sending.socket is not None
-            sending.socket.close(milliseconds(TIMES.linger_s) if curve else 0)
-        for receiving in self._receiving.values():
-            receiving.socket.close()
-        self._context.destroy(linger=0)
-        for end in (*self._sending.values(), *self._receiving.values()):
-            end.forget_keys()
+        self._sockets.close(linger_s)
         self._lent.clear()
 
-    def _say_goodbye(self, connected: Sequence[Sending], goodbye: bytes) -> None:
-        """Send `goodbye` behind all messages, and wait until all has been written."""
-        deadline = time.monotonic() + TIMES.linger_s
-        header = Header(
-            kind=Kind.GOODBYE,
-            job=self._of.job,
-            rank=self._membership.place(self._rank),
-            group=self._membership.group,
-            epoch=self._of.epoch,
-            nbytes=len(goodbye),
+
+class _Call:
+    """A message, or the parts of a collective, one after the other; a `StalledCall`."""
+
+    def __init__(self, pairs: ZmqPairs, operation: str, header: Header, sequence: int) -> None:
+        self._pairs, self._peers = pairs, pairs._peers
+        self._operation, self._header, self._sequence = operation, header, sequence
+        self._sending: Sending | None = None
+        self._receiving: Receiving | None = None
+        self._held, self._status = 0, WAITING
+        self._is_connecting = False
+
+    def run(self, sending: Sending | None, receiving: Receiving | None, held: int) -> None:
+        """Run the compiled loop to its end, or raise the error that stopped it."""
+        self._sending, self._receiving, self._held = sending, receiving, held
+        self._source = (0, 0) if sending is None else sending.addresses
+        self._target = (0, 0) if receiving is None else receiving.addresses
+        if not self.resume():
+            self._finish()
+        if receiving is not None:
+            self._pairs.lock(receiving)
+
+    def connect(self, sending: Sending) -> None:
+        """Wait until the peer listens, and connect to it."""
+        if sending.socket is not None:
+            return
+        self._sending, self._receiving, self._is_connecting = sending, None, True
+        if not self._pairs.find(sending, 0.0):
+            self._finish()
+        self._is_connecting = False
+        failed = self._pairs.connect(sending, self._pairs.find(sending, 0.0), self._check)
+        if failed:
+            tried = "; ".join(f"{each.address}: {each.why}" for each in failed)
+            raise PeerLostError(
+                f"cannot connect to rank {sending.peer} ({tried})",
+                **self.where(sending.peer),
+                remedy="Let these hosts connect to each other at all ports of RINGREDUCE_PORTS, or "
+                "at any.",
+            )
+
+    def _finish(self) -> None:
+        pairs = self._pairs
+        patience, end = pairs._patience, self._end
+        if self._header.kind in wire.SENDS:
+            patience = PeerPatience(patience, self._peers, end.peer, sends=isinstance(end, Sending))
+        finish(self, pairs._interruption, patience, pairs._events)
+
+    def _check(self) -> None:
+        interruption = self._pairs._interruption
+        if interruption.is_set:
+            raise interruption.error(**self.where(self._pairs._rank))
+
+    @property
+    def _end(self) -> Sending | Receiving:
+        """The end that is waited for now."""
+        if self._receiving is not None and (self._sending is None or self._receiving.is_waiting):
+            return self._receiving
+        assert self._sending is not None
+        return self._sending
+
+    def resume(self) -> bool:
+        """Run the loop until it is done, or needs a decision."""
+        if self._is_connecting:
+            assert self._sending is not None
+            return bool(self._pairs.find(self._sending, TIMES.poll_s))
+        self._status = status = transfer.run(*self._source, *self._target, self._held)
+        if status not in (DONE, WAITING, DRAINING):
+            raise self._error()
+        return bool(status == DONE)
+
+    def state(self) -> State:
+        """What both ends have done."""
+        end, sending, receiving = self._end, self._sending, self._receiving
+        received = 0 if receiving is None else receiving.record.frames
+        released = 0 if sending is None else sending.channel.released
+        if receiving is not None:
+            self._pairs.lock(receiving)
+            receiving.socket.read_events()
+        silence = end.socket.silence if isinstance(end, Receiving) else None
+        return State((end.peer, received, released), end.peer, silence)
+
+    def due(self) -> str:
+        """Memory that is to come, or to be taken."""
+        end = self._end
+        name, nbytes = self.name(end.peer), format_bytes(end.transfer.nbytes)
+        return (
+            f"{nbytes} from {name}" if isinstance(end, Receiving) else f"{name} to receive {nbytes}"
         )
-        frame = np.frombuffer(wire.encode(header).tobytes() + goodbye, np.uint8)
-        self._lent.append(frame)
-        address = frame.__array_interface__["data"][0]
-        posted = [sending for sending in connected if sending.post(address, frame.size)]
-        for sending in posted:
-            sending.flush(deadline)
+
+    def name(self, peer: int) -> str:
+        """The rank, and where the receiving one of the two listens."""
+        address = self._end.address
+        return f"rank {peer} ({address})" if address else f"rank {peer}"
+
+    def lost(self, waited_s: float) -> int | None:
+        """The other rank, if its connection has ended or it has left."""
+        end = self._end
+        has_left = self._peers.left(end.peer) is not None
+        if isinstance(end, Receiving):
+            return end.peer if end.is_lost(has_left, waited_s) else None
+        return end.peer if has_left or end.is_lost() else None
+
+    def where(self, peer: int) -> dict[str, Any]:
+        """The fields that every error of this call has."""
+        is_message = self._header.kind in wire.SENDS
+        return {
+            **self._pairs._who,
+            "peer": peer,
+            "operation": self._operation,
+            "sequence": self._sequence,
+            "step": f"tag {self._header.signature}" if is_message else f"with rank {peer}",
+        }
+
+    def _error(self) -> RingReduceError:
+        """The error for the status that the loop has returned."""
+        sending, receiving, status = self._sending, self._receiving, self._status
+        is_sending = status in (UNSENDABLE, KEY_ENDED) or (
+            sending is not None and sending.record.errno != 0
+        )
+        end = sending if is_sending or receiving is None else receiving
+        assert end is not None
+        where, received = self.where(end.peer), wire.decode(end.record.received)
+        if status == UNSENDABLE:
+            return lost_error(f"rank {end.peer} ({end.address})", **where)
+        if status == MISMATCH:
+            expected = wire.decode(end.transfer.header)
+            return mismatch_error(received, expected, self._pairs._membership.members, **where)
+        errno, address = end.record.errno, end.address
+        return frame_error(status, errno, received, end.peer, address, address, where)

@@ -1,4 +1,4 @@
-"""What Python and the compiled loops share: status codes, and records in memory.
+"""What Python and the compiled loops share in memory.
 
 Python uses a record as a ctypes structure, a compiled function by its address and numpy dtype,
 ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each array argument in every call,
@@ -17,21 +17,6 @@ import numpy as np
 from numba import types
 from numba.core.typing import Signature
 from numba.extending import intrinsic
-
-from ringreduce.pure.notification import ABORT_BYTES_MAX
-
-# What a loop returns.
-DONE = 0
-WAITING = 1  # nothing arrived for one receive timeout, or a signal came
-DRAINING = 2  # libzmq still holds borrowed segments, and nothing else can be done
-FOREIGN = 3  # a frame without our magic, version or job
-MISMATCH = 4  # a frame of ours that is not the one due
-MISSHAPEN = 5  # the header due, but a payload of another size
-CONTROL = 6  # ABORT or GOODBYE: its payload is in `control`
-UNSENDABLE = 7  # the next rank's connection is gone
-FAILED = 8  # libzmq reported `errno`
-CORRUPT = 9  # a sealed frame that does not open
-KEY_ENDED = 10  # a channel's key has sealed as many frames as it may
 
 NO_SOURCE = -1
 
@@ -88,8 +73,6 @@ class LinkRecord(ctypes.Structure):
         ("payload", _address),  # of that frame
         ("payload_bytes", _i64),  # those behind its header in the same message
         ("message", ctypes.c_uint64 * 16),  # room for two zmq_msg_t
-        ("control_bytes", _i64),
-        ("control", ctypes.c_uint8 * ABORT_BYTES_MAX),  # payload of a control frame
     )
 
 

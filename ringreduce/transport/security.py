@@ -90,7 +90,9 @@ class Security:
             self.encryption = AEGIS if has_aegis else CURVE
         self.seals = self.encryption == AEGIS
         required = "PLAIN" if secret else "NULL"
-        self.data = Admission(self, "CURVE" if self.encryption == CURVE else required)
+        self.data = Admission(
+            self, "CURVE" if self.encryption == CURVE else required, seals=self.seals
+        )
         self.control = Admission(self, required if self.encryption == UNENCRYPTED else "CURVE")
         if not secret:
             return
@@ -201,7 +203,7 @@ class Security:
     def for_group(self, membership: Membership) -> Security:
         """The same ranks' security in a group's ring, which needs a session of its own."""
         anew = copy.copy(self)
-        anew.data = Admission(anew, self.data.mechanism)
+        anew.data = Admission(anew, self.data.mechanism, seals=self.seals)
         anew.control = Admission(anew, self.control.mechanism)
         anew._membership, anew._session = membership, b""
         return anew
@@ -301,16 +303,18 @@ class Admission:
 
     `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
     connecting side by a password; or ``NULL``, which proves nothing. `rank` and `size` are those of
-    `security`; passwords are those of `channel`.
+    `security`; passwords are those of `channel`. `seals` says whether each frame is sealed.
     """
 
-    def __init__(self, security: Security, mechanism: str, channel: int = 0) -> None:
+    def __init__(
+        self, security: Security, mechanism: str, channel: int = 0, *, seals: bool = False
+    ) -> None:
         self._security, self.mechanism, self._channel = security, mechanism, channel
-        self.rank, self.size = security.rank, security.size
+        self.rank, self.size, self.seals = security.rank, security.size, seals
 
     def of_channel(self, channel: int) -> Admission:
         """The same with the passwords of `channel`."""
-        return Admission(self._security, self.mechanism, channel)
+        return Admission(self._security, self.mechanism, channel, seals=self.seals)
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
         """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ringreduce.effects import native
-from ringreduce.pure.notification import ABORT_BYTES_MAX
 
 _ALIGNMENT = 4096
 # Address space for registered arrays; only what is used takes memory. No known host's memory has
@@ -45,12 +44,11 @@ def functions() -> dict[str, Any]:
         "segment_release": (_int, [_int, _pointer, _u64, _u64]),
         "segment_detach": (_int, [_int, _pointer, _u64, _u64]),
         "segment_drop": (_int, [_pointer, _u64, _u64]),
-        "segment_reason": (_u32, [_pointer, _pointer]),
         "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
         "shm_free": (None, [_pointer]),
         "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
         "shm_exchange": (_int, [_pointer, _pointer, _pointer, _pointer, _pointer]),
-        "shm_abort": (None, [_pointer, ctypes.c_char_p, _u32]),
+        "shm_abort": (None, [_pointer]),
         "shm_look": (None, [_pointer, _pointer]),
         "shm_has_arrived": (_int, [_pointer, _u32]),
         "pair_new": (_int, [_pointer, _u32, _pointer, _u32, _u32]),
@@ -130,12 +128,6 @@ class Segment:
             functions()["segment_create"](staging_bytes, heap_bytes, ctypes.addressof(descriptor))
         )
         return cls(descriptor.value)
-
-    def reason(self) -> bytes:
-        """Why the owner has aborted, as `encode_abort` made it; empty: it has not."""
-        buffer = ctypes.create_string_buffer(ABORT_BYTES_MAX)
-        length = functions()["segment_reason"](self.address, ctypes.addressof(buffer))
-        return buffer.raw[:length]
 
 
 def _unmap(address: int, nbytes: int, descriptor: int) -> None:

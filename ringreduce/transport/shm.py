@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,18 +20,18 @@ import numpy as np
 from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
-from ringreduce.pure.notification import abort_error, encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.calls import Traffic
+from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
 from ringreduce.transport.shm_pairs import HostPairs
-from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, WaitSpans, mismatch_error
+from ringreduce.transport.stalls import Interruption, State, finish
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
@@ -128,7 +127,7 @@ class HostLink:
         self._ranks: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
-        self._waits = WaitSpans(TIMES.shared_memory_poll_s)
+        self._events: Events | None = None
         # Any thread may ask for the traffic, so `close` must not free the group meanwhile; not in
         # a signal handler either.
         self._traffic_lock, self._is_looking = threading.RLock(), False
@@ -213,7 +212,9 @@ class HostLink:
 
     def record(self, events: Events) -> None:
         """Record in `events` which ranks collectives wait for, and those that run in C."""
-        self._waits.events = events
+        self._events = events
+        if self.pairs is not None:
+            self.pairs.record(events)
         if self.small is not None:
             self.small.record(events, Kind.ALL_REDUCE.label)
 
@@ -243,67 +244,23 @@ class HostLink:
 
     def _resume(self, status: int, call: HostCall, run: Any, *addresses: int) -> None:
         """Continue a call that was not completed at the first attempt."""
-        assert self._ranks is not None
-        status = self._ranks.finish(
-            status, _Stalled(self, call, run, addresses), self._interruption, waits=self._waits
-        )
-        if status != DONE:
-            raise self._error(status, call)
+        stalled = _Stalled(self, call, run, addresses)
+        if not stalled.is_done(status):
+            check_s = TIMES.shared_memory_poll_s
+            finish(stalled, self._interruption, self._patience, self._events, check_s)
 
     def _look(self) -> _Facts:
         self._functions["shm_look"](self._group, ctypes.addressof(self._facts))
         return self._facts
 
-    def _where(self, call: HostCall, index: int) -> dict[str, Any]:
-        facts = self._look()
-        return {
-            "rank": self._rank,
-            "size": self._size,
-            "peer": self._members[index],
-            "operation": Kind(call.header.kind).label,
-            "sequence": int(facts.sequence),
-            # All steps may be done, while the end of the call is still waited for.
-            "step": f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
-            if facts.steps
-            else "meeting in shared memory",
-        }
-
-    def _error(self, status: int, call: HostCall) -> RingReduceError:
-        facts = self._look()
-        index = int(facts.peer)
-        where = self._where(call, index)
-        if status == ABORTED:
-            return abort_error(self._segments[index].reason(), **where)
-        if status == MISMATCH:
-            theirs = wire.decode(facts.theirs)
-            ours = replace(call.header, sequence=int(facts.sequence), rank=theirs.rank)
-            if wire.will_be_explained(theirs, ours) and (payload := self._await_abort(index)):
-                return abort_error(payload, **where)
-            named = f"rank {self._members[index]}"
-            return mismatch_error(theirs, ours, lambda _: named, **where)
-        return ProtocolError(
-            f"found what cannot be in the memory of rank {self._members[index]}", **where
-        )
-
-    def _await_abort(self, index: int) -> bytes:
-        """The abort of that rank, if it soon arrives; else empty."""
-        deadline = time.monotonic() + TIMES.explanation_s
-        while not (payload := self._segments[index].reason()) and time.monotonic() < deadline:
-            if self._interruption.is_set:
-                break
-            # Polled: that rank is in another call, so it does not wake this one.
-            time.sleep(TIMES.shared_memory_poll_s / 10)
-        return payload
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Write into this rank's segment why it gives up; the others read that when they wait.
+    def abort(self) -> None:
+        """Give up, and wake the ranks that wait for this one; the watcher tells them why.
 
         Registered arrays become private: a rank that was stopped while it wrote into them may
         continue.
         """
         if self._group is not None:
-            payload = encode_abort(cause, self._rank)
-            self._functions["shm_abort"](self._group, payload, len(payload))
+            self._functions["shm_abort"](self._group)
             if self._heap is not None and (left := self._heap.detach()):
                 _log.warning(
                     "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
@@ -340,12 +297,11 @@ class HostLink:
         """Nothing: the traffic shows whether shared memory makes progress."""
         return Flow()
 
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye; memory is freed with the last registered array."""
+    def close(self) -> None:
+        """Leave; memory is freed with the last registered array."""
         if self.pairs is not None:
-            left = [place for place, said in self._mesh.gone().items() if said is not None]
-            self.unreceived += self.pairs.unreceived(sent_to=left)
-        self._mesh.close(goodbye)
+            self.unreceived += self.pairs.unreceived(sent_to=self._mesh.gone())
+        self._mesh.close()
         if self.small is not None:
             self.small.close()
         self.traffic()
@@ -355,7 +311,7 @@ class HostLink:
             if group is not None and not self._is_looking:
                 self._functions["shm_free"](group)
         if self.pairs is not None:
-            # After the goodbye: the rank that sends later finds that this one has left.
+            # After leaving: the rank that sends later finds that this one has gone.
             self.unreceived += self.pairs.unreceived()
             self.pairs.close()
         self._segments.clear()
@@ -364,29 +320,73 @@ class HostLink:
 
 
 class _Stalled:
-    """A collective that waits for another rank; a `Waiting`."""
+    """A collective that waits for another rank; a `StalledCall`."""
 
     def __init__(self, link: HostLink, call: HostCall, run: Any, addresses: Sequence[int]) -> None:
-        self._link, self._call = link, call
+        assert link._ranks is not None
+        self._link, self._ranks, self._call = link, link._ranks, call
         self._run, self._addresses = run, addresses
 
-    def resume(self) -> int:
+    def resume(self) -> bool:
         """Continue it."""
         link = self._link
-        status: int = self._run(
-            link._group, self._call.address, *self._addresses, link._wait_limits_address
+        return self.is_done(
+            self._run(link._group, self._call.address, *self._addresses, link._wait_limits_address)
         )
-        return status
 
-    def state(self) -> tuple[int, int]:
+    def is_done(self, status: int) -> bool:
+        """What a status of the C library means. Raises the error that it stands for."""
+        if status not in (DONE, WAITING):
+            raise self._error(status)
+        return status == DONE
+
+    def state(self) -> State:
         """The steps of all ranks, and the rank that was late."""
         facts = self._link._look()
-        return int(facts.progress), int(facts.peer)
+        return State(int(facts.progress), self._ranks.members[facts.peer])
 
-    def is_late(self, index: int) -> bool:
-        """Whether that rank has not finished the step."""
-        return not self._link._functions["shm_has_arrived"](self._link._group, index)
+    def due(self) -> str:
+        """The rank that was late."""
+        return self._ranks.name(self.state().peer)
 
-    def where(self, index: int) -> dict[str, Any]:
+    def name(self, peer: int) -> str:
+        """How errors call a rank."""
+        return self._ranks.name(peer)
+
+    def lost(self, waited_s: float) -> int | None:
+        """A rank whose process has ended and that has not finished the step."""
+        link, ranks = self._link, self._ranks
+        arrived = link._functions["shm_has_arrived"]
+        late = (index for index in ranks.mesh.gone() if not arrived(link._group, index))
+        return next((ranks.members[index] for index in late), None)
+
+    def where(self, peer: int) -> dict[str, Any]:
         """The fields of an error about that rank."""
-        return self._link._where(self._call, index)
+        link, facts = self._link, self._link._look()
+        return {
+            "rank": link._rank,
+            "size": link._size,
+            "peer": peer,
+            "operation": Kind(self._call.header.kind).label,
+            "sequence": int(facts.sequence),
+            # All steps may be done, while the end of the call is still waited for.
+            "step": f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
+            if facts.steps
+            else "meeting in shared memory",
+        }
+
+    def _error(self, status: int) -> RingReduceError:
+        facts, interruption = self._link._look(), self._link._interruption
+        peer = self._ranks.members[facts.peer]
+        where = self.where(peer)
+        if status == ABORTED:
+            return interruption.await_cause() or lost_error(self.name(peer), **where)
+        if status == MISMATCH:
+            theirs = wire.decode(facts.theirs)
+            ours = replace(self._call.header, sequence=int(facts.sequence))
+            if wire.will_be_explained(theirs, ours) and (cause := interruption.await_cause()):
+                return cause
+            # Of two ranks that look at each other.
+            theirs, ours = replace(theirs, rank=0), replace(ours, rank=0)
+            return mismatch_error(theirs, ours, (peer,), **where)
+        return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)

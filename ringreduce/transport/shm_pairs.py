@@ -20,23 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
-from ringreduce.pure.notification import abort_error
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import HEADER_BYTES, Header
 from ringreduce.transport.calls import Traffic
-from ringreduce.transport.others import Others, explain_timeout
+from ringreduce.transport.diagnosis import lost_error, mismatch_error
+from ringreduce.transport.peers import PeerPatience, PeerStates
 from ringreduce.transport.segment import Heap, address_of, functions
-from ringreduce.transport.shm_waits import ABORTED, DONE, MISMATCH, HostRanks
+from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, mismatch_error
-from ringreduce.vocabulary.errors import (
-    ArrayError,
-    PeerTimeoutError,
-    ProtocolError,
-    RingReduceError,
-)
+from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ArrayError, ProtocolError, RingReduceError
 
 # RR_PAIR_SLOTS of native/include/ringreduce.h.
 _SLOTS = 4
@@ -62,15 +59,20 @@ class HostPairs:
         self._heap: Heap | None = heap
         self._size = size
         self._interruption = Interruption()
-        self._others: Others | None = None
+        self._peers: PeerStates | None = None
+        self._events: Events | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.RLock()
         self._sending: dict[int, HostEnd] = {}
         self._receiving: dict[int, HostEnd] = {}
 
-    def begin(self, others: Others) -> None:
+    def begin(self, peers: PeerStates) -> None:
         """Errors and time limits depend from now on on what the other rank does."""
-        self._others = others
+        self._peers = peers
+
+    def record(self, events: Events) -> None:
+        """Record in `events` which ranks messages wait for."""
+        self._events = events
 
     def send(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Send `flat`, contiguous, to the rank at `place` among those of this host.
@@ -127,7 +129,8 @@ class HostPairs:
 
     def _end(self, place: int, is_sending: bool) -> HostEnd:
         assert self._ranks is not None
-        return HostEnd(self._ranks, place, self._size, self._others, is_sending=is_sending)
+        peers, events = self._peers, self._events
+        return HostEnd(self._ranks, place, self._size, peers, events, is_sending=is_sending)
 
     def end(self, place: int, *, is_sending: bool) -> HostEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
@@ -169,17 +172,25 @@ class HostPairs:
 
 
 class HostEnd:
-    """This rank's end of one direction; a `Waiting`. Who has it keeps all memory mapped.
+    """This rank's end of one direction; a `StalledCall`. Who has it keeps all memory mapped.
 
     Attributes:
         small: messages wholly in C, by array and tag; None where there are none.
     """
 
     def __init__(
-        self, ranks: HostRanks, place: int, size: int, others: Others | None, *, is_sending: bool
+        self,
+        ranks: HostRanks,
+        place: int,
+        size: int,
+        peers: PeerStates | None,
+        events: Events | None,
+        *,
+        is_sending: bool,
     ) -> None:
         self._ranks, self._place, self._size = ranks, place, size
-        self._others, self._is_sending = others, is_sending
+        self._peers, self._events, self._is_sending = peers, events, is_sending
+        self._peer = ranks.members[place]
         self._operation = "send" if is_sending else "recv"
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
         self._nbytes = 0
@@ -231,26 +242,13 @@ class HostEnd:
         nbytes = flat.nbytes
         data = address_of(flat)
         self._arguments = self._pair, self._words_address, data, nbytes, self._limits
-        status = self._call(*self._arguments)
-        if status != DONE:
-            status = self._finish(status, interruption)
-            if status != DONE:
-                raise self._error(status, header)
+        self._interruption = interruption
+        if not self.resume():
+            patience = self._ranks.patience
+            if self._peers is not None:
+                patience = PeerPatience(patience, self._peers, self._peer, sends=self._is_sending)
+            finish(self, interruption, patience, self._events, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
-
-    def _finish(self, status: int, interruption: Interruption) -> int:
-        """Wait for the other rank until the call is done; return its status."""
-        others, place = self._others, self._place
-        if others is None:
-            return self._ranks.finish(status, self, interruption)
-        try:
-            patience = self._ranks.patience_with(place, others)
-            return self._ranks.finish(status, self, interruption, patience)
-        except PeerTimeoutError as error:
-            if error.origin is None:
-                peer = self._ranks.members[place]
-                explain_timeout(error, others, peer, sends=self._is_sending)
-            raise
 
     def unreceived(self) -> list[Unreceived]:
         """The messages that were sent and not received; neither end is in a call."""
@@ -260,26 +258,36 @@ class HostEnd:
         found = [wire.decode(bytes(headers)[HEADER_BYTES * n :]) for n in range(count)]
         return [Unreceived(peer, self._is_sending, header) for header in found]
 
-    def resume(self) -> int:
+    def resume(self) -> bool:
         """Continue the call."""
         status: int = self._call(*self._arguments)
-        return status
+        if status not in (DONE, WAITING):
+            raise self._error(status)
+        return status == DONE
 
-    def state(self) -> tuple[int, int]:
+    def state(self) -> State:
         """What both ends have done, and the other one."""
-        return int(self._look().progress), self._place
+        return State(int(self._look().progress), self._peer)
 
-    def is_late(self, index: int) -> bool:
-        """Only the other end is waited for."""
-        return index == self._place
+    def due(self) -> str:
+        """The other rank."""
+        return self._ranks.name(self._peer)
 
-    def where(self, index: int) -> dict[str, Any]:
-        """The fields of an error about the rank at `index`."""
+    def name(self, peer: int) -> str:
+        """How errors call a rank."""
+        return self._ranks.name(peer)
+
+    def lost(self, waited_s: float) -> int | None:
+        """The other rank, if its process has ended: only that is waited for."""
+        return self._peer if self._place in self._ranks.mesh.gone() else None
+
+    def where(self, peer: int) -> dict[str, Any]:
+        """The fields of an error about that rank."""
         ranks = self._ranks
         return {
             "rank": ranks.members[ranks.index],
             "size": self._size,
-            "peer": ranks.members[index],
+            "peer": peer,
             "operation": self._operation,
             "sequence": int(self._look().sequence),
             "step": "" if self._header is None else f"tag {self._header.signature}",
@@ -289,14 +297,19 @@ class HostEnd:
         functions()["pair_look"](self._pair, ctypes.addressof(self._facts))
         return self._facts
 
-    def _error(self, status: int, header: Header) -> RingReduceError:
-        facts = self._look()
+    def _error(self, status: int) -> RingReduceError:
+        facts, peer = self._look(), self._peer
         if status == ABORTED:
-            index = int(facts.aborted)
-            return abort_error(self._ranks.segments[index].reason(), **self.where(index))
-        where, named = self.where(self._place), f"rank {self._ranks.members[self._place]}"
+            peer = self._ranks.members[facts.aborted]
+            return self._interruption.await_cause() or lost_error(
+                self.name(peer), **self.where(peer)
+            )
+        where = self.where(peer)
         if status == MISMATCH:
-            theirs = wire.decode(facts.theirs)
-            ours = replace(header, sequence=int(facts.sequence), nbytes=self._arguments[3])
-            return mismatch_error(theirs, ours, lambda _: named, **where)
-        return ProtocolError(f"found what cannot be in the memory of {named}", **where)
+            assert self._header is not None
+            theirs = replace(wire.decode(facts.theirs), rank=0)
+            ours = replace(
+                self._header, sequence=int(facts.sequence), nbytes=self._arguments[3], rank=0
+            )
+            return mismatch_error(theirs, ours, (peer,), **where)
+        return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)

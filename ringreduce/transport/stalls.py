@@ -1,34 +1,69 @@
-"""What every link needs when a call is stuck: measure the wait, and build the error."""
+"""How a call waits for another rank, over whatever link: when it stops, and with which error.
+
+A link runs its calls in compiled code or in C, which returns when another rank is late. From then
+on `finish` has the call: it continues it, and decides meanwhile whether that rank is slow or lost,
+and whether the ring has ended.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
-from ringreduce.pure import wire
 from ringreduce.pure.patience import Limit, Patience
 from ringreduce.pure.spans import SpanKind
-from ringreduce.pure.wire import Header
+from ringreduce.transport.diagnosis import lost_error, timeout_error
+from ringreduce.transport.overdue import Silence
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import (
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
+
+
+class State(NamedTuple):
+    """Where a call stands that another rank holds up.
+
+    Attributes:
+        progress: changes while it advances.
+        peer: the rank that it waits for.
+        silence: of the connection on which a frame is due; None: there is none.
+    """
+
+    progress: object
+    peer: int
+    silence: Silence | None = None
+
+
+class StalledCall(Protocol):
+    """A call that is not done yet."""
+
+    def resume(self) -> bool:
+        """Continue it for a while; return whether it is done. Raises what has made it fail."""
+
+    def state(self) -> State:
+        """Where it stands."""
+
+    def due(self) -> str:
+        """What it waits for, with the rank's name: ``1.0 MiB from rank 2 (tcp://...)``."""
+
+    def name(self, peer: int) -> str:
+        """A rank's name in errors, with where it is: ``rank 2 on the same host``."""
+
+    def lost(self, waited_s: float) -> int | None:
+        """A rank that it still needs and that is lost; None if none is known."""
+
+    def where(self, peer: int) -> dict[str, Any]:
+        """The fields of an error about that rank."""
 
 
 class Interruption:
-    """Ends a call in another thread, when that thread next checks the clock."""
+    """Ends calls in other threads, when these next check the clock."""
 
     def __init__(self) -> None:
         self.is_set = False
         self._cause: RingReduceError | None = None
 
     def set(self, cause: RingReduceError | None) -> None:
-        """Make the call raise `cause`; None: that this rank closed."""
+        """Make calls raise `cause`; None: that this rank closed."""
         self._cause = cause
         self.is_set = True
 
@@ -37,6 +72,14 @@ class Interruption:
         return self._cause or PeerLostError(
             "closed its communicator in the middle of a collective", **where
         )
+
+    def await_cause(self) -> RingReduceError | None:
+        """Why the ring has ended, if another rank that knows more says it soon."""
+        # Polled, since a signal handler may set it.
+        deadline = time.monotonic() + TIMES.explanation_s
+        while not self.is_set and time.monotonic() < deadline:
+            time.sleep(TIMES.ended_poll_s)
+        return self._cause
 
 
 class Stall:
@@ -71,52 +114,72 @@ class Stall:
         return self._patience.reached(self.waited_s, self._idle_s)
 
 
-class WaitSpans:
-    """Records which ranks a link's calls wait for, and when, if for longer than one check.
+class _WaitSpan:
+    """Records in `events` which ranks a call waits for, and when, if for longer than one check."""
 
-    Attributes:
-        events: where; None: nowhere.
-    """
-
-    def __init__(self, check_s: float) -> None:
-        self.events: Events | None = None
-        self._check_s = check_s
-        self._progress: object = None
-        self._rank: int | None = None
+    def __init__(self, events: Events | None, check_s: float) -> None:
+        self._events, self._check_s = events, check_s
+        self._known: tuple[int, object] | None = None
         self._began_s = 0.0
 
     def look(self, rank: int, progress: object) -> None:
         """Note that the call waits for `rank` now, and its `progress`, at the end of a check."""
-        if (rank, progress) == (self._rank, self._progress) or self.events is None:
+        if self._events is None or (rank, progress) == self._known:
             return
         self.end()
-        self._rank, self._progress = rank, progress
-        call_s = self.events.standing().since_s
+        self._known = rank, progress
+        call_s = self._events.standing().since_s
         self._began_s = max(call_s, time.monotonic() - self._check_s)
 
     def end(self) -> None:
         """Note that the call does not wait any more."""
-        if self._rank is not None and self.events is not None:
+        if self._known is not None and self._events is not None:
             now = time.monotonic()
-            self.events.part(SpanKind.WAIT, self._began_s, now, other=self._rank)
-        self._rank = self._progress = None
+            self._events.part(SpanKind.WAIT, self._began_s, now, other=self._known[0])
+        self._known = None
 
 
-def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> PeerTimeoutError:
-    """The error of a call that has waited for `due` up to `limit`; `where` names the peer."""
-    return PeerTimeoutError(
-        f"waited {waited_s:.1f} s for {due}",
-        **where,
-        remedy=f"Read rank {where['peer']}'s log first; raise {limit.variable} "
-        f"(now {limit.seconds:g}) only if it is merely slow.",
-    )
+def finish(
+    call: StalledCall,
+    interruption: Interruption,
+    patience: Patience,
+    events: Events | None = None,
+    check_s: float = TIMES.poll_s,
+) -> None:
+    """Continue `call` until it is done, for as long as `patience` allows.
 
+    `resume` returns after `check_s` at most. For which ranks it waits is recorded in `events`.
 
-def mismatch_error(
-    received: Header, expected: Header, name: Callable[[int], str], **where: Any
-) -> MismatchError:
-    """The error of a call that met another; `name` gives the name of the rank in a header."""
-    remedy = wire.advice(received, expected)
-    error = MismatchError(wire.disagreement(received, expected, name), remedy=remedy, **where)
-    error.signatures = expected.signature, received.signature
-    return error
+    Raises:
+        PeerTimeoutError: it made no progress within a limit.
+        PeerLostError: a rank that it needs is lost, or this one has closed its communicator.
+        RingReduceError: what `call.resume` raises, or the cause of the interruption.
+    """
+    stall, span = Stall(patience), _WaitSpan(events, check_s)
+    silence: Silence | None = None
+    try:
+        while True:
+            state = call.state()
+            span.look(state.peer, state.progress)
+            if interruption.is_set:
+                where = call.where(state.peer)
+                raise interruption.error(**{**where, "peer": where["rank"]})
+            limit = stall.look(state.progress)
+            if stall.lost is not None:
+                raise lost_error(call.name(stall.lost), **call.where(stall.lost))
+            if limit is not None:
+                error = timeout_error(call.due(), stall.waited_s, limit, **call.where(state.peer))
+                patience.explain(error)
+                raise error
+            if silence is not None and silence is not state.silence:
+                silence.end()
+            silence = state.silence
+            if silence is not None:
+                silence.look()
+            stall.lost = call.lost(stall.waited_s)
+            if call.resume():
+                return
+    finally:
+        span.end()
+        if silence is not None:
+            silence.end()

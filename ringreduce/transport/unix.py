@@ -2,12 +2,11 @@
 
 Each rank listens on an abstract address (in no file system; it ends with the process) and stays
 connected with every other rank of its host; the kernel names the user at the other end, and other
-users are refused. A connection that ends without a goodbye shows that its rank has died.
+users are refused. They carry nothing afterwards: one that ends shows that its rank has gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import select
@@ -17,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ringreduce.pure.notification import GOODBYE_BYTES_MAX
 from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
@@ -26,7 +24,6 @@ from ringreduce.vocabulary.errors import RendezvousError, RingReduceError
 _HELLO = struct.Struct("<8sQQ")
 _DESCRIPTOR = struct.Struct("i")
 _MAGIC = b"RRR-UNIX"
-_GOODBYE = b"G"
 
 
 def memory_domain() -> str:
@@ -55,8 +52,7 @@ class Mesh:
             raise
         self._connections: dict[int, socket.socket] = {}
         self._poll = select.poll()
-        # Lost ranks and their goodbyes; None for a rank that sent none.
-        self._gone: dict[int, bytes | None] = {}
+        self._gone: set[int] = set()
         # Several threads may wait for other ranks, and a signal handler may close this.
         self._lock = threading.RLock()
         inherited.watch(self)
@@ -184,42 +180,29 @@ class Mesh:
             os.close(descriptor)
         return None
 
-    def gone(self) -> dict[int, bytes | None]:
-        """Index of each rank whose connection has ended, and its goodbye; None if it sent none."""
+    def gone(self) -> frozenset[int]:
+        """Index of each rank whose connection has ended: it has closed it, or died."""
         with self._lock:
-            self._look()
-            return dict(self._gone)
-
-    def _look(self) -> None:
-        ready = {descriptor for descriptor, _ in self._poll.poll(0)} if self._connections else ()
-        for index, connection in list(self._connections.items()):
-            if connection.fileno() not in ready:
-                continue
-            try:
-                said = connection.recv(len(_GOODBYE) + GOODBYE_BYTES_MAX)
-            except BlockingIOError:
-                continue
-            except OSError:
-                said = b""
-            is_goodbye = said.startswith(_GOODBYE)
-            self._gone[index] = said.removeprefix(_GOODBYE) if is_goodbye else None
-            self._poll.unregister(connection)
-            connection.close()
-            del self._connections[index]
+            ready = {each for each, _ in self._poll.poll(0)} if self._connections else ()
+            for index, connection in list(self._connections.items()):
+                if connection.fileno() in ready:
+                    self._gone.add(index)
+                    self._poll.unregister(connection)
+                    connection.close()
+                    del self._connections[index]
+            return frozenset(self._gone)
 
     def close_inherited(self) -> None:
-        """In a forked child: close its copies, without a goodbye in the parent's name."""
+        """In a forked child: close its copies, which end nothing while the parent has its own."""
         self._listener.close()
         for connection in self._connections.values():
             connection.close()
 
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye and close all connections."""
+    def close(self) -> None:
+        """Close all connections."""
         self._listener.close()
         with self._lock:
             for connection in self._connections.values():
-                with contextlib.suppress(OSError):
-                    connection.send(_GOODBYE + goodbye[:GOODBYE_BYTES_MAX])
                 connection.close()
             self._connections.clear()
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +21,23 @@ from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.spans import SpanKind
 from ringreduce.transport import exchange, frames, libzmq, loop, sodium
 from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
+from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
-from ringreduce.transport.diagnosis import Diagnosis
-from ringreduce.transport.flow import FlowMeter
+from ringreduce.transport.diagnosis import (
+    format_bytes,
+    frame_error,
+    lost_error,
+    mismatch_error,
+)
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import DONE, DRAINING, WAITING, LinkRecord
+from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.security import Security
-from ringreduce.transport.stalls import Interruption, Stall, WaitSpans
+from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.statuses import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
@@ -96,14 +102,11 @@ class ZmqLink:
         self._patience = patience
         self._interruption = Interruption()
         self._events: Events | None = None
-        self._waits = WaitSpans(TIMES.poll_s)
         self._step_ends = np.empty(0)
-        self._diagnosis = Diagnosis(
-            self._connections, self._record, patience.timeout_s, self._interruption
-        )
-        self._meter = FlowMeter(self._connections, self._record)
-        self._has_failed, self._group = False, 0
-        # Buffers of failed calls and control frames, kept until close.
+        # Of the present call: its steps, and the segments of each at most.
+        self._steps, self._segments = 0, 1
+        self._has_failed = False
+        # Buffers of failed calls, kept until close.
         self._lent: list[np.ndarray] = []
 
     def connect(
@@ -131,21 +134,21 @@ class ZmqLink:
         # Loaded only now: in shared memory alone nothing compiled is needed.
         record.release = libzmq.release_callback().address
         record.free = libzmq.free_callback().address
-        self._group = membership.group
         self._connections.connect(addresses, membership.members)
 
     def record(self, events: Events) -> None:
         """Record in `events` the steps of long calls, and which ranks calls wait for."""
-        self._events = self._waits.events = events
+        self._events = events
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call."""
-        if not self._connections.is_closed and not self._has_failed and self._connections.outgoing:
-            self._connections.lock()
+        known = self._connections
+        if not known.sockets.is_closed and not self._has_failed and known.outgoing:
+            known.lock()
 
     def read_events(self) -> None:
         """Process the events of all connections."""
-        self._connections.read_events()
+        self._connections.sockets.read_events()
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make a `run` or `exchange` in another thread raise when it next checks the clock."""
@@ -158,14 +161,22 @@ class ZmqLink:
 
     def flow(self) -> Flow:
         """Progress of the present call; the loop may be changing the numbers meanwhile."""
-        return self._meter.flow()
+        known = self._connections
+        steps = self._record.step + self._record.segment / self._segments
+        overdue = (pulling.silence.overdue() for pulling in known.incoming)
+        return Flow(
+            done=min(1.0, steps / max(1, self._steps)),
+            sent=known.sockets.sent(),
+            overdue=tuple(each for each in overdue if each is not None),
+            sending=known.sending(),
+        )
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
 
         Raises:
             PeerTimeoutError: there was no progress for longer than `Patience` allows.
-            PeerLostError: a neighbour's connection ended, or another rank reported that.
+            PeerLostError: a neighbour's connection ended, or the watcher has ended the ring.
             MismatchError: the previous rank sent a frame of another call.
             CorruptionError: a sealed frame has changed on the way, or is not the next one.
             ProtocolError: what arrived is not a frame of this ring.
@@ -192,16 +203,15 @@ class ZmqLink:
                 raise ClosedError(
                     "has no connection to the next rank", rank=known.rank, size=known.world_size
                 )
-            if not call.steps:
-                # The root of a broadcast receives nothing, so it must check for the next rank here.
-                known.read_events()
-                if known.lost_outgoing((1,)):
-                    raise self._diagnosis.lost(call)
             addresses = self._record_address, call.address, memory.__array_interface__["data"][0]
             began_s = self._time_steps(call, memory.nbytes)
-            status = run(*addresses)
-            if status != DONE:
-                self._resume(status, run, addresses, call)
+            stalled = _Stalled(self, call, run, addresses)
+            if not call.steps:
+                # The root of a broadcast receives nothing, so it must check for the next rank here.
+                stalled.check_next()
+            if not stalled.resume():
+                self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
+                finish(stalled, self._interruption, self._patience, self._events)
             if record.step_ends:
                 self._record_steps(call, began_s)
         except BaseException:
@@ -226,94 +236,115 @@ class ZmqLink:
             self._events.part(SpanKind.STEP, began_s, ended_s, other=step)
             began_s = ended_s
 
-    def _resume(self, status: int, run: _Loop, addresses: tuple[int, int, int], call: Call) -> None:
-        """Continue a call that its loop has not completed at the first attempt."""
-        diagnosis, stall = self._diagnosis, Stall(self._patience)
-        self._meter.begin(call.steps, call.segments(self._record.segment_bytes))
-        try:
-            while status != DONE:
-                if status not in (WAITING, DRAINING):
-                    raise diagnosis.error(status, call)
-                if self._interruption.is_set:
-                    rank = self._connections.rank
-                    raise self._interruption.error(**diagnosis.where(call, rank))
-                self._meter.note(is_waiting=status == WAITING)
-                released = sum(each.released for each in self._connections.records)
-                progress = self._record.frames, released
-                self._waits.look(diagnosis.waits_for(status), progress)
-                limit = stall.look(progress)
-                if stall.lost is not None:
-                    raise diagnosis.lost(call)
-                if limit is not None:
-                    raise diagnosis.timed_out(status, call, stall.waited_s, limit)
-                stall.lost = diagnosis.lost_neighbour(call, stall.waited_s)
-                status = run(*addresses)
-        finally:
-            self._meter.end()
-            self._waits.end()
-
-    def abort(self, cause: RingReduceError) -> None:
-        """Notify the ranks ahead why this one gives up; they forward it.
-
-        Segments of the failed call are sent first, in order, while their memory is intact.
-        """
+    def abort(self) -> None:
+        """Give up: the memory of the failed call may be overwritten, and must not be sent then."""
         self._has_failed = True
-        # Skip the rank where the cause originated: the notification has gone all the way round.
-        channels = [
-            channel
-            for channel, pushing in enumerate(self._connections.outgoing)
-            if pushing.peer != cause.origin
-        ]
-        payload = encode_abort(cause, self._connections.rank)
-        self._send_control(wire.Kind.ABORT, payload, channels, TIMES.abort_linger_s)
-        for channel, pushing in enumerate(self._connections.outgoing):
-            if self._connections.borrows(channel):
-                # The caller may now overwrite the buffer, and the neighbour must not receive that.
+        for pushing in self._connections.outgoing:
+            if pushing.borrows:
                 pushing.close()
 
-    def _send_control(
-        self, kind: wire.Kind, payload: bytes, channels: Sequence[int], linger_s: float
+    def close(self) -> None:
+        """Free everything, after about a second at most, in which what was sent is written."""
+        if not self._connections.sockets.is_closed:
+            self._connections.sockets.close(0.0 if self._has_failed else TIMES.linger_s)
+            self._lent.clear()
+
+
+class _Stalled:
+    """A call that its loop may not complete at the first attempt; a `StalledCall`."""
+
+    def __init__(
+        self, link: ZmqLink, call: Call, run: _Loop, addresses: tuple[int, int, int]
     ) -> None:
-        """Send a frame about the ring itself on `channels`, and wait until it has been written.
+        self._connections, self._record = link._connections, link._record
+        self._interruption = link._interruption
+        self._call, self._run, self._addresses = call, run, addresses
+        self._status = WAITING
 
-        All streams get it, since a rank ahead may wait on any. The sockets may be closed next, so
-        this waits until the frame has left this process, but for no answer. A neighbour that is
-        stopped or far away costs at most `linger_s`, a lost one nothing.
-        """
+    def resume(self) -> bool:
+        """Run the loop until it is done, or needs a decision."""
+        self._status = status = self._run(*self._addresses)
+        if status not in (DONE, WAITING, DRAINING):
+            raise self._error()
+        return status == DONE
+
+    def state(self) -> State:
+        """The frames received, and the released ones; a frame is due from the channel used last."""
         known = self._connections
-        job = self._record.job
-        header = wire.Header(
-            kind=kind,
-            job=job,
-            rank=known.place,
-            group=self._group,
-            epoch=int(self._record.epoch),
-            nbytes=len(payload),
-        )
-        frame = np.frombuffer(wire.encode(header).tobytes() + payload, np.uint8)
-        self._lent.append(frame)
-        deadline = time.monotonic() + linger_s
-        posted = []
-        for channel in channels:
-            pushing = known.outgoing[channel]
-            pushing.read_events()
-            if pushing.is_lost or not pushing.is_open:
-                continue
-            address = frame.__array_interface__["data"][0]
-            if frames.post(self._record_address, channel, address, frame.size) == DONE:
-                posted.append(channel)
-        for channel in posted:
-            pushing = known.outgoing[channel]
-            while known.borrows(channel) and not pushing.is_lost and time.monotonic() < deadline:
-                pushing.read_events(wait_ms=1)
+        progress = self._record.frames, sum(each.released for each in known.records)
+        if self._status == DRAINING:
+            return State(progress, known.outgoing[0].peer)
+        # Who has connected matters before the first frame.
+        source = known.incoming[self._record.channel]
+        source.read_events()
+        return State(progress, source.peer, source.silence)
 
-    def close(self, goodbye: bytes = b"") -> None:
-        """Say goodbye to the ranks ahead and free everything; at most about a second."""
-        if self._connections.is_closed:
-            return
-        self._connections.stop_admitting()
-        if not self._has_failed:  # Else an abort was sent.
-            channels = range(len(self._connections.outgoing))
-            self._send_control(wire.Kind.GOODBYE, goodbye, channels, TIMES.linger_s)
-        self._connections.close()
-        self._lent.clear()
+    def due(self) -> str:
+        """The data of the present step, or that the next rank takes what it was sent."""
+        if self._status == DRAINING:
+            return f"{self.name(self._connections.outgoing[0].peer)} to take its data"
+        nbytes = format_bytes(int(self._call.expected(self._record.step)[6]))
+        return f"{nbytes} from {self.name(self._source().peer)}"
+
+    def name(self, peer: int) -> str:
+        """A rank and where it listens."""
+        return f"rank {peer} ({self._connections.address_of(peer)})"
+
+    def lost(self, waited_s: float) -> int | None:
+        """A lost neighbour that this call still needs; None if none is known."""
+        known, call = self._connections, self._call
+        known.sockets.read_events()
+        step, started = self._record.step, self._record.started
+        channel = self._record.channel
+        if step < call.steps and known.is_source_lost(channel, waited_s):
+            return known.behind(channel)[0]
+        # With nothing left to send, a lost rank ahead may just have finished before this one; if
+        # it died, the rank that waits for it notices and notifies all. Except where that rank also
+        # waits for this one (an exchange), or, in the first call, cannot know yet either.
+        if waited_s > TIMES.quiet_s and (call.sequence == 0 or isinstance(call, ExchangeCall)):
+            return next(iter(known.gone()), None)
+        borrows = any(pushing.borrows for pushing in known.outgoing)
+        needed = call.sends_to(step, started) + ((1,) if borrows else ())
+        return next((pushing.peer for pushing in known.lost_outgoing(needed)), None)
+
+    def where(self, peer: int) -> dict[str, Any]:
+        """The fields that every error of this call has."""
+        step = min(self._record.step, max(0, self._call.steps - 1))
+        return {
+            "rank": self._connections.rank,
+            "size": self._connections.world_size,
+            "peer": peer,
+            "operation": self._call.operation,
+            "sequence": self._call.sequence,
+            "step": self._call.describe_step(step),
+        }
+
+    def check_next(self) -> None:
+        """Raise an error if the connection to the next rank has ended."""
+        self._connections.sockets.read_events()
+        for pushing in self._connections.lost_outgoing((1,)):
+            raise lost_error(self.name(pushing.peer), **self.where(pushing.peer))
+
+    def _source(self) -> Incoming:
+        return self._connections.incoming[int(self._record.channel)]
+
+    def _error(self) -> RingReduceError:
+        """The error for the status that the loop has returned."""
+        record, known = self._record, self._connections
+        received, source = wire.decode(record.received), self._source()
+        where = self.where(source.peer)
+        if self._status == MISMATCH:
+            expected = wire.decode(self._call.expected(record.step))
+            if wire.will_be_explained(received, expected):
+                explained = self._interruption.await_cause()
+                if explained is not None:
+                    return explained
+            return mismatch_error(received, expected, known.members, **where)
+        if self._status == UNSENDABLE:
+            ahead = known.outgoing[record.channel]
+            ahead.is_lost = True
+            return lost_error(self.name(ahead.peer), **self.where(ahead.peer))
+        _, address = known.behind(record.channel)
+        return frame_error(
+            *(self._status, record.errno, received, source.peer, address, source.address, where)
+        )

@@ -33,12 +33,14 @@ class Times:
     # A pause of this process explains errors up to this long after it.
     pause_memory_s: float = 5.0
 
-    # A connection carries nothing of what was sent: TCP has sent a lost packet five times by then.
-    # A switch may lose a few, and the error still comes within three seconds.
-    link_timeout_s: float = 2.0
+    # A connection carries nothing of what was sent: TCP has sent a lost packet five times by then,
+    # and a warning names the two ranks ...
+    link_warning_s: float = 2.0
+    # ... and the job ends. Virtual machines that move and spanning trees pause for several seconds.
+    link_timeout_s: float = 15.0
     # The least setting of it, since heartbeats must arrive in between.
     link_timeout_min_s: float = 0.5
-    # After a connection has ended, wait for the rank's goodbye, which arrives on another one.
+    # After a connection has ended, wait for the news that the rank leaves, which arrives on another one.
     ended_s: float = 0.1
     # The same if only one of its two connections has ended.
     half_ended_s: float = 1.0
@@ -56,13 +58,11 @@ class Times:
     # one knows as soon as it gets a frame; its predecessor may still be computing.
     explanation_s: float = 1.0
 
-    # To send a goodbye and the segments before it.
+    # To send what is still to be written when a rank leaves.
     linger_s: float = 1.0
-    # To send an abort; less, since the watcher sends it too and the error should be raised soon.
-    abort_linger_s: float = 0.5
     # To send confirmations when the control channel closes.
     flush_s: float = 0.05
-    # A rank that leaves waits this long for its neighbours to confirm its goodbye.
+    # A rank that leaves waits this long for its neighbours to confirm that they know.
     confirm_s: float = 1.0
     # A thread that takes longer to end is stuck, writing to a dead disk or an unread terminal.
     join_thread_s: float = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,7 @@ import numpy as np
 import pytest
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.actions import Action
-from ringreduce.pure.watching import Watch
 from ringreduce.testing import ring_of_threads
-from ringreduce.vocabulary.errors import MismatchError, RingReduceError
-from tests.processes import wait_until
 from tests.rings import SOON_S, Ring
 
 
@@ -152,35 +147,3 @@ def test_a_communicator_that_nobody_keeps_does_not_hang_its_process(tmp_path: Pa
             assert call["kind"] == "MismatchError"
             assert "failed in the watcher: RuntimeError: a bug" in call["text"]
         ring.wait("again")
-
-
-def test_a_rank_that_leaves_because_of_an_abort_passes_it_on_to_one_that_receives_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    receive = Watch.receive
-    deaf: list[Watch] = []
-
-    def receive_unless_deaf(self: Watch, *arguments: Any) -> list[Action]:
-        return [] if self in deaf else receive(self, *arguments)
-
-    monkeypatch.setattr(Watch, "receive", receive_unless_deaf)
-    is_deaf = threading.Event()
-
-    def work(comm: Communicator) -> str:
-        if comm.rank == 2:
-            assert comm._session._watcher is not None
-            deaf.append(comm._session._watcher._watch)
-            is_deaf.set()
-            with pytest.raises(RingReduceError) as caught:
-                comm.all_reduce(np.ones(100_000))
-            return str(caught.value)
-        if comm.rank == 0:
-            assert is_deaf.wait(10)
-            comm.fail(MismatchError("is the culprit", rank=0, size=3))
-            return ""
-        wait_until(lambda: comm.failure is not None, "the abort")
-        return str(comm.failure)
-
-    _, heard, passed_on = ring_of_threads(3, work, transport="zmq")
-    assert "was told by rank 0: rank 0 of 3 is the culprit" in heard
-    assert "was told by rank 0: rank 0 of 3 is the culprit" in passed_on

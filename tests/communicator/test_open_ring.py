@@ -132,7 +132,6 @@ FOREIGN = {
     "random": ([os.urandom(64)], "bytes that are no frame"),
     "other job": ([foreign_header()], "a frame of another job"),
     "three parts": ([foreign_header(), bytes(100_000), b"more"], "a frame of another job"),
-    "abort": ([foreign_header(kind=wire.Kind.ABORT) + b"junk"], "a frame of another job"),
     "version": ([foreign_header(version=9)], f"a frame of wire version 9, not {wire.WIRE_VERSION}"),
 }
 

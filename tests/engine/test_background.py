@@ -271,9 +271,7 @@ def test_threads_that_wait_for_buckets_are_told_though_no_rank_can_be(monkeypatc
         start(plan.number, 1)
         waiting = in_thread(lambda: wait_for_bucket(plan.number, 1))
         until_it_waits(waiting)
-        monkeypatch.setattr(
-            comm._session.collectives, "abort", lambda cause: failing(OSError("no"))()
-        )
+        monkeypatch.setattr(comm._session.collectives, "abort", lambda: failing(OSError("no"))())
         with pytest.raises(OSError, match="no"):
             comm.fail(MismatchError("has other gradients"))
         assert waiting.result(DEADLINE_S).why == "has other gradients."

@@ -170,14 +170,13 @@ def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
         "ringreduce.bootstrap.settlement",
         "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
-        "ringreduce.transport.connections",
         "ringreduce.transport.control",
         "ringreduce.transport.descriptors",
         "ringreduce.transport.diagnosis",
         "ringreduce.transport.libraries",
         "ringreduce.transport.monitor",
-        "ringreduce.transport.pairs",
         "ringreduce.transport.security",
+        "ringreduce.transport.sockets",
     }
 
 

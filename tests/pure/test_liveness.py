@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from ringreduce.pure import liveness
-from ringreduce.pure.liveness import Board, is_dead
+from ringreduce.pure.liveness import Board
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.messages import (
+    OVERDUE_MAX,
     Abort,
     Acknowledgement,
     Heartbeat,
@@ -18,9 +19,8 @@ from ringreduce.pure.messages import (
     Left,
     Listening,
     Message,
+    Overdue,
     Pending,
-    Sent,
-    Wait,
     decode,
     encode,
     message_bytes_max,
@@ -60,9 +60,7 @@ def board(size: int = 3, now_s: float = 10.0) -> Board:
         Heartbeats(
             (
                 (
-                    Heartbeat(
-                        *(1, 2, 3, "", 1.0, 0.5, (Sent(0, 1, 2, 3.0),), Wait(2, 0, 7, 0.1), (0,))
-                    ),
+                    Heartbeat(*(1, 2, 3, "", 1.0, 0.5, (Overdue(2, 0, 7, 0.1),), (0,))),
                     0.0,
                 ),
             )
@@ -79,8 +77,8 @@ def test_a_message_arrives_as_it_was(message: Message) -> None:
 
 
 def test_the_longest_message_fits_the_limit() -> None:
-    sent = tuple(Sent(63, 95, 1 << 60, 1e8) for _ in range(96))
-    one = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, sent[:16], Wait(1, 1, 1 << 60, 1e8))
+    overdue = (Overdue(63, 1 << 17, 1 << 60, 1e8),) * OVERDUE_MAX
+    one = Heartbeat(63, 1 << 60, 1 << 60, "x" * 64, 1e8, 1.0, overdue)
     for size in (2, 64, 512):
         heartbeats = Heartbeats(tuple((one, 1e8) for _ in range(size)))
         assert len(encode(heartbeats)) <= message_bytes_max(size)
@@ -91,8 +89,7 @@ def test_the_longest_message_fits_the_limit() -> None:
     [
         Heartbeats(((heartbeat(3), 0.0),)),
         Heartbeats(tuple((heartbeat(0), 0.0) for _ in range(4))),
-        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (Sent(3, 0, 0, 0.0),)), 0.0),)),
-        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (), Wait(9, 0, 0, 0.0)), 0.0),)),
+        Heartbeats(((Heartbeat(0, 1, 1, "", 0.0, 0.0, (Overdue(9, 0, 0, 0.0),)), 0.0),)),
         Left(3, 0),
         Heartbeats(((Heartbeat(0, -1, 1, "", 0.0), 0.0),)),
         Heartbeats(((Heartbeat(0, 1, 1, "x" * 65, 0.0), 0.0),)),
@@ -273,35 +270,6 @@ def test_hearing_nobody_points_at_oneself_unless_there_is_only_one_other() -> No
     assert not known.is_cut_off(12.1)
 
 
-@pytest.mark.parametrize(
-    ("sent", "wait", "dead"),
-    [
-        (Sent(1, 0, 8, 2.0), Wait(0, 0, 7, 2.0), True),
-        (Sent(1, 0, 7, 9.0), Wait(0, 0, 7, 9.0), False),  # all has arrived: the sender is late
-        (Sent(1, 0, 8, 1.9), Wait(0, 0, 7, 9.0), False),  # just sent
-        (Sent(1, 0, 8, 9.0), Wait(0, 0, 7, 1.9), False),  # bytes are coming
-        (Sent(1, 1, 8, 9.0), Wait(0, 0, 7, 9.0), False),  # another connection
-    ],
-)
-def test_a_connection_is_dead_when_what_was_sent_does_not_come(
-    sent: Sent, wait: Wait, dead: bool
-) -> None:
-    assert is_dead(sent, wait, 2.0) is dead
-
-
-def test_both_ends_find_a_dead_connection() -> None:
-    sender = Heartbeat(0, 1, 5, "all_reduce", 3.0, 0.0, (Sent(1, 0, 8, 2.5),))
-    receiver = Heartbeat(1, 1, 5, "all_reduce", 3.0, 0.0, (), Wait(0, 0, 7, 2.5))
-    known = Board(1, whole(2), 10.0)
-    known.note(sender, 0.1, 11.0)
-    assert known.dead(receiver, 2.0, 11.0) == (0, 1)
-    known = Board(0, whole(2), 10.0)
-    known.note(receiver, 0.1, 11.0)
-    assert known.dead(sender, 2.0, 11.0) == (0, 1)
-    # A rank that is silent has not said that it waits still.
-    assert known.dead(sender, 2.0, 11.0 + 2 * TIMES.silent_s) is None
-
-
 def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
     known = board(4)
     for rank, done in ((1, 0.5), (2, 0.25), (3, 0.0)):
@@ -313,15 +281,13 @@ def test_the_slowest_of_those_in_the_same_call_is_named() -> None:
     assert known.slowest(Here(), 0.2) is None
 
 
-@pytest.mark.parametrize(("age_s", "dead"), [(0.4, None), (0.05, (0, 1))])
-def test_what_the_receiver_said_before_a_frame_was_overdue_says_nothing(
-    age_s: float, dead: tuple[int, int] | None
-) -> None:
-    # It waited for long, said so, and was stopped as soon as the frame was on its way.
-    known = board(2, 0.0)
-    known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, wait=Wait(0, 0, 7, 3.0)), age_s, 10.0)
-    own = Heartbeat(0, 1, 5, "all_reduce", 0.5, sent=(Sent(1, 0, 8, 0.7),))
-    assert known.dead(own, 0.5, 10.0) == dead
+def test_only_ranks_that_are_heard_and_wait_for_this_one_are_unanswered() -> None:
+    known = board(4, 0.0)
+    ours, theirs = Overdue(0, 0, 7, 3.0), Overdue(2, 0, 7, 3.0)
+    known.note(Heartbeat(1, 1, 5, "all_reduce", 0.5, 0.0, (theirs, ours)), 0.5, 10.0)
+    known.note(Heartbeat(2, 1, 5, "all_reduce", 0.5, 0.0, (ours,)), 9.0, 10.0)
+    known.note(Heartbeat(3, 1, 5, "all_reduce", 0.5, 0.0, (theirs,)), 0.0, 10.0)
+    assert known.unanswered(10.0) == [(1, ours, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from ringreduce.pure.messages import (
     Left,
     Listening,
     Message,
+    Overdue,
     Pending,
     Value,
-    Wait,
 )
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watching import Watch
@@ -42,8 +42,8 @@ def full_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TIMES", Times())
 
 
-def a_watch(size: int = 2) -> Watch:
-    return Watch(0, size, whole(size), 2.0, 0.0)
+def a_watch(size: int = 2, limit_s: float = 2.0) -> Watch:
+    return Watch(0, size, whole(size), limit_s, 0.0)
 
 
 def sent(actions: list[Action]) -> list[Message]:
@@ -101,16 +101,6 @@ def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
         watch.is_closing = True
     for at_s in (0.2, 5.0, 10.0):
         assert not watch.look_for_losses({1: True}, Here(), at_s)
-
-
-def test_what_was_not_sent_while_the_process_stood_still_is_not_held_against_a_connection() -> None:
-    watch, quiet_s = a_watch(), []
-    for at_s in (0.0, 0.5, 1.1, 1.6):
-        watch.tick(at_s)
-        [message] = sent(watch.beat(Here(), Flow(sent=((1, 0, 7),)), 0, at_s))
-        assert isinstance(message, Heartbeats)
-        quiet_s.append(message.heartbeats[0][0].sent[0].quiet_s)
-    assert quiet_s == pytest.approx([0.0, 0.5, 0.0, 0.5])
 
 
 def test_an_abort_is_passed_on_once_and_acknowledged_each_time() -> None:
@@ -241,17 +231,80 @@ def test_a_rank_that_is_always_late_is_named() -> None:
     assert texts == ["has waited for rank 1 most of the last 5 s: it is slower"]
 
 
-def test_a_connection_that_carries_nothing_ends_the_ring() -> None:
-    watch, here = a_watch(), Here(operation="all_reduce")
-    found = []
-    for number in range(12):
+def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> bytes:
+    own = Heartbeat(1, number, 5, "all_reduce", 0.0, 0.0, (Overdue(0, channel, frames, dry_s),))
+    return messages.encode(Heartbeats(((own, 0.0),)))
+
+
+@pytest.mark.parametrize(
+    ("sent", "frames", "channel", "dry", "is_dead"),
+    [
+        (7, 6, 0, 1.0, True),
+        (7, 7, 0, 1.0, False),  # all has arrived: the sender is late
+        (7, 6, 0, 0.0, False),  # bytes are coming
+        (7, 6, 1, 1.0, False),  # another connection
+    ],
+)
+def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
+    sent: int, frames: int, channel: int, dry: float, is_dead: bool
+) -> None:
+    watch, here = a_watch(limit_s=5.0), Here(operation="all_reduce")
+    texts: dict[str, float] = {}
+    for number in range(30):
         at_s = 0.25 * number
-        own = Heartbeat(1, number + 1, 5, "all_reduce", 0.0, wait=Wait(0, 0, 6, at_s))
-        watch.receive(1, messages.encode(Heartbeats(((own, 0.0),))), at_s)
+        watch.receive(1, overdue(frames, dry * at_s, channel, number + 1), at_s)
+        watch.tick(at_s)
+        actions = watch.beat(here, Flow(sent=((1, 0, sent),)), 0, at_s)
+        for text in (*logged(actions), *map(str, errors(actions))):
+            if "has waited" not in text:
+                texts.setdefault(text, at_s)
+    if not is_dead:
+        assert not texts
+        return
+    (warning, warned_s), (error, ended_s) = texts.items()
+    assert "sends to rank 1, and not a byte has come there for 2.0 s" in warning
+    assert "lost the connection from rank 0 to rank 1" in error
+    assert "RINGREDUCE_LINK_TIMEOUT_S" in error
+    assert (warned_s, ended_s) == (2.0, 5.0)
+
+
+def test_frames_sent_just_now_or_by_a_process_that_stood_still_are_not_held_against_a_link() -> (
+    None
+):
+    watch, here = a_watch(limit_s=2.0), Here(operation="all_reduce")
+    times = [0.25 * number for number in range(20)]
+    for frames, at_s in enumerate(times):
+        watch.receive(1, overdue(frames, at_s, number=frames + 1), at_s)
+        watch.tick(at_s)
+        assert not errors(watch.beat(here, Flow(sent=((1, 0, frames + 1),)), 0, at_s))
+    # From now on no more is sent, and the process is stopped meanwhile.
+    watch.tick(times[-1] + 1.9)
+    watch.receive(1, overdue(19, 7.0, number=99), times[-1] + 2.0)
+    watch.tick(times[-1] + 2.1)
+    assert not errors(watch.beat(here, Flow(sent=((1, 0, 20),)), 0, times[-1] + 2.1))
+
+
+@pytest.mark.parametrize(("age_s", "is_dead"), [(0.4, False), (0.0, True)])
+def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
+    age_s: float, is_dead: bool
+) -> None:
+    # It had waited for long, said so, and was stopped as soon as a frame was on its way.
+    watch, here, found = a_watch(limit_s=0.7), Here(operation="all_reduce"), []
+    for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75)):
+        own = Heartbeat(1, number + 1, 5, "", 0.0, 0.0, (Overdue(0, 0, 6, 9.0),))
+        watch.receive(1, messages.encode(Heartbeats(((own, age_s),))), at_s)
         watch.tick(at_s)
         found += errors(watch.beat(here, Flow(sent=((1, 0, 7),)), 0, at_s))
-    [error] = found
-    assert "lost the connection from rank 0 to rank 1" in str(error)
+    assert bool(found) is is_dead
+
+
+def test_a_neighbour_whose_heartbeats_come_the_other_way_is_alive() -> None:
+    watch = a_watch(3)
+    assert not watch.look_for_losses({1: True}, Here(), 1.0)
+    watch.receive(2, heartbeat(number=9), 1.05)
+    [error] = errors(watch.look_for_losses({1: True}, Here(), 1.2))
+    assert "lost the connection with rank 1, which is alive" in str(error)
+    assert "RINGREDUCE_LINK_TIMEOUT_S" in str(error)
 
 
 def test_a_timeout_of_a_process_that_stood_still_says_so() -> None:

@@ -116,11 +116,6 @@ def test_describe_leaves_out_a_dtype_it_does_not_know():
     assert header.describe() == "broadcast #0"
 
 
-def test_kinds_of_control_frames_are_those_the_loop_takes_for_control():
-    """The compiled loop tells them apart by one comparison with 128."""
-    assert {kind for kind in Kind if kind >= 128} == {Kind.ABORT, Kind.GOODBYE}
-
-
 @pytest.mark.parametrize(
     ("parts", "signature"),
     [

@@ -26,7 +26,7 @@ from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
 from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Schedule
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import loop, records
+from ringreduce.transport import loop, statuses
 from ringreduce.transport.calls import RingCall
 from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
 from ringreduce.transport.listening import LOOPBACK
@@ -90,12 +90,6 @@ def instead(*frames: Any) -> Any:
     return lambda header, data: [make(header) for make in frames]
 
 
-def control(kind: int, *payload: bytes) -> Any:
-    return lambda header, data: [[words(header, kind=kind) + b"".join(payload)]]
-
-
-_ABORT, _GOODBYE = int(wire.Kind.ABORT), int(wire.Kind.GOODBYE)
-
 # What rank 1 of 3 sends to rank 2 instead of its first frame of an all_reduce.
 ERRORS: dict[str, Any] = {
     "wrong rank": one(rank=0),
@@ -135,18 +129,6 @@ ERRORS: dict[str, Any] = {
     "other signature": one(signature=1),
     "short header": lambda h, d: [[h.tobytes()[:63], d]],
     "empty message": lambda h, d: [[b""]],
-    "abort that says nothing": control(_ABORT),
-    "abort of random bytes": control(_ABORT, random.Random(2).randbytes(1000)),
-    "abort of great depth": control(_ABORT, b"\x91" * 16_000),
-    "abort of great length": control(_ABORT, b"\xdb\xff\xff\xff\xff", bytes(1 << 19)),
-    "abort without UTF-8": control(
-        _ABORT, b"\x84\xa5error\xa1\xff\xa6origin\x00\xa4text\xa2\xff\xfe\xa4peer\xc0"
-    ),
-    "abort of an unknown error": control(
-        _ABORT, msgspec.msgpack.encode({"error": "x", "origin": 2**40, "text": "?", "peer": -1})
-    ),
-    "goodbye with a payload": control(_GOODBYE, bytes(1000)),
-    "control that is none": control(200),
 }
 # A few at a time in one ring of processes: each needs a ring of its own.
 KINDS = ("ProtocolError", "MismatchError", "PeerLostError")
@@ -283,7 +265,7 @@ class Loop:
         assert self.receiver.poll(10_000)
         status = int(loop.run(*self.arguments))
         # Nothing was due after a frame of another epoch.
-        assert status != records.WAITING or self.record.received[2] & 0xFFFF != 0
+        assert status != statuses.WAITING or self.record.received[2] & 0xFFFF != 0
         return status
 
     def close(self) -> None:
@@ -293,11 +275,10 @@ class Loop:
 
 
 REFUSED = {
-    records.FOREIGN,
-    records.MISMATCH,
-    records.MISSHAPEN,
-    records.CONTROL,
-    records.WAITING,
+    statuses.FOREIGN,
+    statuses.MISMATCH,
+    statuses.MISSHAPEN,
+    statuses.WAITING,
 }
 
 
@@ -315,7 +296,7 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
     chance: random.Random, nbytes: int, encryption: str, share: int, times: int
 ) -> None:
     tried = Loop(nbytes, encryption)
-    statuses: set[int] = set()
+    seen: set[int] = set()
     try:
         with bounded_memory(os.getpid()):
             frames = times * _FRAMES * share // 100
@@ -326,21 +307,20 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
                     tried.peer.send_multipart(parts)
                 for parts in batch:
                     status = tried.run()
-                    statuses.add(status)
-                    refused = REFUSED | ({records.CORRUPT} if tried.sealer is not None else set())
+                    seen.add(status)
+                    refused = REFUSED | ({statuses.CORRUPT} if tried.sealer is not None else set())
                     assert status in refused, (status, [part[:80] for part in parts])
-                    if status == records.CORRUPT:
+                    if status == statuses.CORRUPT:
                         # libsodium has overwritten what did not open with zeros.
                         inside = tried.memory[_GUARD:-_GUARD]
                         assert not inside.any() or (inside == 0xA5).all()
                         inside[:] = 0xA5
                     assert tried.memory.tobytes() == tried.untouched, [p[:80] for p in parts]
                 frames -= len(batch)
-        # A kind that stands for control is drawn once in a thousand frames.
-        assert statuses >= REFUSED - {records.CONTROL}
-        assert (records.CORRUPT in statuses) is (tried.sealer is not None)
+        assert seen >= REFUSED
+        assert (statuses.CORRUPT in seen) is (tried.sealer is not None)
         tried.peer.send_multipart(tried.right())
-        assert tried.run() == records.DONE
+        assert tried.run() == statuses.DONE
         assert tried.memory[_GUARD:-_GUARD].tobytes() == tried.payload
         assert (tried.memory[:_GUARD] == 0xA5).all()
         assert (tried.memory[-_GUARD:] == 0xA5).all()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce.vocabulary.config import TIMES
 from tests.communicator.test_faults import (
     CHECKED,
     REGISTERED,
@@ -89,6 +90,49 @@ def test_a_silent_connection_is_an_error_that_names_an_end_of_it(
             assert fact["kind"] == "PeerLostError", fact
             seconds = assert_named([fact], fact["kind"], {1, 2}, silent_s, CUT_LIMIT_S)
             record(f"one connection silent, {fault}, zmq", *seconds)
+
+
+PAIRS = """
+ring = join()
+group = ring.split("a" if RANK in (1, 2) else "b") if "{what}" == "group" else None
+def call():
+    if "{what}" == "all_to_all":
+        ring.all_to_all(np.ones((SIZE, 10_000)))
+    elif "{what}" == "group" and RANK in (1, 2):
+        exchange(group, group.rank, 1 - group.rank)
+    elif "{what}" == "send" and RANK in (1, 2):
+        exchange(ring, RANK - 1, 3 - RANK)
+    elif "{what}" != "all_to_all":
+        time.sleep(0.05)
+        ring._session.check()
+def exchange(ring, is_second, other):
+    if is_second:
+        ring.recv(np.ones(1000), other)
+    else:
+        ring.send(np.ones(1000), other)
+def report():
+    call()
+    say("round")
+attempt("result", lambda: until_error(report))
+hold()
+"""
+
+
+@pytest.mark.parametrize("what", ["all_to_all", "send", in_full("group")])
+def test_a_silent_connection_of_two_ranks_alone_is_named_by_all(tmp_path: Path, what: str) -> None:
+    """Also where nobody else waits for these two, in the time of a connection and not of a call."""
+    program = PAIRS.replace("{what}", what)
+    limit_s = 1.5 * TIMES.link_warning_s
+    with Ring(tmp_path, 4, program, proxied=True, link_timeout_s=limit_s) as ring:
+        ring.wait("round", times=3)
+        silent_s = time.monotonic()
+        assert ring.proxy.set("1>2/pairs/*", drop=True)
+        ranks = [1, 2] if what == "group" else None
+        for fact in ring.wait("result", ranks):
+            assert "lost the connection from rank 1 to rank 2" in fact["text"], fact
+            seconds = assert_named([fact], "PeerLostError", {1, 2}, silent_s, limit_s + 1.0)
+            record(f"one connection of a pair silent, {what}", *seconds)
+        assert "sends to rank 2, and not a byte has come there" in ring.workers[1].stderr
 
 
 @pytest.mark.parametrize(

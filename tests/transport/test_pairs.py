@@ -43,10 +43,10 @@ def sending(comm: Communicator, peer: int) -> Sending:
 def test_a_communicator_has_no_socket_or_thread_for_pairs_before_their_first_use() -> None:
     def work(comm: Communicator) -> None:
         comm.barrier()
-        assert pairs_of(comm)._context is None
+        assert pairs_of(comm)._sockets is None
         assert not pairs_of(comm).traffic().bytes_sent
         comm.all_to_all(np.arange(2))
-        assert pairs_of(comm)._context is None
+        assert pairs_of(comm)._sockets is None
 
     before = threading.active_count()
     ring_of_threads(2, work, transport="zmq")
@@ -61,7 +61,7 @@ def test_a_port_is_shut_once_its_rank_has_connected(secret: str) -> None:
         else:
             comm.recv(np.zeros(3, int), 0)
             end = receiving(comm, 0)
-            assert end.is_locked
+            assert end.socket.is_locked
             host, _, port = end.address.removeprefix("tcp://").rpartition(":")
             with sockets.socket() as stranger:
                 stranger.settimeout(0.3)
@@ -91,7 +91,7 @@ def test_only_the_rank_that_is_due_gets_in_and_once(
         if comm.rank == 0:
             pending = comm.recv(np.zeros(3, int), 1, async_op=True)
             assert tried.wait(20)
-            assert pairs._authenticator.refused == 2
+            assert pairs._sockets._authenticator.refused == 2
             comm.barrier()
             assert pending.wait().tolist() == [0, 1, 2]
         else:

@@ -1,4 +1,4 @@
-"""What a message between two ranks needs to know of other ranks, over sockets and in memory."""
+"""What a call needs to know of other ranks besides what their links show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringreduce.pure.patience import Patience
 from ringreduce.vocabulary.errors import PeerTimeoutError
 
 
-class Others(Protocol):
+class PeerStates(Protocol):
     """What is known of the other ranks; from any thread."""
 
     def listen(self, listening: Listening) -> None:
@@ -25,26 +25,25 @@ class Others(Protocol):
 
 
 class PeerPatience(Patience):
-    """The limits of `patience` for a message of rank `peer`, whatever holds up this rank's calls.
+    """The limits of `patience` for a message to or from rank `peer`, whatever else holds this up.
 
     `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
     """
 
-    def __init__(self, patience: Patience, others: Others, peer: int) -> None:
+    def __init__(self, patience: Patience, peers: PeerStates, peer: int, *, sends: bool) -> None:
         super().__init__(patience.timeout_s, patience.busy_timeout_s)
-        self._others, self._peer = others, peer
+        self._peers, self._peer, self._sends = peers, peer, sends
 
     def look(self) -> None:
         """Note whether the rank that is waited for is busy now."""
-        self.is_busy = self._others.doing(self._peer).is_busy
+        self.is_busy = self._peers.doing(self._peer).is_busy
 
-
-def explain_timeout(error: PeerTimeoutError, others: Others, peer: int, *, sends: bool) -> None:
-    """Add to the error of a message what `peer` does; `sends`: the message was for it."""
-    doing = others.doing(peer)
-    if error.rank is not None and doing.waits:
-        own = Waits(error.rank, Pending(sends, peer, 0))
-        if (text := describe([own, *doing.waits])) is not None:
-            error.remedy = text
-            return
-    error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
+    def explain(self, error: PeerTimeoutError) -> None:
+        """Say in `error` what the rank does."""
+        doing = self._peers.doing(self._peer)
+        if error.rank is not None and doing.waits:
+            own = Waits(error.rank, Pending(self._sends, self._peer, 0))
+            if (text := describe([own, *doing.waits])) is not None:
+                error.remedy = text
+                return
+        error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"

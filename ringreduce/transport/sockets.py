@@ -1,0 +1,151 @@
+"""The sockets of one link over ZeroMQ: open, admit, connect, shut the ports, close; for every link.
+
+Threads: `io_threads` of libzmq and the authenticator's, in a context of their own; they end in
+`close`. One thread at a time calls the methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from ringreduce.transport import inherited, sodium
+from ringreduce.transport.channel import Incoming, Outgoing
+from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
+from ringreduce.transport.listening import Bind
+from ringreduce.transport.records import NO_SOURCE, ChannelRecord
+from ringreduce.transport.security import Admission, Security
+from ringreduce.vocabulary.times import milliseconds
+
+
+class Sockets:
+    """Ends of channels with other ranks; `admission` says what those must show that connect.
+
+    Attributes:
+        incoming, outgoing: the open ones, in the order in which they were made.
+        security: this rank's.
+    """
+
+    def __init__(self, security: Security, admission: Admission, io_threads: int = 1) -> None:
+        self.security, self._admission = security, admission
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
+        self._authenticator = admission.authenticator(self._context)
+        self.incoming: list[Incoming] = []
+        self.outgoing: list[Outgoing] = []
+        inherited.watch(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return bool(self._context.closed)
+
+    def listen(
+        self,
+        bind: Bind,
+        record: ChannelRecord,
+        number: int,
+        domain: str,
+        *,
+        frame_bytes_max: int,
+        slice_ms: int,
+        **options: Any,
+    ) -> Incoming:
+        """Listen for one rank, which is not known yet, on channel `number`; as `Incoming`."""
+        record.source = NO_SOURCE
+        admission = self._admission.of_channel(number)
+        made = Incoming(
+            *(self._context, bind, record, number, frame_bytes_max, slice_ms, admission, domain),
+            **options,
+        )
+        self.incoming.append(made)
+        return made
+
+    def admit(self, incoming: Incoming, peer: int) -> None:
+        """Let rank `peer`, and nobody else, connect to `incoming`."""
+        incoming.peer = peer
+        if self._admission.seals:
+            key = self.security.frame_key(peer, self.security.rank, incoming.number)
+            incoming.record.open_key[:] = key
+        admission = self._admission.of_channel(incoming.number)
+        self._authenticator.allow(incoming.domain, admission.credentials(peer))
+
+    def connect(
+        self, address: str, peer: int, record: ChannelRecord, number: int, **options: Any
+    ) -> Outgoing:
+        """Connect to rank `peer`, which listens on `address` for this one; as `Outgoing`."""
+        if self._admission.seals:
+            record.seal_key[:] = self.security.frame_key(self.security.rank, peer, number)
+        admission = self._admission.of_channel(number)
+        made = Outgoing(self._context, address, peer, record, number, admission, **options)
+        self.outgoing.append(made)
+        return made
+
+    def drop(self, incoming: Incoming) -> None:
+        """Close an end that turned out not to be needed."""
+        incoming.close()
+        self.incoming.remove(incoming)
+
+    def lock(self, incoming: Incoming, deadline: float) -> bool:
+        """Let nobody connect to `incoming` any more once its rank has; return whether so.
+
+        Waits for that until ``time.monotonic()`` is `deadline`. Where the kernel cannot shut a
+        port, libzmq refuses everybody.
+        """
+        is_new = not incoming.is_locked
+        if not incoming.lock(deadline):
+            return False
+        if is_new:
+            self._authenticator.allow(incoming.domain, None)
+        return True
+
+    def lock_all(self, deadline: float) -> bool:
+        """The same for all ports; the authenticator ends once all are shut."""
+        # A list, so that every port is tried, also after one that fails.
+        are_shut = all([self.lock(each, deadline) for each in self.incoming])
+        if are_shut:
+            self._authenticator.close()
+        return are_shut
+
+    def read_events(self) -> None:
+        """Process the events of all connections."""
+        for end in self._ends():
+            end.read_events()
+
+    def sent(self) -> tuple[tuple[int, int, int], ...]:
+        """Receiver, channel and frames sent in all, for each connection; from any thread."""
+        return tuple((each.peer, each.number, each.record.sent) for each in list(self.outgoing))
+
+    def close_inherited(self) -> None:
+        """In a forked child: forget the keys, and close its copies of the connections."""
+        self._forget_keys()
+        listening = [endpoint for each in self.incoming for endpoint in each.endpoints]
+        inherited.close_connections(listening + [each.address for each in self.outgoing])
+
+    def close_outgoing(self, linger_s: float) -> None:
+        """End the connections to others once all that was sent has been written, in `linger_s`.
+
+        That takes place in libzmq's thread.
+        """
+        for pushing in self.outgoing:
+            pushing.close(milliseconds(linger_s) if linger_s else 0)
+
+    def close(self, linger_s: float) -> None:
+        """Free everything, once all that was sent has been written, or `linger_s` have passed."""
+        inherited.unwatch(self)
+        self._authenticator.close()
+        self.close_outgoing(linger_s)
+        for pulling in self.incoming:
+            pulling.close()
+        # Including what a failed constructor has left open. It waits for what is still unsent.
+        self._context.destroy(linger=0)
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        """Seal nothing from now on, so that no two processes use a key for the same numbers."""
+        for end in self._ends():
+            end.record.seal_nonce[0] = FRAMES_PER_KEY_MAX
+            end.record.seal_key[:] = end.record.open_key[:] = bytes(sodium.KEY_BYTES)
+
+    def _ends(self) -> list[Incoming | Outgoing]:
+        return [*self.incoming, *self.outgoing]
