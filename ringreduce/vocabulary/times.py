@@ -40,7 +40,7 @@ class Times:
     link_timeout_s: float = 15.0
     # The least setting of it, since heartbeats must arrive in between.
     link_timeout_min_s: float = 0.5
-    # After a connection has ended, wait for the news that the rank leaves, which arrives on another one.
+    # After a connection has ended, wait for the news that its rank leaves, which comes on another.
     ended_s: float = 0.1
     # The same if only one of its two connections has ended.
     half_ended_s: float = 1.0
