@@ -444,6 +444,33 @@ def test_callbacks_that_write_files_are_known():
     assert names >= {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger"}
 
 
+RECORDERS = [
+    "wandb.integration.keras.callbacks.metrics_logger",
+    "mlflow.tensorflow.callback",
+    "neptune_tensorflow_keras.impl",
+    "comet_ml.keras",
+    "clearml.callbacks",
+    "aim.sdk.adapters.keras",
+    "dvclive.keras",
+]
+
+
+@pytest.mark.parametrize("module", [*RECORDERS, "wandbox.keras", "my_project.mlflow"])
+@pytest.mark.parametrize("derived", [False, True])
+def test_callbacks_that_record_a_run_act_on_rank_zero(module, derived):
+    kind = type("Theirs", (Called,), {"__module__": module})
+    if derived:
+        kind = type("Mine", (kind,), {"__module__": "__main__"})
+
+    def work(comm):
+        log = []
+        together = rr.callbacks.Together([kind("own", log)], comm)
+        together.on_train_batch_begin(0, {})
+        return len(log)
+
+    assert ring_of_threads(2, work) == ([1, 0] if module in RECORDERS else [1, 1])
+
+
 @pytest.mark.parametrize("make", [rr.callbacks.Together, rr.callbacks.OnRankZero])
 def test_what_is_no_callback_is_refused(make):
     with pytest.raises(ringreduce.ConfigError, match=r"no keras\.callbacks\.Callback"):
