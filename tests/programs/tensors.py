@@ -443,11 +443,28 @@ def as_horovod_does():
             loss = tf.reduce_sum(result) * (rank + 1)
         return tape.gradient(loss, value)
 
+    whole = tf.constant([-7 * rank - 1, 5 + 2 * rank, 9])
+
+    def own_parts():
+        """Each rank divides its own rows, of which they have different numbers."""
+        with tf.GradientTape() as tape:
+            rows = tf.fill(((rank + 1) * size, 2), 1.0 + rank)
+            tape.watch(rows)
+            received = hvd.alltoall(rows)
+            loss = tf.reduce_sum(received) * (rank + 1)
+        return received[:, 0], tape.gradient(loss, rows)[:, 0]
+
     flags, small = tf.constant([rank == 0, True]), tf.constant([60_000, rank], tf.uint16)
     all_ways(
         {
             "flags": lambda: (rr.all_gather(flags), rr.all_reduce(flags, "min")),
             "uint16": lambda: (rr.all_reduce(small, "max"), rr.broadcast(small, size - 1)),
+            "horovod integers": lambda: (
+                hvd.allreduce(whole),
+                hvd.allreduce(whole, postscale_factor=2.0),
+                hvd.allreduce(whole, prescale_factor=0.5, op=hvd.Sum),
+                hvd.reducescatter(tf.tile(whole[:1], [size]), postscale_factor=1.5),
+            ),
             **{
                 f"horovod {name}": functools.partial(gradient, collective)
                 for name, collective in ways.items()
@@ -457,6 +474,11 @@ def as_horovod_does():
     slices = tf.IndexedSlices(tf.constant([[2.0 * size]]), tf.constant([rank]), tf.constant([4, 1]))
     both = hvd.allreduce(slices), rr.all_reduce(slices)
     say("slices", sparse=[isinstance(one, tf.IndexedSlices) for one in both], both=plain(both))
+    least = hvd.allreduce(slices, op=hvd.Min)
+    say("least of slices", sparse=isinstance(least, tf.IndexedSlices), values=plain(least))
+    all_ways({"horovod alltoall": own_parts}, jit=False)
+    odd = tf.ones((2 * size + 1, 2))
+    say("horovod odd rows", **error_of(lambda: hvd.alltoall(odd)))
 
     def local():
         options = {"local_variables": [table], "op": "sum"}
