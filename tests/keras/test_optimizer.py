@@ -293,6 +293,19 @@ def test_a_copy_that_is_not_built_gets_no_loss_scale(world_of_one):
         keras.optimizers.LossScaleOptimizer(copy.deepcopy(model.optimizer))
 
 
+def test_local_variables_may_have_other_names_and_numbers_on_each_rank():
+    def work(comm):
+        shared = keras.Variable([1.0], name="shared")
+        local = [keras.Variable([0.0], name=f"expert_{'ab'[comm.rank]}") for _ in range(comm.rank)]
+        optimizer = rr.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), comm, local_variables=[*local]
+        )
+        optimizer.apply([[comm.rank + 1.0]] * (1 + comm.rank), [*local, shared])
+        return [float(variable.numpy()[0]) for variable in (*local, shared)]
+
+    assert ring_of_threads(2, work) == [[-0.5], [-2.0, -0.5]]
+
+
 @pytest.mark.parametrize(("name", "word"), [("allreduce", "all_reduce"), ("elastic", "none")])
 def test_names_of_horovods_that_are_not_there_say_what_is(name, word):
     with pytest.raises(AttributeError, match=word):
