@@ -31,7 +31,6 @@ from ringreduce.keras.process_sets import (
 )
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
-from ringreduce.tensorflow.variables import value_of
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -245,9 +244,9 @@ def broadcast_(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Give `variables` rank `root_rank`'s values, eagerly; return the values."""
+    """Give `variables` rank `root_rank`'s values; return these."""
     broadcast_variables(variables, root_rank, process_set=process_set)
-    return [tf.convert_to_tensor(value_of(variable)) for variable in variables]
+    return [tf.convert_to_tensor(variable) for variable in variables]
 
 
 def broadcast_object(

@@ -306,6 +306,17 @@ def test_local_variables_may_have_other_names_and_numbers_on_each_rank():
     assert ring_of_threads(2, work) == [[-0.5], [-2.0, -0.5]]
 
 
+def test_fit_over_other_ranks_than_the_optimizers_is_refused():
+    def work(comm):
+        group = comm.split(comm.rank)
+        model = make_model()
+        model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(), group), loss="mse")
+        with pytest.raises(ringreduce.ConfigError, match=r"averages over 1 of them.* to rr\.fit"):
+            rr.fit(model, np.ones((4, 3)), np.ones((4, 1)), communicator=comm)
+
+    ring_of_threads(2, work)
+
+
 @pytest.mark.parametrize(("name", "word"), [("allreduce", "all_reduce"), ("elastic", "none")])
 def test_names_of_horovods_that_are_not_there_say_what_is(name, word):
     with pytest.raises(AttributeError, match=word):

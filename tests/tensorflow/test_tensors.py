@@ -456,6 +456,29 @@ def test_rows_of_slices_are_joined_whatever_the_operator_as_horovods(size):
 
 @every_size
 @every_way
+def test_variables_are_copied_where_that_stands(how, size):
+    assert of_every_rank("copied", size, how) == [[10 * size, [size]]] * size
+    if how != "jit":
+        assert of_every_rank("copied flags", size, how) == [[True, False]] * size
+
+
+@every_size
+def test_horovods_example_may_copy_variables_within_its_function(size):
+    first, *others = facts_of(size)["example"]
+    for other in others:
+        assert {**other, "rank": 0} == first
+    assert first["rate"] == 0.5
+
+
+@pytest.mark.parametrize("size", [2, in_full(3)])
+def test_copying_variables_in_a_condition_is_refused_in_few_words(size):
+    for fact in facts_of(size)["broadcast in a condition"]:
+        assert fact["error"] == "ConfigError"
+        assert "tf.cond" in fact["text"]
+
+
+@every_size
+@every_way
 def test_bool_and_uint16_travel(how, size):
     flags = [flag for rank in range(size) for flag in (rank == 0, True)]
     assert of_every_rank("flags", size, how) == [[flags, [size == 1, True]]] * size
