@@ -58,7 +58,8 @@ _NAMES = {
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
 }
-_OPTIONS = {
+# Of its DistributedOptimizer.
+OPTIONS = {
     "average_aggregated_gradients": "leave it out: the mean of accumulated steps is applied",
     "backward_passes_per_step": "use accumulate_steps; it is always the mean of the steps",
     "device_dense": "leave it out: there is one way to reduce",
@@ -94,4 +95,4 @@ def advice_on_callback(name: str) -> str:
 def advice_on_option(name: str) -> str:
     """Text of the TypeError when ``DistributedOptimizer`` takes no `name`."""
     plain = f"DistributedOptimizer got an unexpected keyword argument {name!r}"
-    return _text(plain, _OPTIONS.get(name))
+    return _text(plain, OPTIONS.get(name))

@@ -23,7 +23,11 @@ from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import require_same_settings, settings_in
 from ringreduce.keras.shares import Measure, agreed_shares
 from ringreduce.keras.unsharded import note_sharding
-from ringreduce.keras.wrappable import refuse_other_ring, require_distributed
+from ringreduce.keras.wrappable import (
+    refuse_other_optimizer,
+    refuse_other_ring,
+    require_distributed,
+)
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -121,6 +125,8 @@ def fit(
         )
     require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
+    if check:
+        refuse_other_optimizer(model, ring)
     of_data = {
         "batch_size": batch_size,
         "shuffle": shuffle,

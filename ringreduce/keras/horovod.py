@@ -22,49 +22,27 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.advice import ABSENT
+from ringreduce.keras.advice import ABSENT, OPTIONS
 from ringreduce.keras.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from ringreduce.tensorflow.variables import value_of
+from ringreduce.pure.payload import checked_counts
+from ringreduce.tensorflow import xla
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 __all__ = [
-    "Average",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNormalization",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "global_process_set",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "init",
-    "local_rank_op",
-    "local_size_op",
-    "rank_op",
-    "reducescatter",
     "remove_process_set",
-    "size_op",
+    *("Average", "Max", "Min", "Product", "Sum", "init"),
+    *("DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"),
+    *("ProcessSet", "add_process_set", "global_process_set"),
+    *("allgather", "allgather_object", "allreduce", "alltoall", "barrier", "reducescatter"),
+    *("broadcast", "broadcast_", "broadcast_object", "broadcast_object_fn", "broadcast_variables"),
+    *("grouped_allgather", "grouped_allreduce", "grouped_reducescatter"),
+    *("local_rank_op", "local_size_op", "rank_op", "size_op"),
 ]
 
 Average, Sum = ReduceOp.MEAN, ReduceOp.SUM
@@ -79,18 +57,59 @@ def init(process_sets: Sequence[ProcessSet] = (), **settings: Any) -> Communicat
     return ring
 
 
+# Options of Horovod's that are of no effect here, with what they may be.
+_OF_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "device_dense": ("",),
+    "device_sparse": ("",),
+    "gradient_predivide_factor": (1.0,),
+    "groups": (None,),
+    "num_groups": (0,),
+    "scale_local_gradients": (True, False),
+}
+
+
 def DistributedOptimizer(
-    optimizer: Any, *, process_set: ProcessSet = global_process_set, **options: Any
+    optimizer: Any,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    **options: Any,
 ) -> Any:
-    """`ringreduce.keras.DistributedOptimizer` with its `options`."""
-    return rr.DistributedOptimizer(optimizer, _unless_global(process_set), **options)
+    """`ringreduce.keras.DistributedOptimizer` with its `options`, and Horovod's at their defaults.
+
+    Args:
+        optimizer: the one to wrap.
+        name: not used.
+        process_set: the ranks that take part.
+        backward_passes_per_step: `accumulate_steps`; more than 1 only with
+            `average_aggregated_gradients`.
+        average_aggregated_gradients: apply the mean of the accumulated steps; there is no sum.
+        options: further ones.
+
+    Raises:
+        ConfigError: an option of Horovod's has a value that is not supported; says what to use.
+        TypeError: there is no such option.
+    """
+    if backward_passes_per_step != 1:
+        if not average_aggregated_gradients:
+            raise ConfigError(
+                f"got backward_passes_per_step={backward_passes_per_step}, whose gradients would "
+                "be added up",
+                remedy="Pass average_aggregated_gradients=True too, and multiply the learning rate "
+                "by the number of passes.",
+            )
+        options["accumulate_steps"] = backward_passes_per_step
+    ring = _unless_global(process_set)
+    return rr.DistributedOptimizer(optimizer, ring, **_with_effect(options))
 
 
 def DistributedGradientTape(
     tape: Any = None, *, process_set: ProcessSet = global_process_set, **options: Any
 ) -> Any:
-    """`ringreduce.keras.DistributedGradientTape` with its `options`."""
-    return rr.DistributedGradientTape(tape, _unless_global(process_set), **options)
+    """`ringreduce.keras.DistributedGradientTape` with its `options`, as `DistributedOptimizer`."""
+    return rr.DistributedGradientTape(tape, _unless_global(process_set), **_with_effect(options))
 
 
 def SyncBatchNormalization(*, process_set: ProcessSet = global_process_set, **options: Any) -> Any:
@@ -111,14 +130,18 @@ def allreduce(
 
     Args:
         tensor: as there; `tf.IndexedSlices` stay sparse.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`; of `tf.IndexedSlices` the rows of all ranks
+            are joined whatever it is, and divided for `Average`.
         prescale_factor, postscale_factor: multiply each rank's tensor, and the result; for integers
-            in float64, then rounded towards zero.
+            in float64. What is no integer then, a mean too, is rounded towards zero.
         name: not used.
         process_set: the ranks that take part.
     """
-    scaled, ring = _scaled(tensor, prescale_factor), process_set.communicator
-    return _scaled(rr.all_reduce(scaled, op, ring), postscale_factor)
+    ring = process_set.communicator
+    scaled, how = _scaled(tensor, prescale_factor), reduce_op(op)
+    if isinstance(scaled, tf.IndexedSlices) and how is not Average:
+        how = Sum
+    return _reduced(rr.all_reduce, scaled, how, postscale_factor, ring)
 
 
 def grouped_allreduce(tensors: Sequence[Any], **options: Any) -> list[Any]:
@@ -154,16 +177,23 @@ def alltoall(
     """Send a part of `tensor` to each rank; `ringreduce.keras.all_to_all`.
 
     Args:
-        splits: rows for each rank, as `counts` there.
+        splits: rows for each rank, as `counts` there. None: each rank divides its own rows equally,
+            and ranks may have different numbers of them, except under ``jit_compile=True``.
 
     Returns:
         The rows that came; with `splits` also how many came from each rank, int32.
     """
-    found = rr.all_to_all(tensor, splits, communicator=process_set.communicator)
-    if splits is None:
-        return found
-    rows, received = found
-    return rows, tf.cast(received, tf.int32)
+    ring = process_set.communicator
+    if splits is not None:
+        rows, received = rr.all_to_all(tensor, splits, communicator=ring)
+        return rows, tf.cast(received, tf.int32)
+    value = tf.convert_to_tensor(tensor)
+    if value.shape.rank == 0 or xla.is_compiling():
+        return rr.all_to_all(value, communicator=ring)
+    if value.shape.rank and value.shape[0] is not None:
+        checked_counts(None, value.shape[0], ring.size, ring.config.who)
+    equal = tf.fill((ring.size,), tf.shape(value)[0] // ring.size)
+    return rr.all_to_all(value, equal, communicator=ring)[0]
 
 
 def broadcast(
@@ -191,7 +221,7 @@ def reducescatter(
     """Reduce as `allreduce`; each rank gets its rows; `ringreduce.keras.reduce_scatter`."""
     ring = process_set.communicator
     own = _with_gradient_times(_scaled(tensor, prescale_factor), float(ring.size))
-    return _scaled(rr.reduce_scatter(own, op, ring), postscale_factor)
+    return _reduced(rr.reduce_scatter, own, reduce_op(op), postscale_factor, ring)
 
 
 def grouped_reducescatter(tensors: Sequence[Any], **options: Any) -> list[Any]:
@@ -214,9 +244,9 @@ def broadcast_(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Give `variables` rank `root_rank`'s values, eagerly; return the values."""
+    """Give `variables` rank `root_rank`'s values; return these."""
     broadcast_variables(variables, root_rank, process_set=process_set)
-    return [tf.convert_to_tensor(value_of(variable)) for variable in variables]
+    return [tf.convert_to_tensor(variable) for variable in variables]
 
 
 def broadcast_object(
@@ -298,16 +328,37 @@ def _root_in(process_set: ProcessSet, root_rank: int) -> int:
     return process_set.ranks.index(root_rank)
 
 
+def _with_effect(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without those of Horovod's that are of no effect; ConfigError if one would be."""
+    for name, values in _OF_NO_EFFECT.items():
+        if (value := options.pop(name, values[0])) not in values:
+            raise ConfigError(f"got {name}={value!r}", remedy=f"{OPTIONS[name]}.".capitalize())
+    return options
+
+
+def _reduced(
+    collective: Callable[..., Any], own: Any, op: ReduceOp, factor: float, ring: Communicator
+) -> Any:
+    """`own` reduced by `collective`, times `factor`; a mean of integers is rounded once, to 0."""
+    if op is not Average or own.dtype.is_floating:
+        return _scaled(collective(own, op, ring), factor)
+    total = collective(own, Sum, ring)
+    if factor == 1.0:
+        return tf.truncatediv(total, tf.cast(ring.size, total.dtype))
+    return tf.cast(tf.cast(total, tf.float64) * factor / ring.size, total.dtype)
+
+
 def _scaled(tensor: Any, factor: float) -> Any:
+    if not isinstance(tensor, tf.IndexedSlices):
+        tensor = tf.convert_to_tensor(tensor)
     if factor == 1.0:
         return tensor
     if isinstance(tensor, tf.IndexedSlices):
         values = _scaled(tensor.values, factor)
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
-    value = tf.convert_to_tensor(tensor)
-    if value.dtype.is_floating:
-        return value * tf.cast(factor, value.dtype)
-    return tf.cast(tf.cast(value, tf.float64) * factor, value.dtype)
+    if tensor.dtype.is_floating:
+        return tensor * tf.cast(factor, tensor.dtype)
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
 
 def _with_gradient_times(tensor: Any, factor: float) -> Any:

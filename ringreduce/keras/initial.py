@@ -29,10 +29,14 @@ from ringreduce.vocabulary.types import ReduceOp
 _log = logging.getLogger(__name__)
 
 
+# AutoGraph must not convert this, nor what it calls.
+@tf.autograph.experimental.do_not_convert
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, communicator: Communicator | None = None
 ) -> None:
     """Give `variables` on every rank the values they have on rank `root_rank`.
+
+    Inside a `tf.function` they get them whenever it runs, where this stands in it.
 
     `DistributedOptimizer` does this itself for what it trains. Use it for the rest, such as moving
     averages of normalization layers after loading them on one rank. `variables` are
@@ -40,13 +44,20 @@ def broadcast_variables(
     Keras's random generators stay as they are, or ranks would draw the same numbers.
 
     Raises:
+        ConfigError: inside a branch of `tf.cond`.
         MismatchError: the ranks' variables differ in number, shape or dtype.
     """
-    bridge.broadcast_variables(
-        [variable for variable in variables if not is_seed_state(variable)],
-        communicator or default_communicator(),
-        root_rank,
-    )
+    ring = communicator or default_communicator()
+    own = [variable for variable in variables if not is_seed_state(variable)]
+    if tf.executing_eagerly():
+        bridge.broadcast_variables(own, ring, root_rank)
+    elif own and ring.size > 1:
+        paths, values = map(bridge.path_of, own), [tf.convert_to_tensor(v) for v in own]
+        give = partial(bridge.broadcast_values, list(paths), ring, root_rank)
+        shapes = [(value.shape, value.dtype) for value in values]
+        found = call(ring, "copy variables", lambda *arrays: give(arrays), values, shapes)
+        for variable, value in zip(own, found, strict=True):
+            variable.assign(value)
 
 
 class InitialValues:

@@ -98,6 +98,24 @@ def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> Non
             )
 
 
+def refuse_other_optimizer(model: Any, communicator: Communicator) -> None:
+    """Raise if an optimizer of `model` averages over other ranks than `rr.fit` compares in the end.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for one in (model.optimizer, *vars(model).values()):
+        own = one.communicator if isinstance(one, Wrapper) else None
+        if own is not None and list(own.members) != list(communicator.members):
+            raise ConfigError(
+                f"trains on {communicator.size} ranks in rr.fit, while {one.name} averages over "
+                f"{own.size} of them: weights would differ",
+                **communicator.config.who,
+                remedy="Pass the optimizer's communicator to rr.fit too; or check=False, if "
+                "something else makes weights equal.",
+            )
+
+
 def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) -> None:
     """Log a warning if nothing seems to average the gradients of `model`."""
     optimizer = model.optimizer

@@ -11,6 +11,19 @@ from ringreduce.vocabulary.errors import ConfigError
 _DTYPES: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
+class _Compressor(str):
+    """The name of a compression, which rounds tensors too, as Horovod's do."""
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """`tensor`, rounded if it is of floats, and what `decompress` needs."""
+        dtype = _DTYPES[self] if tensor.dtype.is_floating else None
+        return _cast(tensor, dtype or tensor.dtype), tensor.dtype
+
+    def decompress(self, tensor: Any, dtype: Any) -> Any:
+        """`tensor` in the `dtype` that it had."""
+        return _cast(tensor, dtype)
+
+
 class Compression:
     """What `DistributedOptimizer(compression=...)` accepts; the names are Horovod's.
 
@@ -24,9 +37,9 @@ class Compression:
         bf16: as bfloat16: 8 significant bits, and the range of float32.
     """
 
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
+    none = _Compressor("none")
+    fp16 = _Compressor("fp16")
+    bf16 = _Compressor("bf16")
 
 
 class Codec:

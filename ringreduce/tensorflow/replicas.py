@@ -82,7 +82,8 @@ def _difference(
         f"{len(columns)} variables differ",
         "Look for code that changes weights on some ranks only: a callback that assigns, a "
         "layer that draws random numbers for its updates, a checkpoint loaded after the first "
-        "step. Start again from a checkpoint, or call broadcast_variables.",
+        "step; or an optimizer with a communicator of its own, which is to be passed here too. "
+        "Start again from a checkpoint, or call broadcast_variables.",
     )
 
 

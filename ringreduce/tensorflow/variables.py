@@ -23,14 +23,31 @@ def broadcast_variables(
     A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs.
 
     Raises:
+        MismatchError: as `broadcast_values`.
+    """
+    own = [value_of(variable) for variable in variables]
+    found = broadcast_values([path_of(variable) for variable in variables], communicator, root, own)
+    differed = False
+    for variable, before, after in zip(variables, own, found, strict=True):
+        if before.tobytes() != after.tobytes():
+            differed = True
+            variable.assign(after)
+    return differed
+
+
+def broadcast_values(
+    paths: Sequence[str], communicator: Communicator, root: int, values: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """The `values` that `root` passed, on all ranks; new arrays.
+
+    Raises:
         MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks run
             different versions of TensorFlow or Keras; on all ranks.
     """
+    named = zip(paths, values, strict=True)
     own = {
         "versions": _versions(),
-        "variables": [
-            (path_of(v), tuple(v.shape), np.dtype(value_of(v).dtype).name) for v in variables
-        ],
+        "variables": [(path, value.shape, value.dtype.name) for path, value in named],
     }
     agree(
         communicator,
@@ -39,16 +56,11 @@ def broadcast_variables(
         "broadcast of the initial weights",
         signature_of("variables"),
     )
-    differed = False
-    for variable in variables:
-        before = value_of(variable)
-        after = before.copy()
+    found = [np.array(value) for value in values]  # TensorFlow's ops get scalars, not arrays.
+    for value in found:
         # As bytes, so that every dtype travels, booleans and 8-bit floats included.
-        communicator.broadcast(after.reshape(-1).view(np.uint8), root)
-        if before.tobytes() != after.tobytes():
-            differed = True
-            variable.assign(after)
-    return differed
+        communicator.broadcast(value.reshape(-1).view(np.uint8), root)
+    return found
 
 
 def _difference(gathered: list[Any], members: Sequence[int], own: int) -> Difference | None:

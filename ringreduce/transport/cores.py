@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from ringreduce.vocabulary.cores import usable_cores
 
 
 def are_crowded(ranks: int) -> bool:
     """Whether `ranks` share the cores that this process may use."""
-    return ranks > len(os.sched_getaffinity(0))
+    return ranks > usable_cores()

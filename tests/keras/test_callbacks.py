@@ -444,6 +444,33 @@ def test_callbacks_that_write_files_are_known():
     assert names >= {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger"}
 
 
+RECORDERS = [
+    "wandb.integration.keras.callbacks.metrics_logger",
+    "mlflow.tensorflow.callback",
+    "neptune_tensorflow_keras.impl",
+    "comet_ml.keras",
+    "clearml.callbacks",
+    "aim.sdk.adapters.keras",
+    "dvclive.keras",
+]
+
+
+@pytest.mark.parametrize("module", [*RECORDERS, "wandbox.keras", "my_project.mlflow"])
+@pytest.mark.parametrize("derived", [False, True])
+def test_callbacks_that_record_a_run_act_on_rank_zero(module, derived):
+    kind = type("Theirs", (Called,), {"__module__": module})
+    if derived:
+        kind = type("Mine", (kind,), {"__module__": "__main__"})
+
+    def work(comm):
+        log = []
+        together = rr.callbacks.Together([kind("own", log)], comm)
+        together.on_train_batch_begin(0, {})
+        return len(log)
+
+    assert ring_of_threads(2, work) == ([1, 0] if module in RECORDERS else [1, 1])
+
+
 @pytest.mark.parametrize("make", [rr.callbacks.Together, rr.callbacks.OnRankZero])
 def test_what_is_no_callback_is_refused(make):
     with pytest.raises(ringreduce.ConfigError, match=r"no keras\.callbacks\.Callback"):
@@ -561,11 +588,32 @@ def test_a_root_other_than_0_needs_a_model_that_is_built():
     ring_of_threads(2, work)
 
 
+@pytest.mark.parametrize("horovods", [False, True])
+def test_local_variables_keep_their_values_when_others_are_copied(horovods):
+    models = [keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]) for _ in range(2)]
+
+    def work(comm):
+        model = models[comm.rank]
+        model.set_weights([np.full((1, 1), comm.rank + 1.0), np.full(1, comm.rank + 1.0)])
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        local = model.layers[0].bias
+        if horovods:
+            callback = rr.callbacks.BroadcastGlobalVariablesCallback(0, "", [local])
+            callback._communicator = comm
+        else:
+            callback = rr.callbacks.Broadcast(0, comm, local_variables=[local])
+        callback.set_model(model)
+        callback.on_train_begin()
+        return [float(np.squeeze(weight)) for weight in model.get_weights()]
+
+    assert ring_of_threads(2, work) == [[1.0, 1.0], [1.0, 2.0]]
+
+
 def test_horovods_names_and_arguments_are_taken():
     callbacks = rr.callbacks
     assert callbacks.MetricAverageCallback()
     assert callbacks.BroadcastGlobalVariablesCallback(root_rank=0)
-    assert callbacks.BroadcastGlobalVariablesCallback(0)
+    assert callbacks.BroadcastGlobalVariablesCallback(0, "", None)
     assert callbacks.LearningRateWarmupCallback(
         initial_lr=0.1, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, verbose=1
     )

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import ringreduce
 import ringreduce.keras as rr
+import ringreduce.keras.horovod as hvd
 from ringreduce.testing import ring_of_threads
 from tests.models import EAGERLY, MUON_TRAINS, fit, make_model
 
@@ -292,6 +293,30 @@ def test_a_copy_that_is_not_built_gets_no_loss_scale(world_of_one):
         keras.optimizers.LossScaleOptimizer(copy.deepcopy(model.optimizer))
 
 
+def test_local_variables_may_have_other_names_and_numbers_on_each_rank():
+    def work(comm):
+        shared = keras.Variable([1.0], name="shared")
+        local = [keras.Variable([0.0], name=f"expert_{'ab'[comm.rank]}") for _ in range(comm.rank)]
+        optimizer = rr.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), comm, local_variables=[*local]
+        )
+        optimizer.apply([[comm.rank + 1.0]] * (1 + comm.rank), [*local, shared])
+        return [float(variable.numpy()[0]) for variable in (*local, shared)]
+
+    assert ring_of_threads(2, work) == [[-0.5], [-2.0, -0.5]]
+
+
+def test_fit_over_other_ranks_than_the_optimizers_is_refused():
+    def work(comm):
+        group = comm.split(comm.rank)
+        model = make_model()
+        model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(), group), loss="mse")
+        with pytest.raises(ringreduce.ConfigError, match=r"averages over 1 of them.* to rr\.fit"):
+            rr.fit(model, np.ones((4, 3)), np.ones((4, 1)), communicator=comm)
+
+    ring_of_threads(2, work)
+
+
 @pytest.mark.parametrize(("name", "word"), [("allreduce", "all_reduce"), ("elastic", "none")])
 def test_names_of_horovods_that_are_not_there_say_what_is(name, word):
     with pytest.raises(AttributeError, match=word):
@@ -303,3 +328,49 @@ def test_options_of_horovods_that_are_not_there_say_what_is():
         rr.DistributedOptimizer(keras.optimizers.SGD(), backward_passes_per_step=2)
     with pytest.raises(TypeError, match="no_such"):
         rr.DistributedOptimizer(keras.optimizers.SGD(), no_such=2)
+
+
+HOROVODS_DEFAULTS = {
+    "device_dense": "",
+    "device_sparse": "",
+    "compression": hvd.Compression.none,
+    "sparse_as_dense": False,
+    "gradient_predivide_factor": 1.0,
+    "op": hvd.Average,
+    "num_groups": 0,
+    "groups": None,
+    "process_set": hvd.global_process_set,
+    "scale_local_gradients": True,
+}
+
+
+def test_horovods_defaults_are_accepted_under_its_names():
+    passes = {"backward_passes_per_step": 1, "average_aggregated_gradients": False}
+    sgd = keras.optimizers.SGD
+    assert hvd.DistributedOptimizer(sgd(), name="D", **passes, **HOROVODS_DEFAULTS).inner_optimizer
+    assert hvd.DistributedOptimizer(sgd(), "D", average_aggregated_gradients=True)
+    assert hvd.DistributedGradientTape(tf.GradientTape(), **HOROVODS_DEFAULTS)
+
+
+def test_horovods_passes_are_accumulated_as_a_mean():
+    given = {"backward_passes_per_step": 3}
+    with pytest.raises(ringreduce.ConfigError, match="multiply the learning rate by"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), **given)
+    made = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(), average_aggregated_gradients=True, **given
+    )
+    assert made._settings()["accumulate_steps"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ({"groups": 2}, "got groups=2. Leave it out, or use bucket_bytes"),
+        ({"gradient_predivide_factor": 2.0}, "got gradient_predivide_factor=2.0. Leave it out"),
+        ({"device_dense": "/gpu:0"}, "got device_dense='/gpu:0'. Leave it out"),
+    ],
+)
+@pytest.mark.parametrize("make", [hvd.DistributedOptimizer, hvd.DistributedGradientTape])
+def test_other_values_of_horovods_options_say_what_to_do(make, option, advice):
+    with pytest.raises(ringreduce.ConfigError, match=advice):
+        make(None, **option)

@@ -80,6 +80,7 @@ def test_the_first_variable_and_the_ranks_that_differ_are_named(size, others, na
         text = f"found that {named} of first:0 (float32 of shape (2,) here), and that 2 of 4"
         assert text in str(error)
         assert "a callback that assigns" in str(error)
+        assert "an optimizer with a communicator of its own" in str(error)
 
 
 @pytest.mark.parametrize(

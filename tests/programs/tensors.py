@@ -443,11 +443,42 @@ def as_horovod_does():
             loss = tf.reduce_sum(result) * (rank + 1)
         return tape.gradient(loss, value)
 
+    whole = tf.constant([-7 * rank - 1, 5 + 2 * rank, 9])
+
+    def own_parts():
+        """Each rank divides its own rows, of which they have different numbers."""
+        with tf.GradientTape() as tape:
+            rows = tf.fill(((rank + 1) * size, 2), 1.0 + rank)
+            tape.watch(rows)
+            received = hvd.alltoall(rows)
+            loss = tf.reduce_sum(received) * (rank + 1)
+        return received[:, 0], tape.gradient(loss, rows)[:, 0]
+
+    count, flag = tf.Variable(0), keras.Variable([False, False], dtype="bool")
+
+    def copied():
+        count.assign(rank + 1)
+        hvd.broadcast_variables([count], size - 1)
+        values = hvd.broadcast_([count], 0)
+        return count * 10, values
+
+    def copied_flags():
+        flag.assign([rank == size - 1, False])
+        hvd.broadcast_variables([flag], size - 1)
+        return tf.identity(flag)
+
     flags, small = tf.constant([rank == 0, True]), tf.constant([60_000, rank], tf.uint16)
     all_ways(
         {
             "flags": lambda: (rr.all_gather(flags), rr.all_reduce(flags, "min")),
             "uint16": lambda: (rr.all_reduce(small, "max"), rr.broadcast(small, size - 1)),
+            "copied": copied,
+            "horovod integers": lambda: (
+                hvd.allreduce(whole),
+                hvd.allreduce(whole, postscale_factor=2.0),
+                hvd.allreduce(whole, prescale_factor=0.5, op=hvd.Sum),
+                hvd.reducescatter(tf.tile(whole[:1], [size]), postscale_factor=1.5),
+            ),
             **{
                 f"horovod {name}": functools.partial(gradient, collective)
                 for name, collective in ways.items()
@@ -457,6 +488,11 @@ def as_horovod_does():
     slices = tf.IndexedSlices(tf.constant([[2.0 * size]]), tf.constant([rank]), tf.constant([4, 1]))
     both = hvd.allreduce(slices), rr.all_reduce(slices)
     say("slices", sparse=[isinstance(one, tf.IndexedSlices) for one in both], both=plain(both))
+    least = hvd.allreduce(slices, op=hvd.Min)
+    say("least of slices", sparse=isinstance(least, tf.IndexedSlices), values=plain(least))
+    all_ways({"horovod alltoall": own_parts, "copied flags": copied_flags}, jit=False)
+    odd = tf.ones((2 * size + 1, 2))
+    say("horovod odd rows", **error_of(lambda: hvd.alltoall(odd)))
 
     def local():
         options = {"local_variables": [table], "op": "sum"}
@@ -471,6 +507,37 @@ def as_horovod_does():
     weight = keras.Variable([0.0])
     optimizer.apply([[rank + 1.0]], [weight])
     say("optimizer sum", weight=plain(weight))
+
+
+def as_horovods_example_does():
+    """With AutoGraph, whose errors are long."""
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam(0.5 + rank)
+
+    @tf.function
+    def training_step(inputs, first_batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(inputs, training=True) ** 2)
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if first_batch:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        return loss
+
+    @tf.function
+    def in_condition(flag):
+        if flag:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+
+    for step in range(3):
+        training_step(tf.ones((2, 4)) * (rank + 1), step == 0)
+    own = model.trainable_variables
+    state = [variable for variable in optimizer.variables if variable.path != "iteration"]
+    say("example", weights=plain(own), rate=plain(optimizer.learning_rate), state=plain(state))
+    say("broadcast in a condition", **error_of(lambda: in_condition(tf.constant(True))))
 
 
 def tape_structures():
@@ -675,6 +742,7 @@ tape_costs_one_collective_a_step()
 tape_begins_with_rank_0s_values()
 tape_of_what_its_function_makes()
 as_horovod_does()
+as_horovods_example_does()
 tape_structures()
 normalization_in_fit()
 normalization_of_batches()

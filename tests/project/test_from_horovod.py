@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 import ringreduce.keras as rr
 import ringreduce.keras.horovod as hvd
@@ -84,3 +85,14 @@ def test_a_callback_that_is_missing_says_what_to_use():
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
 def test_compressions_are_what_the_optimizer_takes(name):
     assert getattr(rr.Compression, name) == name
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("none", "float32"), ("fp16", "float16")])
+def test_compressions_round_tensors_as_horovods_do(name, dtype):
+    compression = getattr(hvd.Compression, name)
+    for tensor in (tf.constant([1.0, 3.0]), tf.constant([1, 3])):
+        rounded, context = compression.compress(tensor)
+        assert rounded.dtype.name == (dtype if tensor.dtype.is_floating else "int32")
+        restored = compression.decompress(rounded, context)
+        assert restored.dtype == tensor.dtype
+        assert restored.numpy().tolist() == [1, 3]

@@ -417,6 +417,68 @@ def test_factors_are_in_the_gradient_too(how, size):
 
 @every_size
 @every_way
+def test_integers_are_rounded_towards_zero_and_once_as_horovods(how, size):
+    ranks = range(size)
+    own = np.array([[-7 * rank - 1, 5 + 2 * rank, 9] for rank in ranks])
+    first = np.full(size, own[:, 0].sum())
+    for rank, got in enumerate(of_every_rank("horovod integers", size, how)):
+        assert got == [
+            np.trunc(own.sum(0) / size).tolist(),
+            np.trunc(own.sum(0) * 2 / size).tolist(),
+            np.trunc(own * 0.5).sum(0).tolist(),
+            np.trunc(first * 1.5 / size)[rank : rank + 1].tolist(),
+        ]
+
+
+@every_size
+@both_ways
+def test_each_rank_divides_its_own_rows_as_horovods_alltoall_does(how, size):
+    received = [1.0 + rank for rank in range(size) for _ in range(rank + 1)]
+    for rank, got in enumerate(of_every_rank("horovod alltoall", size, how)):
+        gradient = [other + 1.0 for other in range(size) for _ in range(rank + 1)]
+        assert got == [received, gradient]
+
+
+@pytest.mark.parametrize("size", [2, in_full(3)])
+def test_rows_that_a_rank_cannot_divide_are_refused(size):
+    for fact in facts_of(size)["horovod odd rows"]:
+        assert fact["error"] == "ArrayError"
+        assert f"cannot divide {2 * size + 1} rows evenly among {size} ranks" in fact["text"]
+
+
+@every_size
+def test_rows_of_slices_are_joined_whatever_the_operator_as_horovods(size):
+    rows = [[2.0 * size] if row < size else [0.0] for row in range(4)]
+    for fact in facts_of(size)["least of slices"]:
+        assert fact["sparse"]
+        assert fact["values"] == rows
+
+
+@every_size
+@every_way
+def test_variables_are_copied_where_that_stands(how, size):
+    assert of_every_rank("copied", size, how) == [[10 * size, [size]]] * size
+    if how != "jit":
+        assert of_every_rank("copied flags", size, how) == [[True, False]] * size
+
+
+@every_size
+def test_horovods_example_may_copy_variables_within_its_function(size):
+    first, *others = facts_of(size)["example"]
+    for other in others:
+        assert {**other, "rank": 0} == first
+    assert first["rate"] == 0.5
+
+
+@pytest.mark.parametrize("size", [2, in_full(3)])
+def test_copying_variables_in_a_condition_is_refused_in_few_words(size):
+    for fact in facts_of(size)["broadcast in a condition"]:
+        assert fact["error"] == "ConfigError"
+        assert "tf.cond" in fact["text"]
+
+
+@every_size
+@every_way
 def test_bool_and_uint16_travel(how, size):
     flags = [flag for rank in range(size) for flag in (rank == 0, True)]
     assert of_every_rank("flags", size, how) == [[flags, [size == 1, True]]] * size

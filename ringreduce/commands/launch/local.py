@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import selectors
 import signal
 import socket
@@ -16,6 +15,7 @@ from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.cores import usable_cores
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import worker_environment
 
@@ -226,8 +226,4 @@ def is_loopback(found: str) -> bool:
 
 def default_threads(size: int) -> int:
     """Compute threads for each of `size` workers: this process's cores shared out, at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    return max(1, cores // size)
+    return max(1, usable_cores() // size)

@@ -3,7 +3,11 @@
 from typing import NoReturn
 
 from ringreduce.keras.advice import advice_on_callback
-from ringreduce.keras.callbacks.broadcast import Broadcast, VerifyReplicas
+from ringreduce.keras.callbacks.broadcast import (
+    Broadcast,
+    BroadcastGlobalVariablesCallback,
+    VerifyReplicas,
+)
 from ringreduce.keras.callbacks.learning_rate import (
     LearningRateSchedule,
     LearningRateWarmup,
@@ -29,7 +33,6 @@ __all__ = [
 ]
 
 # Horovod's names, so that its users' programs need only another import.
-BroadcastGlobalVariablesCallback = Broadcast
 LearningRateScheduleCallback = LearningRateSchedule
 LearningRateWarmupCallback = LearningRateWarmup
 MetricAverageCallback = MetricAverage

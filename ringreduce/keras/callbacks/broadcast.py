@@ -11,6 +11,7 @@ import numpy as np
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.wrappable import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -26,15 +27,28 @@ class Broadcast(keras.callbacks.Callback):
     It builds an optimizer that is not built. A model that is not built has no weights before its
     first batch; it gets them after that, and only from rank 0.
 
+    Args:
+        root_rank: whose values all get.
+        communicator: by default the process's.
+        local_variables: variables of the model or the optimizer to leave as they are, besides those
+            that the optimizer has been told of.
+
     Raises:
         ConfigError: when training begins: `root_rank` is no rank, or is not 0 and the model is not
             built on every rank.
         MismatchError: the ranks' models differ.
     """
 
-    def __init__(self, root_rank: int = 0, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        root_rank: int = 0,
+        communicator: Communicator | None = None,
+        *,
+        local_variables: Sequence[Any] = (),
+    ) -> None:
         super().__init__()
         self._root, self._communicator = root_rank, communicator
+        self._local = local_variables
         self._is_due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -59,14 +73,21 @@ class Broadcast(keras.callbacks.Callback):
             )
         if not self._is_due:
             build_optimizer_here(self.model)
-            broadcast_state(self.model, self._root, ring)
+            broadcast_state(self.model, self._root, ring, self._local)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Copy if that was not possible before the first batch."""
         if self._is_due:
             self._is_due = False
             ring = self._communicator or default_communicator()
-            broadcast_state(self.model, self._root, ring)
+            broadcast_state(self.model, self._root, ring, self._local)
+
+
+class BroadcastGlobalVariablesCallback(Broadcast):
+    """`Broadcast` with Horovod's arguments; `device` is not used."""
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__(root_rank, local_variables=keras.tree.flatten(local_variables or []))
 
 
 class VerifyReplicas(keras.callbacks.Callback):
@@ -103,10 +124,15 @@ class VerifyReplicas(keras.callbacks.Callback):
         bridge.verify_replicas(state, self._communicator)
 
 
-def broadcast_state(model: Any, root: int, communicator: Communicator) -> None:
+def broadcast_state(
+    model: Any, root: int, communicator: Communicator, local: Sequence[Any] = ()
+) -> None:
     """Give `model` and its optimizer, without local variables, rank `root`'s values. Collective."""
+    kept = {id(plain_variable(variable)) for variable in local}
     # Not `model.variables`, which has the states of random generators.
-    bridge.broadcast_variables(_shared_state(model, model.weights), communicator, root)
+    state = _shared_state(model, model.weights)
+    shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
+    bridge.broadcast_variables(shared, communicator, root)
 
 
 def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:

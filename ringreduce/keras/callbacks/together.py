@@ -23,11 +23,24 @@ from ringreduce.keras.wrappable import (
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-# Orbax is optional in Keras.
+# Keras's own; Orbax is optional in it.
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
     for name in ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger")
 ) + tuple(filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]))
+# Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
+# module, and so is a subclass of it.
+_RECORDERS = {
+    *("aim", "clearml", "comet_ml", "dagshub", "dvclive", "guild", "livelossplot", "mlflow"),
+    *("neptune", "neptunecontrib", "neptune_tensorflow_keras", "polyaxon", "swanlab"),
+    *("tensorboard", "tqdm", "trains", "verta", "wandb"),
+}
+
+
+def _acts_once(callback: Any) -> bool:
+    """Whether only rank 0 should call it, as far as its class says."""
+    packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
+    return isinstance(callback, _WRITERS) or not packages.isdisjoint(_RECORDERS)
 
 
 class _Forwarding(keras.callbacks.Callback):
@@ -135,7 +148,8 @@ class Together(_Forwarding):
       get other seeds (`fold_seeds`), so that dropout differs between ranks.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
-      only, and other ranks may leave them out; wrap others that write in `OnRankZero`.
+      only, and so do the callbacks of W&B, MLflow, Neptune, Comet, ClearML, Aim, DVCLive and the
+      like; other ranks may leave them out. Wrap others that write in `OnRankZero`.
     - What BackupAndRestore (or a callback in `OnRankZero`) restores when training begins goes to
       all ranks: weights, optimizer variables and the initial epoch. Only rank 0 needs the file. The
       model must be built before.
@@ -156,10 +170,7 @@ class Together(_Forwarding):
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
         self._members = [
             MetricAverage(communicator),
-            *(
-                OnRankZero(c, communicator) if isinstance(c, _WRITERS) else c
-                for c in self.callbacks
-            ),
+            *(OnRankZero(c, communicator) if _acts_once(c) else c for c in self.callbacks),
             StopTogether(communicator),
         ]
 

@@ -63,21 +63,22 @@ class Reducer:
         Raises:
             As `GradientBridge.mean`.
         """
-        means = [
-            gradient if kind is Kind.MEAN else None
-            for gradient, kind in zip(gradients, kinds, strict=True)
-        ]
-        if Kind.MEAN in kinds:
-            paths = [_name(variable, number) for number, variable in enumerate(variables)]
-            means = self._bridge.mean(self._communicator, means, paths)
+        # The others are not compared: ranks may have other local variables, with other names.
+        shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
+        means: dict[int, Any] = {}
+        if shared:
+            paths = [_name(variables[number], number) for number in shared]
+            own = [gradients[number] for number in shared]
+            found = self._bridge.mean(self._communicator, own, paths)
+            means = dict(zip(shared, found, strict=True))
         final = []
-        for gradient, kind, mean in zip(gradients, kinds, means, strict=True):
-            if kind is Kind.MAXIMUM and gradient is not None:
-                final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
-            elif kind is Kind.LOCAL:
+        for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
+            if kind is Kind.MEAN:
+                final.append(of_mean(means[number], self._op, self._communicator))
+            elif kind is Kind.LOCAL or gradient is None:
                 final.append(self._bridge.own(gradient))
             else:
-                final.append(of_mean(mean, self._op, self._communicator))
+                final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
         return final
 
 

@@ -1,0 +1,82 @@
+"""The cores that a process may use: bound to, and limited by cgroups of both versions."""
+
+import os
+
+import pytest
+
+from ringreduce.commands.launch.local import default_threads
+from ringreduce.transport.cores import are_crowded
+from ringreduce.vocabulary import cores
+from ringreduce.vocabulary.cores import usable_cores
+
+V1 = "5:memory:/job\n4:cpu,cpuacct:/outer/job\n"
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+
+
+def host(folder, cgroup, **limits):
+    """A root directory where this process is in `cgroup`."""
+    files = {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{k}": v for k, v in limits.items()}
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("0::/\n", {}, 8),
+        ("0::/job\n", {"job/cpu.max": "max 100000\n"}, 8),
+        ("0::/job\n", {"job/cpu.max": "300000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
+        ("0::/job\n", {"job/cpu.max": "20000 100000\n"}, 1),
+        ("0::/job\n", {"job/cpu.max": "1600000 100000\n"}, 8),
+        # The smallest around it counts, whichever it is.
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "200000 100000\n"}, 2),
+        # Not another one's.
+        ("0::/a\n", {"b/cpu.max": "200000 100000\n"}, 8),
+        # A container that sees the host's path, and its own cgroup at the top.
+        ("0::/kubepods/pod7/c1\n", {"cpu.max": "400000 100000\n"}, 4),
+        (
+            V1,
+            {
+                "cpu/outer/job/cpu.cfs_quota_us": "500000\n",
+                "cpu/outer/job/cpu.cfs_period_us": "100000\n",
+            },
+            5,
+        ),
+        (
+            V1,
+            {
+                "cpu/outer/job/cpu.cfs_quota_us": "-1\n",
+                "cpu/outer/job/cpu.cfs_period_us": "100000\n",
+                "cpu/outer/cpu.cfs_quota_us": "150000\n",
+                "cpu/outer/cpu.cfs_period_us": "50000\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_the_smallest_limit_counts(tmp_path, cgroup, limits, expected):
+    assert usable_cores(host(tmp_path, cgroup, **limits)) == expected
+
+
+def test_a_host_without_cgroups_has_its_cores(tmp_path, monkeypatch):
+    assert usable_cores(tmp_path) == 8
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores(tmp_path) == 6
+
+
+def test_threads_and_waiting_follow_the_limit(tmp_path, monkeypatch):
+    root = host(tmp_path, "0::/job\n", **{"job/cpu.max": "400000 100000\n"})
+    monkeypatch.setattr(cores.usable_cores, "__defaults__", (root,))
+    assert default_threads(2) == 2
+    assert not are_crowded(4)
+    assert are_crowded(5)
