@@ -22,10 +22,11 @@ import numpy as np
 
 from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
+from ringreduce.communicator.lasting import Explainer, Lasting
 from ringreduce.communicator.moving import MovingCalls
 from ringreduce.communicator.objects import ObjectCalls
 from ringreduce.communicator.pairs import PairCalls
-from ringreduce.communicator.session import Explainer, Session
+from ringreduce.communicator.session import Session
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
 from ringreduce.pure.buckets import ALIGNMENT
@@ -56,7 +57,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
 
     def __init__(self, config: Config) -> None:
         make = functools.partial(form, config) if config.size > 1 else None
-        self._use(Session(config, whole(config.size), None, make))
+        self._use(Session(config, whole(config.size), None, make, Lasting()))
 
     @property
     def config(self) -> Config:
@@ -96,7 +97,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
     @property
     def former_failures(self) -> tuple[RingReduceError, ...]:
         """What has broken it before its ring was formed anew; for integrations."""
-        return self._session.former_failures
+        return self._session.lasting.former_failures
 
     @property
     def engine(self) -> Engine:
@@ -278,9 +279,9 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
 
         For integrations, which know what signatures stand for. Called in the thread of the failed
         call, before the other ranks are notified: every rank then raises the error that it
-        returns, unless that is None. Only a weak reference is kept.
+        returns, unless that is None. Only a weak reference is kept, also by a ring formed anew.
         """
-        self._session.explain_with(explainer)
+        self._session.lasting.explainers.add(explainer)
 
     def statistics(self) -> Statistics:
         """A snapshot of what this communicator has done so far."""

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from ringreduce.communicator.formation import form_group, take_no_part
+from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import Kind, signature_of
@@ -33,7 +34,7 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
         take_no_part(config, job, exchange)
     if own is None:
         return None
-    group = Session(config, own, job, form)
+    group = Session(config, own, job, form, Lasting())
     parent.adopt(group)
     return group
 

@@ -60,9 +60,9 @@ def reform(communicator: Communicator, without: Collection[int]) -> None:
     job, form = old.job, None
     if job is not None and membership.size > 1:
         form = functools.partial(_form, old.config, job, membership)
-    session = Session(old.config, membership, job, form)
-    failure = () if old.failure is None else (old.failure,)
-    session.former_failures = old.former_failures + failure
+    session = Session(old.config, membership, job, form, old.lasting)
+    if old.failure is not None:
+        old.lasting.former_failures += (old.failure,)
     communicator._use(session)
 
 

@@ -15,13 +15,14 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.communicator import registry, varying
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
+from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.messages import Messages
 from ringreduce.communicator.refusals import (
@@ -46,7 +47,6 @@ from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
-    MismatchError,
     PeerLostError,
     RingReduceError,
 )
@@ -57,13 +57,6 @@ _Result = TypeVar("_Result")
 
 # Why work of a session is refused whose ring was formed anew.
 FORMED_ANEW = "the ring was formed anew"
-
-
-class Explainer(Protocol):
-    """Explains a mismatch better than two signatures do; see `Session.explain_with`."""
-
-    def explain(self, error: MismatchError) -> RingReduceError | None:
-        """A better error, or None."""
 
 
 class Session:
@@ -77,7 +70,7 @@ class Session:
         events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
-        former_failures: of the sessions whose place this one has taken.
+        lasting: what this session has of the one whose place it has taken.
         is_inherited: whether this is a forked child's copy; asking the system takes 0.2 us.
         local_rank, local_size: this rank's number on its host, and how many there are.
 
@@ -90,14 +83,14 @@ class Session:
         membership: Membership,
         job: Job | None,
         form: Callable[[], Formed] | None,
+        lasting: Lasting,
     ) -> None:
         self.config, self.membership = config, membership
         self.place, self.size = membership.place(config.rank), membership.size
         self.identity = varying.Identity(self.place, self.size, config.who)
         self.is_inherited = False
         self._life = LifeCycle()
-        self.former_failures: tuple[RingReduceError, ...] = ()
-        self._explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
+        self.lasting = lasting
         self.events = Events()
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
         self._flight = self._open_flight(job)
@@ -239,15 +232,6 @@ class Session:
         if self._watcher is not None and not self.is_closed:
             self._watcher.claim(claim)
 
-    def explain_with(self, explainer: Explainer) -> None:
-        """Ask `explainer` what it means when ranks are in different calls.
-
-        For integrations, which know what signatures stand for. Called in the thread of the failed
-        call, before the other ranks are notified: every rank then raises the error that it
-        returns, unless that is None. Only a weak reference is kept.
-        """
-        self._explainers.add(explainer)
-
     def statistics(self) -> Statistics:
         """A snapshot of what this session has done so far."""
         traffic, standing = self.collectives.traffic(), self.events.standing()
@@ -340,10 +324,8 @@ class Session:
 
     def explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
-        if isinstance(error, MismatchError) and error.origin is None:
-            for explainer in list(self._explainers):
-                if (better := explainer.explain(error)) is not None:
-                    return better
+        if (better := self.lasting.explained(error)) is not None:
+            return better
         return error if self._watcher is None else self._watcher.explain(error)
 
     def message_failed(self, error: RingReduceError) -> RingReduceError:

@@ -146,6 +146,21 @@ def test_what_was_begun_in_the_old_ring_is_refused_in_the_new() -> None:
     ring_of_threads(2, work)
 
 
+def test_what_explains_mismatches_does_so_in_the_new_ring_too() -> None:
+    class Better:
+        def explain(self, error: MismatchError) -> MismatchError:
+            return MismatchError("has another variable")
+
+    def work(comm: Communicator) -> None:
+        better = Better()
+        comm.explain_with(better)
+        reform(comm, [])
+        with pytest.raises(MismatchError, match="has another variable"):
+            comm.all_reduce(np.ones(3 + comm.rank))
+
+    ring_of_threads(2, work)
+
+
 def test_what_cannot_be_formed_anew_is_refused_and_changes_nothing() -> None:
     def work(comm: Communicator) -> None:
         group = comm.split(0)

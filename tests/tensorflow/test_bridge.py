@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from ringreduce import ArrayError, MismatchError
+from ringreduce.communicator.reforming import reform
 from ringreduce.pure.buckets import GradientSpec
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
@@ -100,6 +101,21 @@ def test_other_shapes_are_an_error_on_all_ranks_that_names_both(size):
     assert "variable1: float32 of shape (2,)" in str(caught.value)
     assert "variable1: float32 of shape (3,)" in str(caught.value)
     assert len(getattr(caught.value, "__notes__", [None] * (size - 1))) == size - 1
+
+
+def test_other_gradients_are_told_apart_by_name_after_the_ring_was_formed_anew():
+    def work(comm):
+        bridge, steps = GradientBridge(1 << 20), [([tf.zeros(4)], ["a"]), ([tf.zeros(4)], ["b"])]
+        for step in steps:
+            bridge.mean(comm, *step)
+        reform(comm, [])
+        with pytest.raises(MismatchError) as caught:
+            bridge.mean(comm, *steps[comm.rank])
+        return str(caught.value)
+
+    for text in ring_of_threads(2, work):
+        assert "other gradients than rank" in text
+        assert all(f"{name}: float32 of shape (4,)" in text for name in "ab")
 
 
 def test_a_large_gradient_stays_where_it_is_in_shared_memory_alone():
