@@ -198,7 +198,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.Monke
         first, other = zero.meet(0), joined.result()
         assert first is not None
         assert other is not None
-        other.report(Failure(1, 1, time.monotonic(), ()))
+        other.report(Failure(1, 1, time.monotonic()))
         other.close()
         again = threads.submit(one.meet, 1)
         wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
