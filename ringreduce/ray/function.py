@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -128,13 +128,18 @@ def _results(running: Sequence[Any]) -> list[Any]:
         limit = None if end is None else max(0.0, end - time.monotonic())
         done, left = ray.wait(left, num_returns=1, timeout=limit)
         for reference in done:
-            rank, raised, lost = ranks[reference], None, ""
+            rank = ranks[reference]
             try:
-                results[rank] = raised = ray.get(reference)
-            except RayActorError:
-                lost = "its process ended"
-            if lost or isinstance(raised, Raised):
-                failures.append(Failure(rank, 1, time.monotonic(), raised, lost=lost))
+                found = ray.get(reference)
+            except RayActorError as error:
+                text = str(error).splitlines()
+                found = Raised("RayActorError", None, None, "its process ended", text)
+            except RayTaskError as error:  # The result cannot be sent.
+                found = described(error)
+            results[rank] = found
+            if isinstance(found, Raised):
+                how = found.exception
+                failures.append(Failure(rank, 1, time.monotonic(), found, lost=how))
                 cause = find_cause(failures, size)
                 is_certain = cause is not None and cause.is_certain
                 end = 0.0 if is_certain else end or time.monotonic() + TIMES.grace_s

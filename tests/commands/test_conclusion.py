@@ -28,11 +28,9 @@ def test_all_tracebacks_are_shown_whole_if_that_is_wanted() -> None:
     ]
 
 
-def test_a_traceback_that_was_shown_is_not_repeated() -> None:
-    assert conclude(CAUSE, [FIRST], "cause", shown=[1]) == [
-        TITLE,
-        "  ValueError: bad data (its traceback is above)",
-    ]
+def test_what_a_program_ended_itself_with_is_shown_without_a_traceback() -> None:
+    ended = Failure(1, 3, 5.0, Raised("SystemExit", exception="SystemExit: no data"))
+    assert conclude(Cause(ended), [ended], "cause") == [TITLE, "  SystemExit: no data"]
 
 
 def test_a_rank_without_a_traceback_gets_one_line() -> None:
@@ -46,6 +44,6 @@ def test_a_rank_without_a_traceback_gets_one_line() -> None:
 def test_ranks_that_ended_by_themselves_are_named_since_others_may_wait_for_them() -> None:
     ended = "had ended by"
     killed = Failure(1, -9, 1.0)
-    one, several = (conclude(Cause(killed), [killed], "cause", (), e) for e in ([0], range(2, 5)))
+    one, several = (conclude(Cause(killed), [killed], "cause", e) for e in ([0], range(2, 5)))
     assert one[1:] == [f"rank 0 {ended} itself, exit code 0"]
     assert several[1:] == [f"ranks 2, 3, 4 {ended} themselves, exit code 0"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure
 from ringreduce.vocabulary.words import named
@@ -21,7 +21,6 @@ def conclude(
     cause: Cause,
     failures: Sequence[Failure],
     tracebacks: str,
-    shown: Collection[int] = (),
     ended: Sequence[int] = (),
 ) -> list[str]:
     """The lines that explain a failure.
@@ -29,16 +28,12 @@ def conclude(
     Args:
         failures: of all ranks, that of `cause` too.
         tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
-        shown: ranks whose traceback has been shown.
         ended: ranks that have ended by themselves, with exit code 0; others may wait for them.
     """
     first = cause.first
     lines = [f"{cause.describe()}; all workers were stopped"]
     traceback = first.traceback(whole=tracebacks == "all")
-    if traceback and first.rank not in shown:
-        lines += _indented(traceback)
-    elif first.exception:
-        lines.append(f"  {first.exception}" + (" (its traceback is above)" if traceback else ""))
+    lines += _indented(traceback or filter(None, [first.exception]))
     if first.has_left:
         lines.append(_LEFT.format(first.who))
     elif ended:
@@ -72,5 +67,5 @@ def wanted_keyboard(cause: Cause) -> bool:
     return cause.first.exception.startswith(exceptions)
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}".rstrip() for line in lines]

@@ -414,9 +414,8 @@ class Job:
         cause = self.cause
         if cause is None:
             return 0
-        shown = [rank for rank, worker in self._workers.items() if worker.is_shown]
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        for line in conclude(cause, self._failures(), self._plan.tracebacks, shown, ended):
+        for line in conclude(cause, self._failures(), self._plan.tracebacks, ended):
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.choices["log_dir"]

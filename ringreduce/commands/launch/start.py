@@ -68,7 +68,7 @@ def _run(program: list[str]) -> None:
         _search_first(os.getcwd())
         runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]
     elif pkgutil.get_importer(first) is not None:  # A folder or an archive.
-        sys.path.insert(0, first)
+        sys.path.insert(0, os.path.abspath(first))
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
         _search_first(os.path.dirname(os.path.realpath(first)))
