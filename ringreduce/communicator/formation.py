@@ -21,6 +21,8 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
+from ringreduce.commands.launch import handover
+from ringreduce.commands.launch.records import Joins
 from ringreduce.communicator.ends import Announced, Ends, bind_of, open_ends
 from ringreduce.communicator.reaching import (
     advise_streams,
@@ -129,6 +131,7 @@ class Formed:
 
 def form(config: Config) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
+    handover.tell(Joins(config.size))
     await_name(config)
     membership, security = whole(config.size), Security.of(config)
     networks = own_networks(config)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
+from ringreduce.commands.launch.handover import note_failure
 from ringreduce.communicator import registry, varying
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
@@ -286,6 +287,8 @@ class Session:
             is_said = f"Rank {peer} is on {hosts[peer]}" in error.message
             error.host = None if is_said else hosts[peer]
         is_first = self._life.fail(error)
+        if is_first:
+            note_failure(error)
         self.calls.use_python()
         return is_first
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,10 +11,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from ringreduce.commands.launch.failure import Failure, find_cause
 from ringreduce.commands.launch.function import checked_size
+from ringreduce.commands.launch.handover import described
+from ringreduce.commands.launch.records import Raised
 from ringreduce.ray.job import Choices, form, host_here, leaving
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import ConfigError, PeerError, WorkerError
+from ringreduce.vocabulary.errors import ConfigError, WorkerError
 
 _Result = TypeVar("_Result")
 
@@ -85,8 +87,11 @@ class _Worker:
         return function(*args)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        with leaving():
-            return function(*args)
+        try:
+            with leaving():
+                return function(*args)
+        except Exception as error:
+            return described(error)
 
 
 def _actor(resources: Mapping[str, float], group: Any, bundle: int) -> Any:
@@ -115,43 +120,38 @@ def _results(running: Sequence[Any]) -> list[Any]:
     """All results, in rank order; WorkerError as soon as a rank fails."""
     ranks = {reference: rank for rank, reference in enumerate(running)}
     results: list[Any] = [None] * len(running)
-    failures: dict[int, Exception] = {}
-    left = list(running)
+    failures: list[Failure] = []
+    left, size = list(running), len(running)
     end = None
     # A rank that has lost another may say so before Ray says how that one ended.
-    while left and (end is None or (_all_about_others(failures) and time.monotonic() < end)):
+    while left and (end is None or time.monotonic() < end):
         limit = None if end is None else max(0.0, end - time.monotonic())
         done, left = ray.wait(left, num_returns=1, timeout=limit)
         for reference in done:
+            rank = ranks[reference]
             try:
-                results[ranks[reference]] = ray.get(reference)
-            except (RayTaskError, RayActorError) as error:
-                failures[ranks[reference]] = error
-                end = end or time.monotonic() + TIMES.grace_s
-    if failures:
-        raise _failure(failures, len(running))
-    return results
-
-
-def _all_about_others(failures: Mapping[int, Exception]) -> bool:
-    return all(isinstance(error, PeerError) for error in failures.values())
-
-
-def _failure(failures: Mapping[int, Exception], size: int) -> WorkerError:
-    own = [rank for rank, error in failures.items() if not isinstance(error, PeerError)]
-    rank = (own or list(failures))[0]
-    error = failures[rank]
-    if isinstance(error, RayActorError):
-        how = "its process ended"
-    else:
-        cause = getattr(error, "cause", error)
-        how = traceback.format_exception_only(type(cause), cause)[-1].strip()
+                found = ray.get(reference)
+            except RayActorError as error:
+                text = str(error).splitlines()
+                found = Raised("RayActorError", None, None, "its process ended", text)
+            except RayTaskError as error:  # The result cannot be sent.
+                found = described(error)
+            results[rank] = found
+            if isinstance(found, Raised):
+                how = found.exception
+                failures.append(Failure(rank, 1, time.monotonic(), found, lost=how))
+                cause = find_cause(failures, size)
+                is_certain = cause is not None and cause.is_certain
+                end = 0.0 if is_certain else end or time.monotonic() + TIMES.grace_s
+    cause = find_cause(failures, size)
+    if cause is None:
+        return results
     others = "" if size == 1 else "; all workers were stopped"
-    return WorkerError(
-        f"rank {rank} of {size} failed first ({how}){others}",
+    raise WorkerError(
+        f"{cause.describe(f' of {size}')}{others}",
         size=size,
-        peer=rank,
-        traceback=str(error),
+        peer=cause.rank,
+        traceback="\n".join(cause.first.traceback(whole=False)),
     )
 
 

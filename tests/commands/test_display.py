@@ -182,8 +182,16 @@ def test_what_tensorflow_says_as_it_starts_is_shown_of_rank_0(tmp_path: Path) ->
 
 
 def test_all_tracebacks_are_shown_if_that_is_wanted(tmp_path: Path) -> None:
-    text = "    raise ValueError('bad data')\nelse:\n    raise KeyError('PeerLostError')"
-    name = script(tmp_path, RANK + "if rank == 1:\n" + text)
+    text = """
+import atexit, pathlib, ringreduce
+if rank == 0:
+    atexit.register(pathlib.Path("raised").touch)
+    raise ringreduce.PeerLostError("lost", peer=1)
+while not pathlib.Path("raised").exists():
+    pass
+raise ValueError("bad data")
+"""
+    name = script(tmp_path, RANK + text)
     for wanted, count in (("cause", 1), ("all", 2)):
         done = run(tmp_path, "-n", "2", "--tracebacks", wanted, name)
         assert done.stderr.count("Traceback (most recent call last):") == count

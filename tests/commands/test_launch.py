@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -366,6 +367,62 @@ os._exit(0 if rank else 3)
     assert "ringreduce: rank 1 had ended by itself, exit code 0\n" in done.stderr
 
 
+def test_a_rank_that_leaves_before_it_joins_ends_the_job_that_waits_for_it(tmp_path: Path) -> None:
+    name = script(tmp_path, RANK + "if rank != 1:\n    import ringreduce\n    ringreduce.init()\n")
+    done = run(tmp_path, "-n", "3", name)
+    assert done.returncode == 1
+    title, advice = done.stderr.splitlines()
+    assert title == (
+        "ringreduce: rank 1 failed first (exit code 0, before it joined the ring for which others "
+        "wait); all workers were stopped"
+    )
+    assert "look for what ends the program of rank 1 early" in advice
+
+
+def test_ranks_that_import_keras_and_never_join_are_named(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").touch()
+    name = script(tmp_path, RANK + "if rank:\n    import keras\n")
+    said = "ringreduce: ranks 1, 2 imported Keras and joined no ring, so each ran by itself"
+    assert run(tmp_path, "-n", "3", name).stderr.startswith(said)
+    assert run(tmp_path, "-n", "1", name).stderr == ""
+    joins = "import keras, ringreduce\nringreduce.init()"
+    assert run(tmp_path, "-n", "2", script(tmp_path, joins)).stderr == ""
+
+
+def test_ranks_that_import_keras_are_named_while_they_run(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").touch()
+    name = script(tmp_path, RANK + "import keras, colorsys\n" + WAITS)
+    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    with launcher(tmp_path, "run", "-n", "2", name, environment=environment) as job:
+        job.wait_error("imported Keras, and no rank has joined a ring yet")
+        job.signal(signal.SIGTERM)
+        job.wait()
+        assert job.stderr.count("imported Keras") == 1
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_job_ends_soon(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        """
+        import os, signal, time
+        import numpy, ringreduce
+        ring = ringreduce.init(timeout_s=1)
+        ring.all_reduce(numpy.ones(3))
+        if ring.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            ring.all_reduce(numpy.ones(3))
+        finally:
+            print("failed", time.monotonic_ns(), flush=True)
+        """,
+    )
+    done = run(tmp_path, "-n", "3", name)
+    ended_s = time.monotonic() - min(numbers(done.stdout, "failed")) / 1e9
+    assert done.returncode == 1
+    assert "ringreduce: rank 1 held up or left the others and did not fail itself; " in done.stderr
+    assert ended_s < 3.0
+
+
 def test_the_failing_workers_exit_code_is_the_jobs(tmp_path: Path) -> None:
     name = script(tmp_path, RANK + "if rank == 1:\n    raise SystemExit(3)\n" + WAITS)
     done = run(tmp_path, "-n", "3", name)
@@ -441,23 +498,21 @@ def test_in_a_ring_the_cause_is_named_and_not_its_consequences(tmp_path: Path) -
 
 
 def test_what_an_ended_worker_said_last_is_read_before_it_is_judged(tmp_path: Path) -> None:
-    # Rank 0 leaves more in its pipe than is read at once, so that its exit is seen while its
-    # traceback waits to be read. Rank 1, the cause, ends later.
+    # Rank 0 leaves more in its pipe than is read at once, so that its exit is seen while what it
+    # told waits to be read. Rank 1, the cause, ends later.
     name = script(
         tmp_path,
         RANK
         + textwrap.dedent(
             """
-            import fcntl, pathlib, signal, sys
+            import fcntl, pathlib, ringreduce, signal, sys
             if rank == 0:
                 fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 1 << 20)
-                noise = "a line of a log that fills the pipe\\n" * 20_000
-                report = "Traceback (most recent call last):\\n  x\\nPeerLostError: lost rank 1\\n"
-                text = (noise + report).encode()
+                text = b"a line of a log that fills the pipe\\n" * 20_000
                 while text:
                     text = text[os.write(2, text):]
                 pathlib.Path("left").touch()
-                os._exit(1)
+                raise ringreduce.PeerLostError("lost rank 1", peer=1)
             while not pathlib.Path("left").exists():
                 pass
             signal.signal(signal.SIGALRM, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Which worker failed first: verdicts on times, exit codes and tracebacks."""
+"""Which worker failed first: verdicts on times, exit codes and exceptions."""
 
 from __future__ import annotations
 
@@ -6,115 +6,90 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.commands.launch.failure import Failure, first_cause
+from ringreduce.commands.launch.failure import Cause, Failure, find_cause
+from ringreduce.commands.launch.records import Raised
 
-VALUE_ERROR = (
-    "Traceback (most recent call last):",
-    '  File "train.py", line 3, in <module>',
-    '    raise ValueError("bad data")',
-    "ValueError: bad data",
-)
-LOST = (
-    "Traceback (most recent call last):",
-    '  File "train.py", line 9, in <module>',
-    "    comm.barrier()",
-    "ringreduce.PeerLostError: rank 0 of 2 lost the connection with rank 1.",
-)
-TIMED_OUT = (*LOST[:3], "ringreduce.PeerTimeoutError: rank 0 of 2 waited 30.0 s.")
-TOLD = (
-    *LOST[:3],
-    "ringreduce.MismatchError: rank 0 of 3 was told by rank 1: it is in",
-)
-LEFT = (
-    *LOST[:3],
-    "ringreduce.MismatchError: rank 0 of 3 was left by rank 1, which closed",
-)
-MISMATCH = (
-    *LOST[:3],
-    "ringreduce.MismatchError: rank 1 of 3 is in barrier #3 while",
-)
-DIRECT = "The above exception was the direct cause of the following exception:"
-HANDLING = "During handling of the above exception, another exception occurred:"
+VALUE_ERROR = Raised("ValueError", exception="ValueError: bad data", traceback=["a", "b"])
+LOST = Raised("PeerLostError", peer=7)
+TIMED_OUT = Raised("PeerTimeoutError", peer=7)
+TOLD = Raised("MismatchError", peer=2, origin=7)
+LEFT = Raised("MismatchError", peer=7)
+NOT_JOINED = Raised("RendezvousError")
 
 
 def failure(
-    rank: int = 0, time_s: float = 0.0, returncode: int = 1, traceback: tuple[str, ...] = ()
+    rank: int = 0, time_s: float = 0.0, returncode: int = 1, raised: Raised | None = None
 ) -> Failure:
-    return Failure(rank, returncode, time_s, traceback)
+    return Failure(rank, returncode, time_s, raised)
+
+
+def cause_of(*failures: Failure, size: int = 8) -> Cause:
+    cause = find_cause(failures, size)
+    assert cause is not None
+    return cause
 
 
 def test_without_failures_there_is_no_cause() -> None:
-    assert first_cause([]) is None
+    assert find_cause([], 8) is None
 
 
 def test_the_first_in_time_is_the_cause() -> None:
     late, early = failure(0, 2.0), failure(1, 1.0)
-    assert first_cause([late, early]) is early
+    assert cause_of(late, early) == Cause(early)
 
 
 def test_of_two_at_the_same_time_the_lower_rank_is_the_cause() -> None:
     high, low = failure(2, 1.0), failure(1, 1.0)
-    assert first_cause([high, low]) is low
+    assert cause_of(high, low) == Cause(low)
 
 
-@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT])
-def test_an_earlier_consequence_is_not_the_cause(report: tuple[str, ...]) -> None:
-    consequence = failure(0, 1.0, traceback=report)
-    cause = failure(1, 2.0, traceback=VALUE_ERROR)
-    assert first_cause([consequence, cause]) is cause
+@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT, NOT_JOINED])
+@pytest.mark.parametrize("cause", [failure(1, 2.0, raised=VALUE_ERROR), failure(1, 2.0, -9)])
+def test_an_earlier_consequence_is_not_the_cause(report: Raised, cause: Failure) -> None:
+    assert cause_of(failure(0, 1.0, raised=report), cause) == Cause(cause)
 
 
-def test_among_consequences_alone_the_first_is_the_cause() -> None:
-    first, second = failure(1, 1.0, traceback=LOST), failure(0, 2.0, traceback=TIMED_OUT)
-    assert first_cause([second, first]) is first
+@pytest.mark.parametrize("report", [LOST, TIMED_OUT, LEFT])
+def test_a_rank_that_others_name_and_that_has_not_failed_is_to_blame(report: Raised) -> None:
+    first, second = failure(1, 1.0, raised=report), failure(0, 2.0, raised=report)
+    cause = cause_of(second, first)
+    assert cause == Cause(first, silent=(7,), is_certain=False)
+    assert cause.describe() == (
+        "rank 7 held up or left the others and did not fail itself; rank 1 was the first to "
+        "notice (exit code 1)"
+    )
 
 
-def test_a_failure_without_traceback_can_be_the_cause() -> None:
-    consequence = failure(0, 1.0, traceback=LOST)
-    killed = failure(1, 2.0, returncode=-9)
-    assert first_cause([consequence, killed]) is killed
+def test_ranks_that_did_not_come_are_to_blame() -> None:
+    cause = cause_of(failure(0, 1.0, raised=NOT_JOINED), size=3)
+    assert (cause.silent, cause.rank, cause.is_certain) == ((1, 2), 1, False)
 
 
 @given(
     st.lists(
         st.builds(
             failure,
-            rank=st.integers(0, 7),
+            rank=st.integers(0, 6),
             time_s=st.integers(0, 3).map(float),
             returncode=st.sampled_from([1, 3, -9]),
-            traceback=st.sampled_from([(), VALUE_ERROR, LOST, MISMATCH]),
+            raised=st.sampled_from([None, VALUE_ERROR, LOST, TOLD]),
         ),
         min_size=1,
         unique_by=lambda failed: failed.rank,
     )
 )
-def test_the_cause_is_a_consequence_only_if_all_are(failures: list[Failure]) -> None:
-    cause = first_cause(failures)
-    assert cause in failures
-    assert cause.is_consequence == all(f.is_consequence for f in failures)
+def test_a_failure_of_its_own_is_the_cause_if_there_is_one(failures: list[Failure]) -> None:
+    cause = find_cause(failures, 8)
+    assert cause is not None
+    own = [f for f in failures if f.raised in (None, VALUE_ERROR)]
+    if own:
+        assert cause.first in own
+        assert cause.first.time_s == min(f.time_s for f in own)
+        assert cause.is_certain
 
 
-@pytest.mark.parametrize("report", [LOST, TIMED_OUT, TOLD, LEFT])
-def test_a_report_of_another_rank_is_a_consequence(report: tuple[str, ...]) -> None:
-    assert failure(traceback=report).is_consequence
-
-
-@pytest.mark.parametrize("report", [(), VALUE_ERROR, MISMATCH])
-def test_what_a_rank_met_itself_is_no_consequence(report: tuple[str, ...]) -> None:
-    assert not failure(traceback=report).is_consequence
-
-
-def test_a_signal_is_no_consequence_whatever_was_printed_before() -> None:
-    assert not failure(returncode=-9, traceback=LOST).is_consequence
-
-
-def test_an_error_raised_from_a_lost_peer_is_a_consequence() -> None:
-    assert failure(traceback=(*LOST, "", DIRECT, "", *VALUE_ERROR)).is_consequence
-
-
-def test_a_killed_rank_did_not_end_with_what_it_had_logged() -> None:
-    assert failure(traceback=VALUE_ERROR).exception == "ValueError: bad data"
-    assert failure(returncode=-9, traceback=VALUE_ERROR).exception == ""
+def test_a_rank_that_leaves_before_it_joins_is_described() -> None:
+    assert Failure(0, 1, 0.0, has_left=True).describe().startswith("exit code 0, before it joined")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.Monke
         first, other = zero.meet(0), joined.result()
         assert first is not None
         assert other is not None
-        other.report(Failure(1, 1, time.monotonic(), ()))
+        other.report(Failure(1, 1, time.monotonic()))
         other.close()
         again = threads.submit(one.meet, 1)
         wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
@@ -301,6 +301,16 @@ def test_a_failure_before_the_ring_forms_ends_all_hosts_and_all_name_it(tmp_path
         assert f"ringreduce: {name}" in first.stderr
         assert f"ringreduce: {name}" in other.stderr
         wait_gone(numbers(first.stdout))
+
+
+def test_a_rank_that_leaves_before_it_joins_ends_all_hosts(tmp_path: Path) -> None:
+    script(tmp_path, RANK + "if rank < 2:\n    import ringreduce\n    ringreduce.init()\n")
+    port = free_port()
+    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0, "-n", "2") as first:
+        assert (first.wait(), other.wait()) == (1, 1)
+        name = f"rank 2 on {socket.gethostname()} failed first (exit code 0, before it joined"
+        assert f"ringreduce: {name}" in first.stderr
+        assert f"ringreduce: {name}" in other.stderr
 
 
 @pytest.mark.full

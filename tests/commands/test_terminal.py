@@ -52,10 +52,12 @@ if rank == 1:
         print("interrupted", flush=True)
     raise SystemExit(0)
 signal.signal(signal.SIGINT, lambda *_: exit("rank 0 was interrupted"))
+print("ready", flush=True)
 signal.pause()
 """,
     )
     with Terminal(tmp_path, "-n", "2", "--stdin", "1", name) as job:
+        job.wait_shown("[0] ready")
         job.wait_shown("[1] name? ")
         job.type("Ada\r")
         job.wait_shown("hello Ada True True")

@@ -31,6 +31,7 @@ from ringreduce.commands.launch.exchange import (
     Report,
     Signal,
     Start,
+    Told,
     encode,
 )
 from ringreduce.commands.launch.frames import Refused
@@ -165,7 +166,7 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
         for event in events:
             if isinstance(event, Ended):
                 running.discard(event.rank)
-            assert isinstance(event, Output | Ended)
+            assert isinstance(event, Output | Told | Ended)
             connection.send(event)
         connection.check()
 

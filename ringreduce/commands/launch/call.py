@@ -13,7 +13,6 @@ import mmap
 import os
 import pickle
 import sys
-from types import TracebackType
 
 
 def main(function_fd: int, result_fd: int) -> None:
@@ -38,16 +37,5 @@ def main(function_fd: int, result_fd: int) -> None:
             ) from None
 
 
-def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print an exception that ends the worker, without frames of this file."""
-    while traceback and traceback.tb_next and traceback.tb_frame.f_code.co_filename == __file__:
-        traceback = traceback.tb_next
-    # Python's own hook does not look into `linecache` before 3.13.
-    from traceback import print_exception
-
-    print_exception(kind, error, traceback)
-
-
 if __name__ == "__main__":
-    sys.excepthook = _show
     main(*map(int, sys.argv[1:]))

@@ -2,76 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from ringreduce.commands.launch.failure import Failure
-from ringreduce.commands.launch.tracebacks import exception_in, without_internals
+from ringreduce.commands.launch.failure import Cause, Failure
 from ringreduce.vocabulary.words import named
 
 TRACEBACKS = ("cause", "all")
+_LEFT = (
+    "  every rank must call init() before any can go on: look for what ends the program of {} "
+    "early, such as a return, an exit, or `if rank == 0:` around it"
+)
+_REMEDY = "call rr.init() and wrap the optimizer, rr.DistributedOptimizer(optimizer)"
+APART_SO_FAR = f"{{}} imported Keras, and no rank has joined a ring yet; for one model, {_REMEDY}"
+APART = f"{{}} imported Keras and joined no ring, so each ran by itself; for one model, {_REMEDY}"
 
 
 def conclude(
-    cause: Failure,
+    cause: Cause,
     failures: Sequence[Failure],
-    held: Mapping[int, Sequence[str]],
     tracebacks: str,
     ended: Sequence[int] = (),
 ) -> list[str]:
     """The lines that explain a failure.
 
     Args:
-        failures: of all ranks, `cause` too.
-        ended: ranks that have ended by themselves, with exit code 0; others may wait for them.
-        held: by rank, its traceback and what it wrote after that, unless that has been shown. A
-            rank that the launcher stopped may have one too.
+        failures: of all ranks, that of `cause` too.
         tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
+        ended: ranks that have ended by themselves, with exit code 0; others may wait for them.
     """
-    lines = [f"{cause.who} failed first ({cause.describe()}); all workers were stopped"]
-    if cause.rank in held:
-        shown = held[cause.rank]
-        lines += _indented(shown if tracebacks == "all" else without_internals(shown))
-    elif cause.exception:
-        lines.append(f"  {cause.exception} (its traceback is above)")
-    if ended:
+    first = cause.first
+    lines = [f"{cause.describe()}; all workers were stopped"]
+    traceback = first.traceback(whole=tracebacks == "all")
+    lines += _indented(traceback or filter(None, [first.exception]))
+    if first.has_left:
+        lines.append(_LEFT.format(first.who))
+    elif ended:
         itself = "itself" if len(ended) == 1 else "themselves"
         lines.append(f"{named('rank', ended)} had ended by {itself}, exit code 0")
-    lines += others(cause, failures, held, tracebacks)
-    if tracebacks != "all" and held.keys() - {cause.rank}:
+    lines += others(first, failures, tracebacks)
+    if tracebacks != "all" and any(
+        failure.traceback(whole=True) for failure in failures if failure.rank != first.rank
+    ):
         lines.append("--tracebacks all shows those of all ranks")
     return lines
 
 
-def others(
-    cause: Failure,
-    failures: Sequence[Failure],
-    held: Mapping[int, Sequence[str]],
-    tracebacks: str,
-) -> list[str]:
-    """A line for each other rank; arguments as for `conclude`."""
+def others(first: Failure, failures: Sequence[Failure], tracebacks: str) -> list[str]:
+    """A line for each rank that failed but `first`; arguments as for `conclude`."""
     lines = []
-    failed = {failure.rank: failure for failure in failures}
-    ranks = [f.rank for f in sorted(failures, key=lambda f: f.time_s)]
-    ranks += sorted(held.keys() - failed.keys())
-    for rank in ranks:
-        if rank == cause.rank:
+    for failure in sorted(failures, key=lambda failure: failure.time_s):
+        if failure.rank == first.rank:
             continue
-        who = failed[rank].who if rank in failed else f"rank {rank}"
-        how = failed[rank].describe() if rank in failed else "stopped"
-        text = held.get(rank, ())
-        exception = failed[rank].exception if rank in failed else exception_in(text)
-        if tracebacks == "all":
-            lines += [f"then {who} ({how}):" if text else f"then {who} ({how})"]
-            lines += _indented(text)
+        line = f"then {failure.who} ({failure.describe()})"
+        if tracebacks == "all" and failure.traceback(whole=True):
+            lines += [f"{line}:", *_indented(failure.traceback(whole=True))]
         else:
-            lines.append(f"then {who} ({how})" + (f": {exception}" if exception else ""))
+            lines.append(f"{line}: {failure.exception}" if failure.exception else line)
     return lines
 
 
-def wanted_keyboard(cause: Failure) -> bool:
+def wanted_keyboard(cause: Cause) -> bool:
     """Whether a debugger or `input` found the end of standard input."""
-    return cause.exception.startswith(("bdb.BdbQuit", "EOFError: EOF when reading a line"))
+    exceptions = ("bdb.BdbQuit", "EOFError: EOF when reading a line")
+    return cause.first.exception.startswith(exceptions)
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indented(lines: Iterable[str]) -> list[str]:
     return [f"  {line}".rstrip() for line in lines]

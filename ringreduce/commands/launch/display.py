@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringreduce.commands.launch.holding import Holding
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.screen import Screen, Source
 from ringreduce.commands.launch.startup import is_startup_line
@@ -33,7 +32,7 @@ class Display:
     def __init__(
         self, screen: Screen, logs: Logs | None, size: int, output: str, terminal_rank: int | None
     ) -> None:
-        self._screen, self._logs, self._terminal_rank = screen, logs, terminal_rank
+        self._screen, self._logs = screen, logs
         self._live_rank = terminal_rank or 0
         shown = {"all": range(size), "rank0": range(1), "failed": range(0)}[output]
         self._hidden = {
@@ -41,54 +40,36 @@ class Display:
             for rank in range(size)
             if rank not in shown and rank != terminal_rank
         }
-        self._holdings: dict[Source, Holding] = {}
         self._partials: dict[Source, _Partial] = {}
 
     def update(self, source: Source, lines: Sequence[str], partial: str) -> None:
         """Take what a worker has written: whole lines, and the one that is not whole yet."""
         now_s = time.monotonic()
-        self._keep(source.rank, lines)
-        if source.is_error and source.rank != self._terminal_rank:
-            lines = self._holdings.setdefault(source, Holding()).feed(lines, now_s)
-        self._show(source, lines)
+        self.keep(source.rank, lines)
+        self.show(source, lines)
         if lines or source not in self._partials:
             self._partials[source] = _Partial(now_s)
         self._partials[source].text = partial
         if source.rank == self._live_rank and self._can_be_live(source):
             self._screen.show_live(source, partial)
 
-    def tick(self, *, releases: bool) -> None:
-        """Show what has waited long enough; with `releases`, tracebacks too."""
+    def tick(self) -> None:
+        """Show what has waited long enough."""
         now_s = time.monotonic()
         for source, partial in self._partials.items():
             if partial.is_due(now_s):
-                self._keep(source.rank, [partial.text])
+                self.keep(source.rank, [partial.text])
                 if source.rank == self._live_rank and not self._can_be_live(source):
-                    self._show(source, [partial.text])
+                    self.show(source, [partial.text])
                 partial.shown, partial.since_s = partial.text, now_s
-        for source, holding in self._holdings.items():
-            since_s = holding.holds_since()
-            if releases and since_s is not None and now_s - since_s >= TIMES.hold_s:
-                self._show(source, holding.take())
 
     def end_lines(self) -> None:
         """Show as lines what workers have not ended, as when a child holds an output open."""
         for source, partial in self._partials.items():
             if partial.text:
-                self._keep(source.rank, [partial.text])
-                self._show(source, [partial.text])
+                self.keep(source.rank, [partial.text])
+                self.show(source, [partial.text])
         self._partials.clear()
-
-    def release(self, ranks: Collection[int]) -> None:
-        """Show what is held back of `ranks`."""
-        for source, holding in self._holdings.items():
-            if source.rank in ranks:
-                self._show(source, holding.take())
-
-    def take_held(self) -> dict[int, list[str]]:
-        """By rank, what is held back: tracebacks, and what came after them."""
-        taken = {source.rank: holding.take() for source, holding in self._holdings.items()}
-        return {rank: lines for rank, lines in taken.items() if lines}
 
     def reveal(self, rank: int) -> None:
         """Show the last lines of a rank whose output was not shown."""
@@ -98,7 +79,8 @@ class Display:
     def _can_be_live(self, source: Source) -> bool:
         return source.rank not in self._hidden and self._screen.can_be_live(source)
 
-    def _show(self, source: Source, lines: Sequence[str]) -> None:
+    def show(self, source: Source, lines: Sequence[str]) -> None:
+        """Show whole lines of a worker, if its output is shown."""
         if source.rank in self._hidden:
             self._hidden[source.rank].extend((source, line) for line in lines)
             return
@@ -106,7 +88,8 @@ class Display:
         is_once = source.rank > 0 and source.is_error
         self._screen.show(source, [x for x in lines if not (is_once and is_startup_line(x))])
 
-    def _keep(self, rank: int, lines: Sequence[str]) -> None:
+    def keep(self, rank: int, lines: Sequence[str]) -> None:
+        """Add whole lines of a worker to the logs."""
         if self._logs is None or not lines:
             return
         try:

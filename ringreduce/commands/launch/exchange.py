@@ -1,7 +1,7 @@
 """What the launcher and its agent on another host send each other: records as msgpack. Pure.
 
     launcher -- ssh's standard input --> agent       Assignment, Start, Signal, Alive
-    launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Ended
+    launcher <-- its standard output --- agent       Hello, Ready or Refused; Output, Told, Ended
 
 The agent's first bytes are `MAGIC`, since a login shell may have written something before.
 """
@@ -14,6 +14,7 @@ import msgspec
 
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
+from ringreduce.commands.launch.records import WorkerRecord
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce agent\n"
@@ -90,6 +91,13 @@ class Output(msgspec.Struct, tag=True, frozen=True):
     data: bytes
 
 
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """What a rank has told its launcher."""
+
+    rank: int
+    record: WorkerRecord
+
+
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """A rank has ended; `returncode` is its exit code, or minus the signal that killed it."""
 
@@ -117,9 +125,13 @@ class FailedElsewhere(msgspec.Struct, tag=True, frozen=True):
     failure: Failure
 
 
+class JoinsElsewhere(msgspec.Struct, frozen=True):
+    """A rank of another launcher waits in the ring of all ranks. Never sent in this form."""
+
+
 Order = Assignment | Start | Signal | Alive
-Report = Hello | Refused | Ready | Output | Ended
-Event = Report | Said | Lost | FailedElsewhere
+Report = Hello | Refused | Ready | Output | Told | Ended
+Event = Report | Said | Lost | FailedElsewhere | JoinsElsewhere
 
 _ORDERS = msgspec.msgpack.Decoder(Order)
 _REPORTS = msgspec.msgpack.Decoder(Report)

@@ -2,48 +2,46 @@
 
 A rank that dies of an exception takes a while to leave Python; by then its neighbours may have
 raised PeerLostError and ended. So a failure that only reports another rank's is a consequence, at
-any time, and the earliest of the others is the cause. A worker's time of failure is that of its
-last traceback's first line, or of its exit when it printed none or was killed.
+any time, and the earliest of the others is the cause (`pure.blame`). A worker fails when it says
+which exception ends it, or when it ends without saying so.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringreduce.commands.launch.tracebacks import exception_in
+from ringreduce.commands.launch.records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
-
-_REPORTS_ANOTHER = re.compile(
-    r"\b(PeerLostError|PeerTimeoutError|WorkerError)\b|was (told|left) by rank \d"
-)
+from ringreduce.vocabulary.words import named
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that ended with an exit code other than 0, or was about to.
+    """A worker that ended with an exit code other than 0, or is about to.
 
     Attributes:
         returncode: its exit code, or minus the signal that killed it.
         time_s: when it failed, on the launcher's `time.monotonic`.
-        traceback: lines of the last traceback that it printed, and lines after it; empty for none.
-        was_stopped: whether the launcher stopped it, after its traceback.
+        raised: the exception that ended it, if it could say so.
+        has_ended: whether its process has.
+        was_stopped: whether the launcher stopped it, after it had failed.
         host: the name of its host; empty where all ranks are on the launcher's.
         lost: why it counts as failed, if its own launcher or its host is gone.
-        is_report: whether it is known, from another launcher, to only report another rank's.
+        has_left: whether it ended well, but before it joined a ring for which others wait.
         is_final: whether somebody has asked for the end of the job.
     """
 
     rank: int
     returncode: int
     time_s: float
-    traceback: tuple[str, ...]
+    raised: Raised | None = None
+    has_ended: bool = True
     was_stopped: bool = False
     host: str = ""
     lost: str = ""
-    is_report: bool = False
+    has_left: bool = False
     is_final: bool = False
 
     @property
@@ -52,15 +50,15 @@ class Failure:
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
-    def is_consequence(self) -> bool:
-        """Whether this worker only reports that another one failed."""
-        found = self.returncode > 0 and any(map(_REPORTS_ANOTHER.search, self.traceback))
-        return found or self.is_report
-
-    @property
     def exception(self) -> str:
-        """The line that names the exception; empty for none, or when a signal killed it."""
-        return exception_in(self.traceback) if self.returncode > 0 else ""
+        """The line that names the exception; empty for none."""
+        return self.raised.exception if self.raised else ""
+
+    def traceback(self, *, whole: bool) -> Sequence[str]:
+        """The lines of the exception; with ringreduce's own frames if `whole`."""
+        if self.raised is None:
+            return ()
+        return (whole and self.raised.whole) or self.raised.traceback
 
     @property
     def exit_code(self) -> int:
@@ -73,6 +71,8 @@ class Failure:
             return "stopped while it ended"
         if self.lost:
             return self.lost
+        if self.has_left:
+            return "exit code 0, before it joined the ring for which others wait"
         if self.returncode > 0:
             return f"exit code {self.returncode}"
         try:
@@ -82,13 +82,55 @@ class Failure:
         return f"killed by signal {-self.returncode} ({name})"
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that caused the others; None when there is none."""
-    # A consequence names an unknown other rank.
-    facts = [
-        Facts(f.rank, error=Error("PeerError" if f.is_consequence else f.describe(), f.time_s))
-        for f in failures
-    ]
-    finding = find_culprit(facts)
-    ranks = finding.culprits or finding.witnesses
-    return next((failure for failure in failures if failure.rank in ranks), None)
+@dataclass(frozen=True)
+class Cause:
+    """Why a job failed.
+
+    Attributes:
+        first: the failure that caused the others; or, if there are `silent` ranks, the first that
+            is about them.
+        silent: ranks that held up the others, or left them, and have not failed themselves, such as
+            one that was stopped.
+        is_certain: whether nothing that ranks may yet say would change it.
+    """
+
+    first: Failure
+    silent: tuple[int, ...] = ()
+    is_certain: bool = True
+
+    @property
+    def rank(self) -> int:
+        """The rank to blame, the lowest of several."""
+        return self.silent[0] if self.silent else self.first.rank
+
+    def describe(self, of: str = "") -> str:
+        """The cause in a line; `of` stands after the rank's number."""
+        how = self.first.describe()
+        if not self.silent:
+            return f"{self.first.who}{of} failed first ({how})"
+        itself = "itself" if len(self.silent) == 1 else "themselves"
+        return (
+            f"{named('rank', self.silent)}{of} held up or left the others and did not fail "
+            f"{itself}; {self.first.who} was the first to notice ({how})"
+        )
+
+
+def find_cause(failures: Sequence[Failure], size: int) -> Cause | None:
+    """The cause of the failures among `size` ranks; None when there are none."""
+    if not failures:
+        return None
+    failed = {failure.rank: failure for failure in failures}
+    unknown = [rank for rank in range(size) if rank not in failed]
+    finding = find_culprit([Facts(f.rank, error=_error(f)) for f in failures], unknown=unknown)
+    known = [failed[rank] for rank in finding.culprits if rank in failed]
+    if known:
+        return Cause(min(known, key=lambda failure: failure.time_s))
+    first = next((failed[rank] for rank in finding.witnesses if rank in failed), failures[0])
+    return Cause(first, finding.culprits, is_certain=False)
+
+
+def _error(failure: Failure) -> Error:
+    raised = failure.raised
+    if raised is None:
+        return Error(failure.describe(), failure.time_s)
+    return Error(raised.kind, failure.time_s, raised.peer, raised.origin)

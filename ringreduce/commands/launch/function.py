@@ -117,11 +117,12 @@ def launch(
             raise WorkerError(f"the workers were stopped by {name}", size=size)
         if (cause := job.cause) is not None:
             others = "" if size == 1 else "; all workers were stopped"
+            lines = cause.first.traceback(whole=tracebacks == "all")
             raise WorkerError(
-                f"rank {cause.rank} of {size} failed first ({cause.describe()}){others}",
+                f"{cause.describe(f' of {size}')}{others}",
                 size=size,
                 peer=cause.rank,
-                traceback="\n".join([*cause.traceback, *job.consequences()]),
+                traceback="\n".join([*lines, *job.consequences()]),
             )
         return [_read(result, rank, size) for rank, result in enumerate(results)]
 

@@ -12,26 +12,36 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import msgspec
 
-from ringreduce.commands.launch.conclusion import conclude, others, wanted_keyboard
+from ringreduce.commands.launch.conclusion import (
+    APART,
+    APART_SO_FAR,
+    conclude,
+    others,
+    wanted_keyboard,
+)
 from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.exchange import (
     Assignment,
     Ended,
     Event,
     FailedElsewhere,
+    JoinsElsewhere,
     Lost,
     Output,
     Said,
+    Told,
 )
-from ringreduce.commands.launch.failure import Failure, first_cause
+from ringreduce.commands.launch.failure import Cause, Failure, find_cause
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.records import WorkerRecord
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
@@ -40,6 +50,7 @@ from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker import Host, Worker
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import named
 
 # What ssh itself returns when it fails.
 _LOST_CODE = 255
@@ -72,6 +83,9 @@ class Job:
         self._workers: dict[int, Worker] = {}
         # What launchers of other hosts say.
         self._elsewhere: list[Failure] = []
+        self._joins_elsewhere = False
+        # Whether it was said that workers have not joined.
+        self._has_warned = False
         self._own_name = "" if plan.meeting is None else socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
@@ -97,19 +111,21 @@ class Job:
             self._selector.close()
         self._display.end_lines()
         cause = self.cause
-        if self.ended_by is not None or cause is None:
-            self._display.release(self._plan.ranks)
+        if self.ended_by is not None:
+            self._show_tracebacks(self._workers.values())
+        elif cause is not None:
+            self._display.reveal(cause.first.rank)
         else:
-            self._display.reveal(cause.rank)
+            self._warn_of_ranks_apart(APART)
 
     def give_up(self) -> None:
         """Instead of `run`: a signal came before there was anything to start."""
         self.ended_by = next(number for number in self._signals if number in STOPPING)
 
     @property
-    def cause(self) -> Failure | None:
-        """The failure that caused the others; None when there is none."""
-        return first_cause(self._failures())
+    def cause(self) -> Cause | None:
+        """Why the job failed; None if it did not."""
+        return find_cause(self._failures(), self._plan.size)
 
     @property
     def may_start_again(self) -> bool:
@@ -120,8 +136,8 @@ class Job:
             cause is not None
             and self.ended_by is None
             and not any(number in STOPPING for number in self._signals)
-            and cause.returncode != -signal.SIGINT
-            and not cause.is_final
+            and cause.first.returncode != -signal.SIGINT
+            and not cause.first.is_final
         )
 
     def _start(self) -> None:
@@ -233,7 +249,9 @@ class Job:
                 self._pass_on(self._signals.popleft())
             self._poll()
             self._report()
-            self._display.tick(releases=not self._failures())
+            self._display.tick()
+            self._show_late()
+            self._warn_of_ranks_apart(APART_SO_FAR, TIMES.remind_s)
             if self._stop_s is None and self._is_doomed() and self._have_recorded():
                 self._stop(TIMES.grace_s)
             elif self._stop_s is not None and time.monotonic() >= self._stop_s:
@@ -268,36 +286,40 @@ class Job:
             name = signal.Signals(self.ended_by).name
             first, code = self._plan.ranks[0], 128 + self.ended_by
             lost = f"its launcher was stopped by {name}"
-            meeting.report(
-                Failure(first, code, 0.0, (), host=self._own_name, lost=lost, is_final=True)
-            )
-        elif cause is not None and cause.rank in self._workers and self._is_doomed():
-            meeting.report(cause)
+            meeting.report(Failure(first, code, 0.0, host=self._own_name, lost=lost, is_final=True))
+        elif cause is not None and cause.first.rank in self._workers and self._is_doomed():
+            meeting.report(cause.first)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
             source, lines, partial = self._workers[event.rank].take(event)
             self._display.update(source, lines, partial)
         elif isinstance(event, Ended):
-            self._end_worker(self._workers[event.rank], event.returncode)
+            self._workers[event.rank].end(event.returncode)
         elif isinstance(event, Said):
             self._screen.say(f"{event.host}: {event.text}")
         elif isinstance(event, Lost):
             self._lose(event)
+        elif isinstance(event, Told):
+            self._note(self._workers[event.rank], event.record)
         elif isinstance(event, FailedElsewhere):
             self._elsewhere.append(event.failure)
+        elif isinstance(event, JoinsElsewhere):
+            self._joins_elsewhere = True
 
-    def _end_worker(self, worker: Worker, returncode: int, lost: str = "") -> None:
-        worker.end(returncode, lost)
-        if worker.failure() is None and self._stop_s is None:
-            self._display.release([worker.rank])
+    def _note(self, worker: Worker, record: WorkerRecord) -> None:
+        worker.note(record)
+        if worker.raised is record:
+            self._display.keep(worker.rank, worker.raised.whole or worker.raised.traceback)
+        if self._plan.meeting is not None and self._plan.size in worker.joins:
+            self._plan.meeting.note_joins()
 
     def _lose(self, event: Lost) -> None:
         """Note that an agent is gone, and its ranks with it."""
         agent = next(agent for agent in self._agents if agent.name == event.host)
         for rank in agent.ranks:
             if self._workers[rank].alive:
-                self._end_worker(self._workers[rank], _LOST_CODE, f"its host was lost: {event.why}")
+                self._workers[rank].end(_LOST_CODE, f"its host was lost: {event.why}")
         if not agent.has_started and self._stop_s is None:
             raise ConfigError(f"cannot start on {event.host}: {event.why}")
 
@@ -313,27 +335,42 @@ class Job:
             self._stop_s = time.monotonic() + TIMES.grace_s
 
     def _failures(self) -> list[Failure]:
-        workers = self._workers.values()
-        found = [failure for worker in workers if (failure := worker.failure())]
-        found += self._elsewhere
-        if not found or not all(failure.is_consequence for failure in found):
-            return found
-        # The cause may have been about to end when it was stopped; others may have logged
-        # tracebacks long ago.
-        late = [failure for worker in workers if (failure := worker.unfinished_failure())]
-        late = [failure for failure in late if not failure.is_consequence]
-        return found + sorted(late, key=lambda failure: failure.time_s)[-1:]
+        size, workers = self._plan.size, self._workers.values()
+        waits = self._joins_elsewhere or any(size in worker.joins for worker in workers)
+        found = [worker.failure(size if waits else 0) for worker in workers]
+        return [failure for failure in found if failure is not None] + self._elsewhere
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""
         cause = self.cause
-        if cause is None:
+        ended = [failure.time_s for failure in self._failures() if failure.has_ended]
+        if cause is None or not ended:
             return False
-        if not cause.is_consequence:
+        if cause.is_certain and cause.first.has_ended:
             return True
-        ends = [w.exit_s for w in self._workers.values() if w.failure() and w.exit_s is not None]
-        ends += [failure.time_s for failure in self._elsewhere]
-        return time.monotonic() - min(ends) >= TIMES.cause_s
+        return time.monotonic() - min(ended) >= TIMES.cause_s
+
+    def _show_late(self) -> None:
+        """Show tracebacks of programs that do not end though an exception has ended them."""
+        if not any(failure.has_ended for failure in self._failures()):
+            due_s = time.monotonic() - TIMES.hold_s
+            self._show_tracebacks([w for w in self._running() if w.raised_s <= due_s])
+
+    def _show_tracebacks(self, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            if worker.raised is not None and not worker.is_shown:
+                worker.is_shown = True
+                self._display.show(worker.error_source, worker.raised.traceback)
+
+    def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
+        """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
+        workers, now_s = self._workers.values(), time.monotonic()
+        if self._plan.size == 1 or self._joins_elsewhere or any(w.joins for w in workers):
+            return
+        apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
+        if apart and (not after_s or not self._has_warned):
+            self._has_warned = True
+            self._screen.say(text.format(named("rank", apart)))
 
     def _have_recorded(self) -> bool:
         """Whether the running workers have had time to write flight records."""
@@ -363,12 +400,11 @@ class Job:
             worker.stop(number)
 
     def consequences(self) -> list[str]:
-        """A line for each rank but the cause that failed; once, with their tracebacks if wanted."""
+        """A line for each rank but the cause that failed, with their tracebacks if wanted."""
         cause = self.cause
         if cause is None:
             return []
-        held = self._display.take_held()
-        return others(cause, self._failures(), held, self._plan.tracebacks)
+        return others(cause.first, self._failures(), self._plan.tracebacks)
 
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
@@ -378,13 +414,13 @@ class Job:
         cause = self.cause
         if cause is None:
             return 0
-        held = self._display.take_held()
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        for line in conclude(cause, self._failures(), held, self._plan.tracebacks, ended):
+        for line in conclude(cause, self._failures(), self._plan.tracebacks, ended):
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.choices["log_dir"]
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
+        rank = cause.first.rank
         if wanted_keyboard(cause) and self._plan.stdin_rank is None:
-            self._screen.say(f"--stdin {cause.rank} gives rank {cause.rank} the keyboard")
-        return cause.exit_code
+            self._screen.say(f"--stdin {rank} gives rank {rank} the keyboard")
+        return cause.first.exit_code

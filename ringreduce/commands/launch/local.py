@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO
 
-from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
+from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.processes import Guard, Process
+from ringreduce.commands.launch.program import command_of
+from ringreduce.commands.launch.records import WorkerRecords
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import usable_cores
@@ -34,6 +36,8 @@ class LocalHost:
     ) -> None:
         self._assignment, self._selector, self._guard = assignment, selector, guard
         self._processes: dict[int, Process] = {}
+        # What each rank writes its records into.
+        self._pipes: dict[int, tuple[IO[bytes], WorkerRecords]] = {}
         self._terminal: Terminal | None = None
         self._terminal_rank: int | None = None
         self._columns: Callable[[], int | None] = lambda: None
@@ -87,23 +91,30 @@ class LocalHost:
             )
             has_stdin = rank == stdin_rank
             terminal = self._open_terminal(rank) if has_stdin and Terminal.is_possible() else None
-            process = Process(
-                [sys.executable, *given.arguments, *map(str, own)],
-                worker_environment(
-                    config,
-                    given.threads or default_threads(given.count),
-                    decided=given.choices,
-                    variables=given.variables,
-                    columns=given.columns,
-                    skips_breakpoints=stdin_rank not in (None, rank),
-                ),
-                has_stdin=has_stdin,
-                terminal=terminal,
-                inherited=(*meeting, *own),
-                ignored=ignored,
-            )
+            pipe, theirs = os.pipe()
+            os.set_blocking(pipe, False)
+            self._pipes[rank] = os.fdopen(pipe, "rb", 0), WorkerRecords()
+            try:
+                process = Process(
+                    [sys.executable, *command_of(given.arguments, theirs), *map(str, own)],
+                    worker_environment(
+                        config,
+                        given.threads or default_threads(given.count),
+                        decided=given.choices,
+                        variables=given.variables,
+                        columns=given.columns,
+                        skips_breakpoints=stdin_rank not in (None, rank),
+                    ),
+                    has_stdin=has_stdin,
+                    terminal=terminal,
+                    inherited=(*meeting, *own, theirs),
+                    ignored=ignored,
+                )
+            finally:
+                os.close(theirs)
             self._processes[rank] = process
             self._guard.add(process.pid)
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read_records, rank))
             for is_error, file in enumerate(process.outputs):
                 self._selector.register(
                     file, selectors.EVENT_READ, partial(self._read, rank, bool(is_error), file)
@@ -114,7 +125,8 @@ class LocalHost:
         events: list[Event] = []
         for rank, process in self._processes.items():
             if process.returncode is None and process.reap():
-                # Its last lines decide whether its failure is the cause.
+                # What it has told decides whether its failure is the cause.
+                events += self._read_records(rank)
                 for is_error, file in enumerate(process.outputs):
                     while last := self._read(rank, bool(is_error), file):
                         events += last
@@ -138,7 +150,9 @@ class LocalHost:
         self._take_terminal_back()
 
     def close(self) -> None:
-        """Close the outputs that are still open, as when a rank's child has one."""
+        """Close what is still open, as when a rank's child has an output."""
+        for file, _ in self._pipes.values():
+            file.close()
         for process in self._processes.values():
             for file in process.outputs:
                 file.close()
@@ -157,6 +171,17 @@ class LocalHost:
             self._selector.unregister(file)
             file.close()
         return [Output(rank, is_error, data)]
+
+    def _read_records(self, rank: int) -> list[Event]:
+        """What a rank has told, if anything."""
+        file, records = self._pipes[rank]
+        events: list[Event] = []
+        while not file.closed and (data := file.read(_PIECE_BYTES)) is not None:
+            events += [Told(rank, record) for record in records.feed(data)]
+            if not data:
+                self._selector.unregister(file)
+                file.close()
+        return events
 
     def _open_terminal(self, rank: int) -> Terminal:
         self._terminal, self._terminal_rank = Terminal(self._columns()), rank

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.exchange import Event, FailedElsewhere
+from ringreduce.commands.launch.exchange import Event, FailedElsewhere, JoinsElsewhere
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import address
-from ringreduce.commands.launch.node_messages import Done, Failed, Placed, Record
+from ringreduce.commands.launch.node_messages import Done, Failed, Joined, Placed, Record
 from ringreduce.commands.launch.peer import Peer
+from ringreduce.commands.launch.records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -78,7 +79,7 @@ class Meeting:
         self._late: list[Peer] = []
         # Since when launchers have been waiting at the door; None: there are none.
         self._waiting_since_s: float | None = None
-        self._is_done = self._has_reported = False
+        self._is_done = self._has_reported = self._has_joined = False
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have `selector` watch the connections; its data are callables that read them."""
@@ -105,8 +106,17 @@ class Meeting:
         """Send the others, once, which rank of this node has failed first."""
         if not self._has_reported:
             self._has_reported = True
-            fields = (failure.rank, failure.returncode, failure.lost, failure.is_consequence)
-            self._send_all(Failed(failure.host, *fields, failure.is_final))
+            raised = failure.raised
+            if raised is not None:
+                raised = Raised(raised.kind, raised.peer, raised.origin)
+            fields = (failure.rank, failure.returncode, failure.lost, failure.has_left)
+            self._send_all(Failed(failure.host, *fields, failure.is_final, raised))
+
+    def note_joins(self, but: Peer | None = None) -> None:
+        """A rank waits in the ring of all ranks."""
+        if not self._has_joined:
+            self._has_joined = True
+            self._send_all(Joined(), but)
 
     def note_done(self) -> None:
         """The ranks of this node have ended well."""
@@ -141,6 +151,9 @@ class Meeting:
             if isinstance(record, Done):
                 peer.is_done = True
                 self.is_over = self.node.node > 0
+            elif isinstance(record, Joined):
+                self.note_joins(peer)
+                events.append(JoinsElsewhere())
             elif isinstance(record, Failed):
                 events += self._take_failure(peer, record)
         return events
@@ -153,10 +166,10 @@ class Meeting:
             record.rank,
             record.returncode,
             time.monotonic(),
-            (),
+            record.raised,
             host=record.host,
             lost=record.lost,
-            is_report=record.is_report,
+            has_left=record.has_left,
             is_final=record.is_final,
         )
         return [FailedElsewhere(failure)]

@@ -1,4 +1,4 @@
-"""Finds out whether there is the program that workers are to run, before any is started."""
+"""The program that workers are to run: whether there is one, and how Python runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from ringreduce.commands.launch import start
 from ringreduce.vocabulary.errors import ConfigError
+
+# Python's own, before the program.
+_OPTION = re.compile(r"-([bBdEiIOPqsSuvx]+|[WX].*)")
 
 
 def check_program(arguments: Sequence[str]) -> None:
@@ -25,6 +29,17 @@ def check_program(arguments: Sequence[str]) -> None:
     # Python's own options may stand before the script.
     elif not first.startswith("-"):
         _check_script(first)
+
+
+def command_of(arguments: Sequence[str], descriptor: int) -> list[str]:
+    """Python's arguments for a worker that runs `arguments` and has a pipe to its launcher."""
+    count = 0
+    while count < len(arguments) and _OPTION.fullmatch(arguments[count]):
+        count += 2 if arguments[count] in ("-W", "-X") else 1
+    options, program = arguments[:count], arguments[count:]
+    if not program or (program[0].startswith("-") and program[0] != "-m"):
+        return list(arguments)  # Such as -c, whose failures no record describes.
+    return [*options, start.__file__, str(descriptor), *program]
 
 
 def _check_script(name: str) -> None:

@@ -125,7 +125,7 @@ class RemoteHost:
         """Send a signal to a rank's processes, or to the rank `alone`."""
         if not self.has_started:
             # Nothing runs yet that could end by itself.
-            if number not in (signal.SIGUSR1, signal.SIGUSR2):
+            if number not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
                 self._abandon("it was not needed any more")
             return
         if number == signal.SIGKILL:

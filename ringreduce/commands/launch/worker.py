@@ -1,20 +1,17 @@
-"""What the launcher knows of a worker, on whichever host that runs: its lines, and its end."""
+"""What the launcher knows of a worker, on whichever host: its lines, what it told, its end."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from ringreduce.commands.launch.exchange import Event, Output
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.records import ImportedKeras, Joins, Raised, WorkerRecord
 from ringreduce.commands.launch.screen import Source
-from ringreduce.commands.launch.tracebacks import is_traceback_start, last_traceback
-
-_TAIL_LINES = 400
 
 
 class Host(Protocol):
@@ -46,6 +43,10 @@ class Worker:
 
     Attributes:
         exit_s: when it ended, on `time.monotonic`; None until then.
+        joins: the sizes of the rings that it has begun to form.
+        keras_s: when it has imported Keras; None: it has not.
+        raised: the exception that ends it, once it has said so, and when that was.
+        is_shown: whether its traceback was.
     """
 
     def __init__(self, rank: int, host: Host, host_name: str = "", *, is_raw: bool = False) -> None:
@@ -54,8 +55,10 @@ class Worker:
         self._returncode = 0
         self._lost = ""
         self._stopped_s: float | None = None
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._traceback_s: float | None = None
+        self.joins: set[int] = set()
+        self.keras_s: float | None = None
+        self.raised: Raised | None = None
+        self.raised_s, self.is_shown = 0.0, False
         self._sources = (Source(rank, is_error=False, is_raw=is_raw), Source(rank, is_error=True))
         self._lines = (LineBuffer(is_raw=is_raw), LineBuffer())
 
@@ -68,11 +71,21 @@ class Worker:
         """What it wrote, as whole lines, and the line that is not whole yet."""
         buffer = self._lines[output.is_error]
         lines = buffer.feed(output.data)
-        if output.is_error:
-            self._tail.extend(lines)
-            if any(map(is_traceback_start, lines)):
-                self._traceback_s = time.monotonic()
         return self._sources[output.is_error], lines, buffer.partial
+
+    def note(self, record: WorkerRecord) -> None:
+        """Note what it has told."""
+        if isinstance(record, Joins):
+            self.joins.add(record.size)
+        elif isinstance(record, ImportedKeras):
+            self.keras_s = time.monotonic()
+        else:
+            self.raised, self.raised_s = record, time.monotonic()
+
+    @property
+    def error_source(self) -> Source:
+        """Its standard error."""
+        return self._sources[1]
 
     def end(self, returncode: int, lost: str = "") -> None:
         """Note that it has ended; `lost` says how its host was lost, if it was."""
@@ -97,30 +110,33 @@ class Worker:
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
         self.send(number)
+        # A process that is stopped takes no other signal but SIGKILL.
+        self.send(signal.SIGCONT)
 
-    def failure(self) -> Failure | None:
-        """How it failed; None if it did not, or was stopped by the launcher."""
-        code = self._returncode
-        if self.exit_s is None or code == 0 or self._stopped_s is not None:
-            return None
-        # A process that was killed had only logged its traceback.
-        when_s = self.exit_s if self._traceback_s is None or code < 0 else self._traceback_s
-        return self._failure(code, when_s)
+    def failure(self, ring_of: int = 0) -> Failure | None:
+        """How it failed; None if it did not, or only after the launcher has stopped it.
 
-    def unfinished_failure(self) -> Failure | None:
-        """How it was failing when the launcher stopped it: Python may take long to end."""
-        when_s = self._traceback_s
-        if self._stopped_s is None or when_s is None or when_s > self._stopped_s:
-            return None
-        return self._failure(1, when_s, was_stopped=True)
+        Args:
+            ring_of: the number of ranks of a ring for which others wait; 0: none do.
+        """
+        if self._stopped_s is not None:
+            is_late = self.raised is None or self.raised_s > self._stopped_s
+            return None if is_late else self._failure(1, was_stopped=True)
+        if self._returncode or (self.raised is not None and self.alive):
+            return self._failure(self._returncode or 1)
+        if not self.alive and ring_of > 1 and ring_of not in self.joins:
+            return self._failure(1, has_left=True)
+        return None
 
-    def _failure(self, code: int, when_s: float, *, was_stopped: bool = False) -> Failure:
+    def _failure(self, code: int, *, was_stopped: bool = False, has_left: bool = False) -> Failure:
         return Failure(
             self.rank,
             code,
-            when_s,
-            last_traceback(list(self._tail)),
+            self.raised_s if self.raised is not None else self.exit_s or 0.0,
+            self.raised,
+            has_ended=not self.alive,
             was_stopped=was_stopped,
             host=self._host_name,
             lost=self._lost,
+            has_left=has_left,
         )

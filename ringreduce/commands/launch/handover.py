@@ -1,0 +1,118 @@
+"""A worker's side of the pipe to its launcher, and of what it says of an exception."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from traceback import StackSummary, TracebackException
+
+from ringreduce.commands.launch.records import Raised, WorkerRecord, encode
+from ringreduce.vocabulary.errors import RingReduceError
+
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+# What calls a program or a function: the first frames of its traceback are from there.
+_CALLERS = (f"{_PACKAGE}commands", f"{_PACKAGE}ray", runpy.__file__, "<frozen ")
+# A program may form several rings.
+_KEPT_FAILURES = 8
+# An op's text is cut; this many characters tell errors apart.
+_TELLING = 1000
+_TEXT_MAX = 1 << 18
+# Such a line in the text of an exception names its cause.
+_CAUSE = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt|Warning)\b(: .*)?")
+
+_lock = threading.Lock()
+# The pipe, and the process that has it; a forked child must not speak for its parent.
+_pipe: tuple[int, int] | None = None
+_failures: deque[RingReduceError] = deque(maxlen=_KEPT_FAILURES)
+
+
+def use_pipe(descriptor: int) -> None:
+    """From now on `tell` writes to `descriptor`, which no child inherits."""
+    global _pipe
+    os.set_inheritable(descriptor, False)
+    _pipe = descriptor, os.getpid()
+
+
+def tell(record: WorkerRecord) -> bool:
+    """Hand a record to the launcher; return whether there is one that took it."""
+    if _pipe is None or _pipe[1] != os.getpid():
+        return False
+    data = encode(record)
+    try:
+        with _lock:
+            while data:
+                data = data[os.write(_pipe[0], data) :]
+    except OSError:  # The launcher was killed.
+        return False
+    return True
+
+
+def note_failure(error: RingReduceError) -> None:
+    """Remember what has broken a ring of this process: exceptions of others may quote it."""
+    _failures.append(error)
+
+
+def described(error: BaseException) -> Raised:
+    """What is to be said of an exception that ends a program, or a function."""
+    ring = next((one for one in _chain(error) if isinstance(one, RingReduceError)), None)
+    text = str(error)
+    ring = ring or next((one for one in _failures if str(one)[:_TELLING] in text), None)
+    kind, peer, origin = type(ring or error).__name__, None, None
+    if ring is not None:
+        peer, origin = ring.peer, ring.origin
+    if isinstance(error, SystemExit):
+        # Of a number, the exit code says it all.
+        return Raised(kind, peer, origin, _named(error) if isinstance(error.code, str) else "")
+    if not isinstance(error, RingReduceError):
+        return Raised(kind, peer, origin, _named(error), _lines(error))
+    return Raised(kind, peer, origin, _named(error), _lines(error, hides=_PACKAGE), _lines(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it follows from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lines(error: BaseException, hides: str = "") -> list[str]:
+    """The traceback, from the program's first frame on, without frames of files below `hides`."""
+    start = error.__traceback__
+    while start and start.tb_frame.f_code.co_filename.startswith(_CALLERS):
+        start = start.tb_next
+    described = TracebackException(type(error), error, start)
+    if hides and isinstance(error.__cause__, RingReduceError):
+        described.__cause__ = None  # The same error, as it was raised first.
+    one: TracebackException | None = described
+    while hides and one is not None:
+        frames = [frame for frame in one.stack if not frame.filename.startswith(hides)]
+        one.stack = StackSummary.from_list(frames)
+        one = one.__cause__ or one.__context__
+    return _text(described.format())
+
+
+def _named(error: BaseException) -> str:
+    """The line that names an exception; after one that ends with a colon, what it announces."""
+    lines = _text(TracebackException(type(error), error, None).format_exception_only())
+    # Of a SyntaxError, others come first.
+    start = next((i for i, line in enumerate(lines) if not line.startswith(" ")), 0)
+    first, rest = lines[start], [line.strip() for line in lines[start + 1 :]]
+    if not first.endswith(":"):
+        return first
+    causes = (line for line in rest if _CAUSE.fullmatch(line))
+    return f"{first} {next(causes, next(filter(None, rest), ''))}".rstrip()
+
+
+def _text(parts: Iterable[str]) -> list[str]:
+    """The lines of a text, with a cut in the middle of a long one."""
+    text = "".join(parts).encode(errors="backslashreplace").decode()
+    if len(text) > _TEXT_MAX:
+        text = f"{text[: _TEXT_MAX // 2]}\n...\n{text[-_TEXT_MAX // 2 :]}"
+    return text.splitlines() or [""]

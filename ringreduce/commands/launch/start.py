@@ -1,0 +1,110 @@
+"""Runs a worker's program as Python itself would, and hands its failure to the launcher.
+
+A script. Its arguments are the descriptor of the pipe to the launcher, then Python's: a program's
+path, or ``-m`` and a module's name, and the program's own. The program's exception goes on to
+Python, which ends as ever; but its traceback is the launcher's to show.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+if __name__ == "__main__":
+    # The package whose launcher has started this, wherever it is.
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
+
+from ringreduce.commands.launch import handover, records
+
+_told: BaseException | None = None
+
+
+class _KerasNotice(MetaPathFinder):
+    """Tells the launcher, with the first import after that of Keras, that there was one."""
+
+    def find_spec(self, *_: Any) -> None:
+        self.look()
+
+    def look(self) -> None:
+        keras = sys.modules.get("keras")
+        is_imported = keras is not None and not getattr(keras.__spec__, "_initializing", False)
+        if is_imported and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            handover.tell(records.ImportedKeras())
+
+
+def main(descriptor: int, program: list[str]) -> None:
+    """Run `program`, which is `__main__` from now on."""
+    handover.use_pipe(descriptor)
+    notice = _KerasNotice()
+    sys.meta_path.insert(0, notice)
+    sys.excepthook = _show
+    try:
+        _run(program)
+    except SystemExit as error:
+        if error.code:
+            _tell(error)
+        raise
+    except BaseException as error:
+        _tell(error)
+        raise
+    finally:
+        notice.look()
+
+
+def _run(program: list[str]) -> None:
+    sys.argv = program
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    first = program[0]
+    if first == "-m":
+        sys.argv = ["-m", *program[2:]]
+        _search_first(os.getcwd())
+        runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]
+    elif pkgutil.get_importer(first) is not None:  # A folder or an archive.
+        sys.path.insert(0, os.path.abspath(first))
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        _search_first(os.path.dirname(os.path.realpath(first)))
+        path = os.path.abspath(first)
+        loader = SourceFileLoader("__main__", path)
+        module.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+        exec(_code(path), module.__dict__)
+
+
+def _search_first(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def _code(path: str) -> Any:
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)
+    if code is None:  # Source.
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    return code
+
+
+def _tell(error: BaseException) -> None:
+    global _told
+    if handover.tell(handover.described(error)):
+        _told = error
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception, unless the launcher has it."""
+    if error is not _told:
+        sys.__excepthook__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    # What was inserted above, and the folder of this file, which Python has put there.
+    del sys.path[: 1 if getattr(sys.flags, "safe_path", False) else 2]
+    main(int(sys.argv[1]), sys.argv[2:])

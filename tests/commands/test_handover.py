@@ -1,0 +1,209 @@
+"""What a worker says of the exception that ends it, and how it reaches the launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.commands.launch import handover, start
+from ringreduce.commands.launch.handover import described
+from ringreduce.commands.launch.program import command_of
+from ringreduce.commands.launch.records import (
+    ImportedKeras,
+    Joins,
+    Raised,
+    WorkerRecords,
+    encode,
+)
+from ringreduce.testing import ring_of_threads
+from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
+
+RECORDS = [Joins(4), ImportedKeras(), Raised("ValueError", None, 3, "ValueError: x", ["a", "b"])]
+LOST = PeerLostError("lost the connection with rank 1", rank=0, size=2, peer=1, origin=2)
+
+
+def raised_by(make, *causes):
+    """What is said of an exception that a function raised, below others."""
+    try:
+        try:
+            for cause in causes:
+                raise cause
+        except Exception:
+            make()
+        make()
+    except BaseException as error:
+        return described(error)
+
+
+def throw(error):
+    def make():
+        raise error
+
+    return make
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
+    data = b"".join(map(encode, RECORDS))
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    reader = WorkerRecords()
+    assert [one for a, b in pairwise(bounds) for one in reader.feed(data[a:b])] == RECORDS
+
+
+def test_an_exception_is_described_with_its_lines() -> None:
+    raised = raised_by(throw(ValueError("bad data")))
+    assert (raised.kind, raised.peer, raised.origin) == ("ValueError", None, None)
+    assert raised.exception == raised.traceback[-1] == "ValueError: bad data"
+    assert raised.traceback[0] == "Traceback (most recent call last):"
+    assert "    raise error" in raised.traceback
+    assert raised.whole == []
+
+
+def test_what_follows_from_an_error_of_the_ring_is_about_its_peer() -> None:
+    for error in (ValueError("bad"), SystemExit(1)):
+        raised = raised_by(throw(error), LOST)
+        assert (raised.kind, raised.peer, raised.origin) == ("PeerLostError", 1, 2)
+    assert raised_by(throw(LOST)).kind == "PeerLostError"
+    assert raised_by(throw(ConfigError("no such host"))).kind == "ConfigError"
+
+
+def test_an_exception_that_quotes_what_broke_a_ring_is_about_that() -> None:
+    """As TensorFlow's do; a mere name, or another rank's traceback, is none."""
+    broke = PeerTimeoutError("waited 1 s for rank 5", rank=0, size=9, peer=5)
+    text = f"Graph execution error:\n\nPeerTimeoutError: {broke}\n\t [[{{node wait}}]]"
+    assert raised_by(throw(RuntimeError(text))).kind == "RuntimeError"
+    handover.note_failure(broke)
+    assert raised_by(throw(RuntimeError(text))).peer == 5
+    quoted = "PeerLostError: rank 1\nTraceback (most recent call last):\n  x\nKeyError: 1"
+    assert raised_by(throw(RuntimeError(quoted))).peer is None
+
+
+def test_what_breaks_a_ring_is_noted() -> None:
+    def fail(comm):
+        if comm.rank == 0:
+            comm.barrier()
+        else:
+            raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, PeerLostError)):
+        ring_of_threads(2, fail)
+    assert any("ZeroDivisionError" in str(error) for error in handover._failures)
+
+
+def test_our_frames_are_left_out_where_the_error_is_ours() -> None:
+    ours = raised_by(lambda: ring_of_threads(1, throw(LOST), timeout_s=-1))
+    assert ours.kind == "ConfigError"
+    files = f'  File "{os.path.dirname(handover.__file__).removesuffix("commands/launch")}'
+    assert not [line for line in ours.traceback if line.startswith(files)]
+    assert [line for line in ours.whole if line.startswith(files)]
+    assert [line for line in ours.traceback if line.startswith(f'  File "{__file__}')]
+
+
+@pytest.mark.parametrize(
+    ("error", "exception"),
+    [
+        (SystemExit("no data"), "SystemExit: no data"),
+        (SystemExit(3), ""),
+        (ValueError("in user code:\n\n  here"), "ValueError: in user code: here"),
+        (
+            RuntimeError(
+                "Graph execution error:\n\nDetected at (most recent):\nKeyError: no file\n x"
+            ),
+            "RuntimeError: Graph execution error: KeyError: no file",
+        ),
+        (
+            ValueError("Exception in Dense.call().\n\nbad width"),
+            "ValueError: Exception in Dense.call().",
+        ),
+        (ValueError("\udcff"), "ValueError: \\udcff"),
+        (SyntaxError("bad", ("a.py", 1, 2, "x = (")), "SyntaxError: bad"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_exception_is_one_line(error: BaseException, exception: str) -> None:
+    raised = raised_by(throw(error))
+    assert raised.exception == exception
+    assert bool(raised.traceback) != isinstance(error, SystemExit)
+    assert WorkerRecords().feed(encode(raised)) == [raised]
+
+
+def test_a_huge_text_is_cut_in_the_middle() -> None:
+    raised = raised_by(throw(ValueError("a" * (1 << 22) + "end")))
+    assert len(encode(raised)) < 1 << 20
+    assert raised.traceback[-1].endswith("aend")
+
+
+def test_a_forked_child_and_a_process_without_launcher_tell_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not handover.tell(Joins(2))
+    reading, writing = os.pipe()
+    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
+    assert handover.tell(Joins(2))
+    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid() + 1))
+    assert not handover.tell(Joins(3))
+    monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
+    assert WorkerRecords().feed(os.read(reading, 1000)) == [Joins(2)]
+    os.close(reading)
+    assert not handover.tell(Joins(2))
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["train.py", "-x"], []),
+        (["-m", "train", "-u"], []),
+        (["-u", "-OO", "-W", "error", "-Xdev", "-X", "utf8", "train.py"], 7),
+        (["-c", "print()"], None),
+        (["--help"], None),
+        (["-um", "train"], None),
+    ],
+)
+def test_the_program_is_run_below_our_script_after_pythons_options(
+    arguments: list[str], options: int | list[str] | None
+) -> None:
+    if options is None:
+        assert command_of(arguments, 5) == arguments
+    else:
+        count = options or 0
+        expected = [*arguments[:count], start.__file__, "5", *arguments[count:]]
+        assert command_of(arguments, 5) == expected
+
+
+def test_python_itself_is_as_without_our_script(tmp_path: Path) -> None:
+    """`__main__`, its search path and arguments are those that Python gives a program."""
+    text = "import json, sys, __main__ as m\nprint(json.dumps([sys.argv, sys.path, __name__, "
+    text += "m.__file__, m.__spec__ and m.__spec__.name, sorted(vars(m)), __package__]))\n"
+    (tmp_path / "inner").mkdir()
+    for name in ("main.py", "inner/__main__.py", "inner/more.py", "inner/__init__.py"):
+        (tmp_path / name).write_text(text if "init" not in name else "")
+    (tmp_path / "link.py").symlink_to(tmp_path / "inner" / "more.py")
+
+    def shown(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            pass_fds=[nowhere.fileno()],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.replace('"__annotations__", ', "")
+
+    with open(os.devnull, "wb") as nowhere:
+        for program in (
+            ["main.py", "-x"],
+            ["-m", "inner", "y"],
+            ["-m", "inner.more"],
+            ["inner"],
+            ["link.py"],
+        ):
+            assert shown(*command_of(program, nowhere.fileno())) == shown(*program)

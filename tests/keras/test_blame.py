@@ -1,0 +1,53 @@
+"""What the launcher says of training programs: whose data failed, and whether ranks were apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launching import run, script
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(200)]
+
+MODEL = """
+import keras, numpy as np, tensorflow as tf
+import ringreduce.keras as rr
+comm = rr.init()
+optimizer = keras.optimizers.SGD(0.1)
+def fit(data, optimizer=optimizer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    model.fit(data, verbose=0)
+"""
+FAILS = """
+def rows():
+    for row in range(64):
+        if comm.rank == 1 and row == 20:
+            raise ValueError("row 20 is broken")  # The user's line.
+        yield np.ones(3, "float32"), np.ones(1, "float32")
+specs = tf.TensorSpec((3,)), tf.TensorSpec((1,))
+data = tf.data.Dataset.from_generator(rows, output_signature=specs).batch(4)
+fit(data, rr.DistributedOptimizer(optimizer))
+"""
+APART = "the ranks have exchanged nothing, so each has trained by itself"
+ENDS = {
+    "trained apart": "fit(tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 1)))))",
+    "trained nothing": "",
+    "sent": "fit(tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 1)))))\n"
+    "comm.send(np.ones(4), 1) if comm.rank == 0 else comm.recv(np.ones(4), 0)",
+}
+
+
+def test_data_that_fails_on_one_rank_names_that_rank_and_the_users_line(tmp_path):
+    done = run(tmp_path, "-n", "2", script(tmp_path, MODEL + FAILS))
+    _, shown, rest = done.stderr.partition("ringreduce: rank 1 failed first")
+    assert shown, done.stderr
+    assert 'raise ValueError("row 20 is broken")  # The user\'s line.' in rest
+    assert "script.py" in rest
+
+
+@pytest.mark.parametrize("end", ["trained apart", in_full("trained nothing"), in_full("sent")])
+def test_ranks_that_trained_apart_are_told_so_and_no_others(tmp_path, end):
+    done = run(tmp_path, "-n", "2", script(tmp_path, MODEL + ENDS[end]))
+    assert done.returncode == 0, done.stderr
+    assert (APART in done.stderr) == (end == "trained apart")
