@@ -52,8 +52,9 @@ class Times:
     # A thread that waits for a frame reads the clock more often; else it waits for the GIL.
     looked_s: float = 0.5
 
-    # A failed call waits this long for the watcher to find the cause.
-    explain_s: float = 0.5
+    # A failed call waits this long for the watcher to find the cause, which comes by way of other
+    # ranks' watchers: on a loaded machine each may take a tenth of a second.
+    explain_s: float = 2.0
     # A rank with a mismatch waits this long for the rank that caused it to send what differs. That
     # one knows as soon as it gets a frame; its predecessor may still be computing.
     explanation_s: float = 1.0
