@@ -206,6 +206,7 @@ class Job:
                     job_id=job,
                     transport=self.plan.transport,
                     timeout_s=TIMEOUT_S,
+                    link_timeout_s=TIMEOUT_S,
                     join_timeout_s=JOIN_TIMEOUT_S,
                     host_id=f"host {rank % 2}" if self.plan.hosts > 1 else "",
                 )

@@ -15,6 +15,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import door
 from ringreduce.transport.frames import SEALED_OVERHEAD_BYTES
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     CorruptionError,
     PeerLostError,
@@ -75,6 +76,7 @@ def run(call: str, **settings: Any) -> list[RingReduceError | None]:
 
     usual = {**JOB, "transport": "zmq", "encryption": "on", "timeout_s": WAIT_S}
     usual |= {"segment_bytes": SEGMENT_BYTES, "streams": 2}
+    usual |= {"link_timeout_s": TIMES.link_warning_s}
     try:
         ring_of_threads(SIZE, work, **usual | settings)
     except RingReduceError as error:
