@@ -97,8 +97,9 @@ class Times:
     grace_s: float = 3.0
     # Before SIGTERM, for the other ranks to write their flight records, where these are kept.
     record_s: float = 1.5
-    # A traceback whose process neither ends nor is ended by then was only logged.
-    hold_s: float = 5.0
+    # The traceback of a program that an exception has ended is shown after this, if its process
+    # has not ended: threads of its own may go on, and a loaded machine takes long.
+    hold_s: float = 30.0
     # Into a file, between two states of a line that is redrawn.
     partial_line_s: float = 10.0
     # To read output that a dead worker's children still hold open.
