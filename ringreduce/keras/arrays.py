@@ -12,12 +12,14 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, rows_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
 FORMS = (
-    "Pass arrays with a row for each sample (numpy, tensors or pandas; in tuples, lists or dicts "
-    "too), a tf.data.Dataset, a keras.utils.PyDataset or a generator."
+    "Pass arrays with a row for each sample (numpy, tensors, scipy or pandas; in tuples, lists or "
+    "dicts), a tf.data.Dataset, a keras.utils.PyDataset, a generator, or what yields batches in "
+    "each pass, such as torch's DataLoader."
 )
 # Arrays up to this size are compared whole, others by as many evenly spaced rows.
 _WHOLE_BYTES = 64 << 20
@@ -74,13 +76,23 @@ class Arrays:
     def spec(self) -> Any:
         """The `tf.TensorSpec` of any number of rows, in the structure of `parts`."""
         return keras.tree.map_structure(
-            lambda array: tf.TensorSpec((None, *array.shape[1:]), _dtype_of(array)), self.parts
+            lambda array: (
+                array.spec
+                if isinstance(array, Rows)
+                else tf.TensorSpec((None, *array.shape[1:]), _dtype_of(array))
+            ),
+            self.parts,
         )
 
     def take(self, rows: np.ndarray) -> Any:
         """Those rows of all arrays, given as indices; floats get Keras's float type."""
         return keras.tree.map_structure(
-            lambda array: np.asarray(array[rows], _numpy_dtype_of(array)), self.parts
+            lambda array: (
+                array[rows]
+                if isinstance(array, Rows)
+                else np.asarray(array[rows], _numpy_dtype_of(array))
+            ),
+            self.parts,
         )
 
     def batches(
@@ -97,20 +109,23 @@ class Arrays:
         """
         row_bytes = sum(array.nbytes // self.count for array in keras.tree.flatten(self.parts))
         length = max(1, min(_GROUP_BATCHES, _GROUP_BYTES // max(1, rows * row_bytes)))
-        specs = tf.nest.flatten(self.spec)
+        specs = components(self.spec)
         single = min(single, count)
 
         def take(number: int) -> list[np.ndarray]:
             first = number if number < single else single + (number - single) * length
             group = indices(first, min(count, first + (1 if number < single else length)))
             bounds = np.cumsum([0, *map(len, group)], dtype=np.int64)
-            return [bounds, *tf.nest.flatten(self.take(np.concatenate(group)))]
+            none = np.zeros(0, np.int64)  # Where an epoch is short.
+            return [bounds, *map(np.asarray, components(self.take(np.concatenate([*group, none]))))]
 
         def group(number: Any) -> Any:
             dtypes = [tf.int64, *(spec.dtype for spec in specs)]
             bounds, *parts = tf.numpy_function(lambda n: take(int(n)), [number], dtypes)
             shaped = [tf.ensure_shape(p, s.shape) for p, s in zip(parts, specs, strict=True)]
-            return tf.ensure_shape(bounds, [None]), tf.nest.pack_sequence_as(self.spec, shaped)
+            return tf.ensure_shape(bounds, [None]), tf.nest.pack_sequence_as(
+                self.spec, shaped, expand_composites=True
+            )
 
         # Not `from_generator`: its kernel makes malloc return freed memory to the system at once.
         groups = single + -(-(count - single) // length)
@@ -124,11 +139,11 @@ class Arrays:
         for array in arrays:
             few = self.count <= _ROWS or array.nbytes <= _WHOLE_BYTES
             rows = slice(None) if few else np.linspace(0, self.count - 1, _ROWS).astype(np.int64)
-            chosen = array[rows]
-            if chosen.dtype.hasobject:
-                hashed.update(repr(chosen.tolist()).encode())
-            else:
-                hashed.update(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)
+            for chosen in map(np.asarray, components(array[rows])):
+                if chosen.dtype.hasobject:
+                    hashed.update(repr(chosen.tolist()).encode())
+                else:
+                    hashed.update(np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).data)
         shapes = [f"{array.dtype.name} {tuple(array.shape)}" for array in arrays]
         return [", ".join(shapes), hashed.hexdigest()]
 
@@ -138,7 +153,7 @@ def _batches_of(bounds: Any, rows: Any) -> Any:
 
     def batch(index: Any) -> Any:
         first, end = bounds[index], bounds[index + 1]
-        return tf.nest.map_structure(lambda part: part[first:end], rows)
+        return tf.nest.map_structure(lambda part: rows_of(part, first, end), rows)
 
     return tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1).map(batch)
 
@@ -159,14 +174,17 @@ def split(parts: Any, fraction: float) -> tuple[Any, Any]:
 
     def rows(first: int, end: int) -> Any:
         return keras.tree.map_structure(
-            lambda array: None if array is None else _as_numpy(array)[first:end], parts
+            lambda array: None if array is None else rows_of(array, first, end), parts
         )
 
     return rows(0, at), rows(at, count)
 
 
-def _as_numpy(array: Any) -> np.ndarray:
-    """`array` without a copy, where that is possible."""
+def _as_numpy(array: Any) -> Any:
+    """`array` without a copy, where that is possible; ragged and sparse ones as `Rows`."""
+    array = as_tensor(array)
+    if is_uneven(array):
+        return Rows(array)
     if isinstance(array, tf.Tensor):
         array = array.numpy()
     elif hasattr(array, "iloc"):  # pandas, whose Series are columns for Keras

@@ -5,14 +5,14 @@ evaluate, batch i goes to rank i mod size, so that batches are those of one proc
 
     arrays              this rank's rows are copied, and nothing else is read
     PyDataset           every rank makes each batch and takes its rows, or makes its own batches
-    generator           every rank makes each batch
+    generator, loader   every rank makes each batch
     tf.data.Dataset     the same, in its graph
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
+from ringreduce.keras.rows import count_of, tensor_of
 from ringreduce.keras.shares import Shares
 from ringreduce.keras.tap import tapped
 from ringreduce.pure.epochs import Order
@@ -42,16 +43,16 @@ class Feed:
 
     Attributes:
         dataset: a tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
-        steps: of an epoch, where Keras must be told; else None.
         is_even: whether every rank surely has equally many rows of each batch.
         failure: what the user's generator or PyDataset raised; TensorFlow shows only its text.
+        is_empty: whether this rank has no batch; None: its cardinality says so.
         first: a batch, of data that is made in Python.
     """
 
     dataset: Any
-    steps: int | None = None
     is_even = False
     failure: Exception | None = None
+    is_empty: bool | None = None
     first: Any = None
 
     def begin(self, epoch: int) -> None:
@@ -70,7 +71,9 @@ class Plan:
         what: names the data in errors, such as ``the data given to rr.fit``.
         batch_size: rows of a global batch; for a tf.data.Dataset, None if it is batched.
         steps: global batches of an epoch; None: one pass.
-        shuffle: False, True, or ``"batch"`` for whole batches.
+        at_once: steps of each execution; an epoch has whole ones.
+        first: the first epoch, with which passes begin.
+        shuffle: False or True; ``"batch"``, the order of rows in each batch, changes no result.
         seed: of all shuffling.
         class_weight: weights of classes, for what is not a tf.data.Dataset.
         deal: give whole batches to ranks in turn, instead of each rank its rows.
@@ -82,6 +85,8 @@ class Plan:
     what: str
     batch_size: int | None = None
     steps: int | None = None
+    at_once: int = 1
+    first: int = 0
     shuffle: Any = False
     seed: int = 0
     class_weight: Any = None
@@ -102,6 +107,24 @@ class Plan:
         if self.check:
             whole = tapped(whole, self.what, _REMEDY, ring)
         return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
+
+    def fed(self, whole: Any, count: int | None, ahead: int) -> Any:
+        """The same of a pass, or a validation's steps; `count` is that of batches, if known."""
+        if self.deal and self.steps is not None:
+            whole = whole.take(self.run_steps)
+            count = min(self.run_steps, count or self.run_steps)
+        own = self.divide(whole).prefetch(ahead)
+        return own if count is None else _counted(own, self.own_steps(count))
+
+    @property
+    def run_steps(self) -> int:
+        """`steps` in whole executions; 0: one pass."""
+        return -(-(self.steps or 0) // self.at_once) * self.at_once
+
+    def order(self, count: int, unit: int, steps: int) -> Order:
+        """The order of that many rows or batches."""
+        is_shuffled = self.shuffle and self.shuffle != "batch"
+        return Order(count, unit, steps, self.seed if is_shuffled else None, self.first)
 
     def own_steps(self, steps: int) -> int:
         """How many batches this rank gets of `steps`."""
@@ -131,7 +154,7 @@ def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     if are_arrays(x):
         return _ArrayFeed(Arrays(x, y, sample_weight, plan.class_weight), plan)
     feed = next((feed for form, feed in _FEEDS.items() if isinstance(x, form)), None)
-    if feed is None:
+    if feed is None or isinstance(x, (list, tuple, dict, str, bytes)):
         raise ConfigError(f"cannot share out {type(x).__name__} among ranks", remedy=FORMS)
     if y is not None or sample_weight is not None:
         raise ConfigError(
@@ -148,27 +171,20 @@ class _ArrayFeed(Feed):
         plan.require_rows(min(unit, arrays.count), "batch_size")
         if plan.check:
             compare_arrays(arrays, plan.what, plan.ring)
-        self._order = Order(
-            arrays.count,
-            unit,
-            steps or -(-arrays.count // unit),
-            plan.seed if plan.shuffle else None,
-            plan.shuffle == "batch",
-        )
+        passed = -(-arrays.count // unit)
+        self._order = plan.order(arrays.count, unit, plan.run_steps or passed)
         self._plan = plan
         self._shares = plan.sharing
         is_even = unit % size == 0 and arrays.count % unit % size == 0
         self.is_even = is_even and self._shares.is_equal
-        self.begin(0)
-        count = plan.own_steps(self._order.steps)
+        self.begin(plan.first)
+        steps = self._order.steps
+        count = plan.own_steps(min(steps, passed) if plan.deal else steps)
         # While shares are measured, few batches are made ahead with the old ones.
         single = _SINGLE if self._shares.is_measured else 0
         rows = unit if plan.deal else -(-unit // size)
-        self.dataset = (
-            arrays.batches(self._own, count, rows, single)
-            .apply(tf.data.experimental.assert_cardinality(count))
-            .prefetch(tf.data.AUTOTUNE)
-        )
+        batches = arrays.batches(self._own, count, rows, single)
+        self.dataset = _counted(batches.prefetch(tf.data.AUTOTUNE), count)
 
     def begin(self, epoch: int) -> None:
         self._batches = [
@@ -193,36 +209,28 @@ class _DatasetFeed(Feed):
             raise _endless(plan, "tf.data.Dataset")
         whole = dataset if plan.batch_size is None else dataset.batch(plan.batch_size)
         specs = tf.nest.flatten(whole.element_spec)
-        rows = {spec.shape.as_list()[0] for spec in specs if spec.shape.rank}
-        for spec in specs:
-            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
-                raise ConfigError(
-                    f"cannot divide {spec}, an element of {plan.what}, by rows",
-                    remedy="Give it dense tensors of known rank; or use rr.shard before batching, "
-                    "and model.fit.",
-                )
-            if spec.shape.rank == 0 or len(rows) > 1:
-                raise ConfigError(
-                    f"got a dataset of single samples as {plan.what}",
-                    remedy="Batch it by the global batch size, or pass that as batch_size.",
-                )
+        shapes = [getattr(spec, "shape", tf.TensorShape(None)) for spec in specs]
+        rows = {shape.as_list()[0] for shape in shapes if shape.rank}
+        if None in (ranks := {shape.rank for shape in shapes}):
+            raise ConfigError(
+                f"cannot divide {whole.element_spec}, elements of {plan.what}, by rows",
+                remedy="Give it tensors of known rank; or use rr.shard before batching, and "
+                "model.fit.",
+            )
+        if 0 in ranks or len(rows) > 1:
+            raise ConfigError(
+                f"got a dataset of single samples as {plan.what}",
+                remedy="Batch it by the global batch size, or pass that as batch_size.",
+            )
         if (known := rows.pop()) is not None:
             plan.require_rows(known, "batch size")
             self.is_even = known % plan.ring.size == 0 and plan.sharing.is_equal
-        if plan.deal and plan.steps is not None:
-            whole = whole.take(plan.steps)
-        else:
-            self.steps = plan.steps
-        self.dataset = plan.divide(whole).prefetch(tf.data.AUTOTUNE)
+        count = int(whole.cardinality())
+        self.dataset = plan.fed(whole, count if count >= 0 else None, tf.data.AUTOTUNE)
 
 
 class _PyDatasetFeed(Feed):
     def __init__(self, dataset: Any, plan: Plan) -> None:
-        if plan.batch_size is not None:
-            raise ConfigError(
-                f"got batch_size beside a PyDataset as {plan.what}, which makes batches itself",
-                remedy="Leave batch_size out; each of its batches is a global one.",
-            )
         if plan.steps is None and dataset.num_batches is None:
             raise _endless(plan, "PyDataset")
         if dataset.num_batches == 0:
@@ -234,19 +242,17 @@ class _PyDatasetFeed(Feed):
         whole = self._adapter.get_tf_dataset() if self._ordered.num_batches else _empty(self.first)
         if not plan.deal:
             whole = plan.divide(whole)
-        self._plan, self._count = plan, self._ordered.num_batches
-        self.dataset = whole.apply(tf.data.experimental.assert_cardinality(self._count))
+        count = self._ordered.num_batches if plan.deal else plan.run_steps or dataset.num_batches
+        self.dataset = _counted(whole, count)
+        self._is_new, self._deals = True, plan.deal
 
     def begin(self, epoch: int) -> None:
         # First: processes that make batches are copies from then on.
         self._ordered.epoch = epoch
+        if self._is_new:  # As Keras does.
+            self._adapter.on_epoch_end()
+        self._is_new = self._deals
         self._adapter.on_epoch_begin()
-        if (count := self._ordered.num_batches) < self._count:
-            raise ConfigError(
-                f"got a PyDataset as {self._plan.what} that had {self._count} batches for this "
-                f"rank in the first epoch and has {count} now",
-                remedy="Keep its length, or pass steps_per_epoch.",
-            )
 
     def end(self) -> None:
         self._adapter.on_epoch_end()
@@ -261,13 +267,13 @@ class _Ordered(keras.utils.PyDataset):
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset, self._plan, self._feed, self.epoch = dataset, plan, feed, 0
+        self._dataset, self._plan, self._feed, self.epoch = dataset, plan, feed, plan.first
         self._known: tuple[Any, list[int]] = ((), [])
 
     @property
     def num_batches(self) -> int:
         """Of an epoch, on this rank."""
-        return self._plan.own_steps(self._plan.steps or int(self._dataset.num_batches))
+        return len(self._indices())
 
     def __getitem__(self, index: int) -> Any:
         return self.batch(self._indices()[index])
@@ -284,11 +290,12 @@ class _Ordered(keras.utils.PyDataset):
         # The dataset may change its length when an epoch ends.
         plan, count = self._plan, self._dataset.num_batches
         if self._known[0] != (self.epoch, count):
-            steps = plan.steps or int(count)
+            steps = plan.run_steps or int(count)
             if count is None:
-                found = list(range(self.epoch * steps, (self.epoch + 1) * steps))
+                begin = (self.epoch - plan.first) * steps
+                found = list(range(begin, begin + steps))
             else:
-                order = Order(count, 1, steps, plan.seed if plan.shuffle else None)
+                order = plan.order(count, 1, steps)
                 found = [int(np.arange(count)[one][0]) for one in order.of_epoch(self.epoch)]
             if plan.deal:
                 found = found[plan.ring.rank :: plan.ring.size]
@@ -304,52 +311,55 @@ class _Ordered(keras.utils.PyDataset):
         self._dataset.on_epoch_end()
 
 
-class _GeneratorFeed(Feed):
-    def __init__(self, generator: Any, plan: Plan) -> None:
-        if plan.steps is None:
-            raise ConfigError(
-                f"got a generator as {plan.what} without the number of its batches",
-                remedy="Pass steps_per_epoch, or validation_steps for validation data.",
-            )
-        batches = (_standard(batch, plan.class_weight) for batch in generator)
-        # Two, as Keras does: where their shapes differ, those of others may.
-        first = list(itertools.islice(batches, 2))
+class _StreamFeed(Feed):
+    """Of a generator, or of what yields batches in each pass, such as torch's DataLoader."""
+
+    def __init__(self, source: Any, plan: Plan) -> None:
+        batches = (_standard(batch, plan.class_weight) for batch in source)
+        # Two, as Keras does: where their shapes differ, those of others may. Or one for each rank.
+        first = list(itertools.islice(batches, max(2, plan.ring.size if plan.deal else 0)))
         if not first:
-            raise ConfigError(f"got an empty generator as {plan.what}")
+            raise ConfigError(f"got an empty {type(source).__name__} as {plan.what}")
         self.first = first[0]
         plan.require_rows(_rows_in(self.first), "size of its batches")
-        self._batches, self._plan = itertools.chain(first, batches), plan
+        self._source, self._plan = source, plan
+        self._first, self._rest = first, batches
+        self.is_empty = plan.own_steps(len(first)) == 0
+        self._all = itertools.chain(first, batches)
         whole = tf.data.Dataset.from_generator(
-            self._epoch, output_signature=private.spec_of_batches(first)
+            self._pass, output_signature=private.spec_of_batches(first)
         )
-        count = plan.own_steps(plan.steps)
-        self.dataset = (
-            plan.divide(whole).apply(tf.data.experimental.assert_cardinality(count)).prefetch(1)
-        )
+        count = len(source) if hasattr(source, "__len__") else None
+        self.dataset = plan.fed(whole, count, 1)
 
-    def _epoch(self) -> Iterator[Any]:
-        """The next batches, and none of those of the epoch after."""
-        steps = self._plan.steps or 0
-        for step in range(steps):
-            try:
-                yield next(self._batches)
-            except StopIteration:
-                self.failure = ConfigError(
-                    f"got a generator as {self._plan.what} that ended after {step} of {steps} "
-                    "batches of an epoch",
-                    remedy="Let it yield as many as all epochs need, or pass fewer steps.",
-                )
-                raise self.failure from None
-            except Exception as error:
-                self.failure = error
-                raise
+    def _pass(self) -> Iterator[Any]:
+        try:
+            if not isinstance(self._source, Iterator):
+                for batch in self._source:
+                    yield _standard(batch, self._plan.class_weight)
+            elif self._plan.deal and self._plan.steps is not None:
+                # None of those of the next evaluation, which goes on from there.
+                yield from itertools.islice(self._all, self._plan.run_steps)
+            else:
+                # As Keras does, which reads the first two again in each pass.
+                first, self._first = self._first, self._first[:2]
+                yield from itertools.chain(first, self._rest)
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 _FEEDS: dict[Any, Callable[[Any, Plan], Feed]] = {
     tf.data.Dataset: _DatasetFeed,
     keras.utils.PyDataset: _PyDatasetFeed,
-    Iterator: _GeneratorFeed,
+    Iterable: _StreamFeed,
 }
+
+
+def _counted(dataset: Any, count: int) -> Any:
+    """`dataset`, for which Keras expects `count` batches; it begins anew where there are fewer."""
+    dataset.cardinality = lambda: tf.constant(count, tf.int64)
+    return dataset
 
 
 def _endless(plan: Plan, kind: str) -> ConfigError:
@@ -366,7 +376,10 @@ def _empty(batch: Any) -> Any:
 
 
 def _rows_in(batch: Any) -> int:
-    return len(keras.tree.flatten(batch)[0])
+    first = keras.tree.flatten(batch)[0]
+    if not len(first.shape):
+        raise ConfigError(f"got a batch that begins with {first!r}", remedy="Yield arrays.")
+    return int(count_of(first))
 
 
 def _standard(batch: Any, class_weight: Any) -> Any:
@@ -388,6 +401,4 @@ def _standard(batch: Any, class_weight: Any) -> Any:
             )
         parts = (*parts, weights_of(parts[1], class_weight))
     parts = keras.tree.lists_to_tuples(parts)
-    return keras.tree.map_structure(
-        lambda one: one if hasattr(one, "shape") else np.asarray(one), parts
-    )
+    return keras.tree.map_structure(tensor_of, parts)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
+from ringreduce.keras.rows import Rows, as_tensor, is_uneven
 from ringreduce.keras.tap import Passes, tapped
 from ringreduce.keras.unsharded import note_sharding
 from ringreduce.vocabulary.errors import ConfigError
@@ -97,6 +98,8 @@ def permutation(count: int, communicator: Communicator | None = None) -> np.ndar
 def _rows(array: Any, ring: Communicator, end: int) -> Any:
     if array is None:
         return None
+    if is_uneven(array := as_tensor(array)):
+        return Rows(array)[ring.rank : end : ring.size]
     # With pandas the meaning of a plain slice depends on the index.
     rows = array.iloc if hasattr(array, "iloc") else array
     return rows[ring.rank : end : ring.size]

@@ -22,6 +22,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
+from ringreduce.keras.arrays import Arrays, are_arrays
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.metric_states import (
     MetricStates,
@@ -30,6 +31,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
+from ringreduce.keras.rows import rows_of, tensor_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -62,7 +64,7 @@ def evaluate(
             lists or dicts too: rank r takes the r-th of `size` slices, which differ by at most one
             row. Or, as `x`, what yields batches, of which batch i goes to rank i mod size: a
             `tf.data.Dataset`; a `keras.utils.PyDataset`, of which each rank makes its own; or a
-            generator, with `steps`, of which every rank makes all.
+            generator, or torch's DataLoader, of which every rank makes all.
         batch_size: samples that a rank takes at a time (32); only for arrays.
         return_dict: return a dict by metric name.
         verbose: shows the progress of rank 0's share.
@@ -148,7 +150,8 @@ def _predicted(
     own_x = share.parts[0]
     if share.is_empty:
         # Predict anyway, for the outputs' structure, dtypes and shapes.
-        first = _first_of(x) if share.feed is None else _inputs_of(share.feed.first)
+        known = None if share.feed is None else share.feed.first
+        first = _first_of(x) if known is None else _inputs_of(known)
         outputs = model.predict_on_batch(first)
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
@@ -209,34 +212,19 @@ def _share_of(
     if ring.size == 1:
         return _Share(whole, is_whole=True)
     x, feed = whole[0], None
-    if isinstance(x, (keras.utils.PyDataset, Iterator)):
-        if steps is None and isinstance(x, Iterator):
-            raise ConfigError(
-                "got a generator without the number of its batches", remedy="Pass steps."
-            )
+    if not are_arrays(whole):
         plan = Plan(ring, "the data to evaluate or predict", steps=steps, deal=True, check=False)
         feed = feed_of(whole, plan)
-        rows = steps or int(x.num_batches)  # type: ignore[union-attr]
-        parts, is_empty = (feed.dataset, None, None), plan.own_steps(rows) == 0
-    elif isinstance(x, tf.data.Dataset):
-        if any(part is not None for part in whole[1:]):
-            raise ConfigError(
-                "got y or sample_weight beside a dataset",
-                remedy="Let the dataset yield them: (x, y, sample_weight).",
-            )
-        x = x if steps is None else x.take(steps)
-        rows = int(x.cardinality())
-        if rows == tf.data.INFINITE_CARDINALITY:
-            raise ConfigError("got an endless dataset", remedy="Pass steps.")
-        # Batch i goes to rank i mod size; this does not need the number of batches.
-        share = x.shard(ring.size, ring.rank)
-        parts, is_empty = (share, None, None), _is_empty(share)
+        known = x.cardinality() if isinstance(x, tf.data.Dataset) else getattr(x, "num_batches", -1)
+        rows = steps or int(known)
+        parts: Any = (feed.dataset, None, None)
+        is_empty = _is_empty(feed.dataset) if feed.is_empty is None else feed.is_empty
     else:
-        rows = _rows_in(whole)
+        rows = Arrays(*whole).count
         if steps is not None:
             rows = min(rows, steps * (batch_size or _BATCH_SIZE))
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
-        parts, is_empty = _map(lambda part: _rows_of(part, first, end), whole), first == end
+        parts, is_empty = _map(lambda part: rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
 
     def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
@@ -260,26 +248,6 @@ def _map(function: Callable[[Any], Any], parts: Any) -> Any:
     return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
 
 
-def _rows_in(whole: Any) -> int:
-    arrays = [part for part in keras.tree.flatten(whole) if part is not None]
-    for array in arrays:
-        if not len(getattr(array, "shape", ())) or isinstance(array, tf.SparseTensor):
-            raise ConfigError(
-                f"cannot share out {type(array).__name__}",
-                remedy="Pass dense arrays or tensors with a row for each sample, or a batched "
-                "tf.data.Dataset.",
-            )
-    counts = {int(array.shape[0]) for array in arrays}
-    if len(counts) != 1:
-        raise ConfigError(f"got arrays of {sorted(counts)} rows; all need equally many")
-    return counts.pop()
-
-
-def _rows_of(array: Any, first: int, end: int) -> Any:
-    # With pandas the meaning of a plain slice depends on the index.
-    return array.iloc[first:end] if hasattr(array, "iloc") else array[first:end]
-
-
 def _is_empty(dataset: Any) -> bool:
     cardinality = int(dataset.cardinality())
     if cardinality == tf.data.UNKNOWN_CARDINALITY:
@@ -295,7 +263,7 @@ def _first_of(x: Any) -> Any:
     """The first row or batch of the whole data, for a rank that has no share."""
     if isinstance(x, tf.data.Dataset):
         return _inputs_of(next(iter(x.take(1))))
-    return _map(lambda part: np.asarray(_rows_of(part, 0, 1)), x)
+    return _map(lambda part: tensor_of(rows_of(part, 0, 1)), x)
 
 
 def _in_order(model: Any, logs: dict[str, Any]) -> list[str]:

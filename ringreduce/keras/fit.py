@@ -77,7 +77,8 @@ def fit(
     tf.data.Dataset      its batches, or `batch_size` of its elements; shuffled by its own means,
                          with a seed
     keras PyDataset      its batches, which every rank makes; shuffled by the batch
-    generator            its batches, which every rank makes; needs `steps_per_epoch`
+    generator            its batches, which every rank makes
+    iterable             the same, such as torch's DataLoader
     ===================  ========================================================================
 
     Alone it is ``model.fit``, but for the order in which arrays and PyDatasets are shuffled.
@@ -103,8 +104,8 @@ def fit(
             row. Gradients, losses and metrics count by rows, so the result stays that of one
             process. For ``jit_compile=True`` XLA compiles again when the shares change.
 
-    An epoch of `steps_per_epoch` goes on where the last one ended; with arrays and PyDatasets a new
-    pass begins at the end of one, also within an epoch. Other arguments are those of ``model.fit``;
+    An epoch of `steps_per_epoch` goes on where the last one ended, and ends early with the data, as
+    Keras's does; the next begins the data anew. Other arguments are those of ``model.fit``;
     data for validation may have each of these forms.
 
     Returns:
@@ -178,8 +179,10 @@ def fit(
             Plan(
                 ring,
                 "the data given to rr.fit",
-                batch_size=batch_size,
+                batch_size=None if _is_batched(x, model) else batch_size,
                 steps=steps_per_epoch,
+                at_once=model.steps_per_execution,
+                first=initial_epoch,
                 shuffle=shuffle,
                 seed=seed,
                 class_weight=None if is_graph else class_weight,
@@ -193,14 +196,15 @@ def fit(
     elif validation_data is not None:
         given = validation_data
         parts = given if isinstance(given, (tuple, list)) else (given,)
-        of_arrays = are_arrays(parts[0])
+        of_validation = validation_batch_size or (batch_size if are_arrays(parts[0]) else None)
         validation = feed_of(
             parts,
             Plan(
                 ring,
                 "the validation data given to rr.fit",
-                batch_size=validation_batch_size or (batch_size if of_arrays else None),
+                batch_size=None if _is_batched(parts[0], model) else of_validation,
                 steps=validation_steps,
+                at_once=model.steps_per_execution,
                 deal=True,
                 check=check,
             ),
@@ -231,7 +235,7 @@ def fit(
                 shuffle=False,
                 class_weight=class_weight if is_graph else None,
                 initial_epoch=initial_epoch,
-                steps_per_epoch=training.steps,
+                steps_per_epoch=steps_per_epoch,
                 validation_freq=validation_freq,
             )
     except Exception:
@@ -251,6 +255,14 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
+
+
+def _is_batched(data: Any, model: Any) -> bool:
+    """Whether `data` is a tf.data.Dataset of batches: its inputs have the rank of the model's."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    if not isinstance(data, tf.data.Dataset) or not inputs:
+        return False
+    return bool(tf.nest.flatten(data.element_spec)[0].shape.rank == len(inputs[0].shape))
 
 
 def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.rows import at_least_one, count_of
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import Place, put_around
 from ringreduce.keras.unsharded import note_sharding
@@ -65,7 +66,7 @@ def join(
     their gradients count each rank's loss with its weight.
 
     Args:
-        dataset: this rank's, batched; elements of dense tensors whose first dimension is the
+        dataset: this rank's, batched; elements of tensors whose first dimension is the
             samples. May be empty.
         weighting: ``"samples"``: a rank's weight is the number of samples in its batch, so that the
             mean is that of one process with all batches in one. ``"ranks"``: every rank that has a
@@ -209,12 +210,18 @@ def empty_batch(dataset: Any) -> Any:
         )
 
     def like(spec: Any) -> Any:
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank in (None, 0):
+        if spec.shape.rank in (None, 0):
             raise ConfigError(
                 f"got a dataset with elements {spec}",
-                remedy="Batch it, and give it dense tensors of known rank.",
+                remedy="Batch it, and give it tensors of known rank.",
             )
-        return tf.zeros([0, *(1 if n is None else n for n in spec.shape[1:])], spec.dtype)
+        shape = [0, *(1 if n is None else n for n in spec.shape[1:])]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            ends = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+            flat = tf.zeros([0, *shape[spec.ragged_rank + 1 :]], spec.dtype)
+            return tf.RaggedTensor.from_nested_row_splits(flat, ends)
+        zeros = tf.zeros(shape, spec.dtype)
+        return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
 
     return tf.nest.map_structure(like, dataset.element_spec)
 
@@ -223,13 +230,8 @@ def _filled(batch: Any) -> Any:
     """`batch`, or one sample of zeros where it has none."""
 
     def fill(tensor: Any) -> Any:
-        if tensor is None:  # Sample weights that nobody gave.
-            return None
-        shape = tf.shape(tensor)
-        one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
-        result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)
-        result.set_shape([None, *tensor.shape[1:]])
-        return result
+        # Sample weights that nobody gave are None.
+        return None if tensor is None else at_least_one(tensor)
 
     return tf.nest.map_structure(fill, batch)
 
@@ -240,12 +242,13 @@ def build(model: Any, empty: Any) -> None:
     An empty step could not undo creating them, and TensorFlow creates no variables in a function
     where they would depend on the exchange at its beginning.
     """
-    metrics = getattr(model, "_compile_metrics", None)
+    # A loss has metrics of its own, one for each output.
+    compiled = [getattr(model, name, None) for name in ("_compile_metrics", "_compile_loss")]
     if type(model).call is keras.Model.call:
         # Only its train_step knows how its parts are called, such as a generator and a
         # discriminator with an optimizer each. Traced and not run, it creates all variables.
         tf.function(model.train_step).get_concrete_function(_filled(empty))
-    elif not model.built or not (metrics is None or metrics.built):
+    elif not model.built or not all(part is None or part.built for part in compiled):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_filled(empty))
         model.test_on_batch(x, y, sample_weight)
         model.reset_metrics()
@@ -277,7 +280,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
         model = owner()
         assert model is not None
         weighting, ring = _followed[model]
-        samples = tf.shape(next(part for part in tf.nest.flatten(data) if part is not None))[0]
+        samples = count_of(next(part for part in tf.nest.flatten(data) if part is not None))
         has_data = samples > 0
         own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
         weight = weighting_module.exchanged(own, ring)

@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.rows import count_of, rows_of
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
 from ringreduce.tensorflow.agreement import Difference, agree
@@ -74,7 +75,7 @@ class Shares:
         """Of each batch of `dataset` this rank's rows."""
 
         def own(index: Any, batch: Any) -> Any:
-            count = tf.shape(tf.nest.flatten(batch)[0])[0]
+            count = count_of(tf.nest.flatten(batch)[0])
             if self.is_equal:
                 ring = self._ring
                 first, end = (count * (ring.rank + i) // ring.size for i in (0, 1))
@@ -82,7 +83,7 @@ class Shares:
                 first, end = tf.numpy_function(
                     lambda *numbers: self.rows(*map(int, numbers)), [index, count], [tf.int64] * 2
                 )
-            return tf.nest.map_structure(lambda part: part[first:end], batch)
+            return tf.nest.map_structure(lambda part: rows_of(part, first, end), batch)
 
         return dataset.enumerate().map(own)
 

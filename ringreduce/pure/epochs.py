@@ -1,9 +1,9 @@
 """Which samples belong to which step, in every epoch and on every rank. Pure.
 
 An epoch has `steps` steps, and the data has `count` units (batches, or rows of arrays in batches).
-Steps go through the data pass after pass: where an epoch is shorter or longer than a pass, the next
-one continues where it ended. All follows from the seed and the epoch's number, so that a job that
-starts again at an epoch reads what it would have read.
+Where an epoch is shorter than a pass, the next one continues where it ended; it ends with the pass,
+as Keras's epochs do. All follows from the seed and the epoch's number, so that a job that starts
+again at an epoch reads what it would have read.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Order:
 
     Attributes:
         seed: of all passes; None: units stay in their order.
-        steps: of an epoch.
+        steps: of an epoch, at most.
         unit: units that belong to one step, such as the rows of a batch; the last of a pass may
             have fewer.
-        whole: shuffle steps, and not single units.
+        first: the epoch with which the first pass begins.
     """
 
     count: int
     unit: int
     steps: int
     seed: int | None = None
-    whole: bool = False
+    first: int = 0
 
     @property
     def steps_of_pass(self) -> int:
@@ -44,24 +44,16 @@ class Order:
 
     def of_epoch(self, epoch: int) -> Iterator[np.ndarray | slice]:
         """The units of each step of an epoch, counted from 0: indices, or a slice."""
-        known: tuple[int, np.ndarray] | None = None
-        for step in range(epoch * self.steps, (epoch + 1) * self.steps):
-            number, place = divmod(step, self.steps_of_pass)
-            if self.seed is None:
-                yield self._slice(place)
-                continue
-            if known is None or known[0] != number:
-                count = self.steps_of_pass if self.whole else self.count
-                known = number, _permutation(self.seed, number, count)
-            if self.whole:
-                yield self._slice(int(known[1][place]))
-            else:
-                yield known[1][self._slice(place)]
-
-    def _slice(self, place: int) -> slice:
-        return slice(place * self.unit, min((place + 1) * self.unit, self.count))
+        epochs = max(1, -(-self.steps_of_pass // max(1, self.steps)))
+        since = (epoch - self.first) % epochs
+        order = None
+        if self.seed is not None:
+            order = _permutation(self.seed, epoch - since, self.count)
+        for place in range(since * self.steps, min((since + 1) * self.steps, self.steps_of_pass)):
+            rows = slice(place * self.unit, min((place + 1) * self.unit, self.count))
+            yield rows if order is None else order[rows]
 
 
 def _permutation(seed: int, number: int, count: int) -> np.ndarray:
-    """The order of `count` things in pass `number`, int64 of shape (count,)."""
+    """The order of `count` things in the pass from epoch `number` on, int64 of shape (count,)."""
     return np.random.Generator(np.random.PCG64([seed, number])).permutation(count)

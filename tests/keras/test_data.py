@@ -204,3 +204,18 @@ def test_what_cannot_be_divided_is_refused(data):
             rr.shard(data, comm)
 
     ring_of_threads(2, work)
+
+
+@pytest.mark.parametrize("make", [tf.constant, tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
+def test_rows_of_tensors_of_any_kind_are_dealt(make):
+    rows = np.arange(1, 11).reshape(5, 2)
+
+    def dense(part):
+        if isinstance(part, tf.SparseTensor):
+            return tf.sparse.to_dense(part)
+        return part.to_tensor() if isinstance(part, tf.RaggedTensor) else part
+
+    parts = ring_of_threads(2, lambda comm: rr.shard(make(rows), communicator=comm, even=False))
+    assert [dense(part).numpy().tolist() for part in parts] == [
+        rows[first::2].tolist() for first in (0, 1)
+    ]

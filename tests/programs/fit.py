@@ -30,7 +30,6 @@ RARE = {
     "class weights of a dataset",
     "short epochs of arrays",
     "jit",
-    "shuffled batches",
     "shuffled py dataset",
     "shares of batches",
     "shares of a generator",
@@ -144,7 +143,7 @@ def weights_and_splits():
         fitted(name, {**given, "shuffle": False}, given)
     data = tf.data.Dataset.from_tensor_slices((x, both)).batch(BATCH)
     fitted("class weights of a dataset", {"x": data, "class_weight": {0: 1.0, 1: 5.0}})
-    whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+    whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     fitted("short epochs", {"x": whole, "steps_per_epoch": 4}, {"x": whole, "steps_per_epoch": 4})
     given = {"x": x, "y": y, "batch_size": BATCH, "shuffle": False, "steps_per_epoch": 4}
     fitted("short epochs of arrays", given)
@@ -164,7 +163,6 @@ def shuffled():
     x, y = arrays(93)
     for name, data in {
         "shuffled arrays": {"x": x, "y": y, "batch_size": BATCH},
-        "shuffled batches": {"x": x, "y": y, "batch_size": BATCH, "shuffle": "batch"},
         "shuffled py dataset": {"x": Batches(x, y)},
     }.items():
         if is_left_out(name):
@@ -333,9 +331,7 @@ def refusals():
         say(case, **error_of(lambda: rr.fit(own, *given, verbose=0, **options)))
 
     refused("numbers", [1.0, 2.0], [1.0, 2.0])
-    refused("ragged", tf.ragged.constant([[1], [2, 3]]))
-    refused("no steps", endless(x, y))
-    refused("short generator", iter([(x, y)]), steps_per_epoch=2)
+    refused("no arrays", iter([(1.0, 2.0)]))
     refused("split of a dataset", data.batch(4), validation_split=0.5)
     refused("split of everything", x, y, validation_split=0.99999)
     refused("small batch", x, y, batch_size=1)
@@ -345,7 +341,6 @@ def refusals():
     refused("other rows", x, y[:-1])
     refused("two weights", x, y, class_weight={0: 1}, sample_weight=y[:, 0])
     refused("targets beside", data.batch(4), y)
-    refused("batches of a py dataset", Batches(x, y), batch_size=4)
     refused("plain", x, y, model=model_of(distributed=False))
     refused("shares of own data", data.batch(4), sharded=True, batch_share=2.0)
     refused("wrong share", x, y, batch_share="mesured")

@@ -24,13 +24,12 @@ def test_own_rows_share_out_a_batch(count: int, size: int) -> None:
     count=st.integers(1, 60),
     unit=st.integers(1, 70),
     seed=st.none() | st.integers(0, 5),
-    whole=st.booleans(),
     epoch=st.integers(0, 4),
 )
 def test_an_epoch_of_one_pass_has_every_row_once(
-    count: int, unit: int, seed: int | None, whole: bool, epoch: int
+    count: int, unit: int, seed: int | None, epoch: int
 ) -> None:
-    order = Order(count, unit, -(-count // unit), seed, whole)
+    order = Order(count, unit, -(-count // unit), seed)
     batches = rows_of(order, epoch)
     assert sorted(row for rows in batches for row in rows) == list(range(count))
     assert all(len(rows) <= unit for rows in batches)
@@ -45,15 +44,15 @@ def test_epochs_shuffle_differently_and_repeatably() -> None:
     assert rows_of(order, 1) != rows_of(Order(97, 10, 10, seed=4), 1)
 
 
-def test_whole_batches_are_shuffled_with_their_rows_in_order() -> None:
-    batches = rows_of(Order(10, 3, 4, seed=1, whole=True), 0)
-    assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    assert any(rows_of(Order(10, 3, 4, 1, whole=True), e) != batches for e in range(1, 4))
-
-
 @pytest.mark.parametrize("seed", [None, 7])
-def test_short_epochs_go_on_where_the_last_ended(seed: int | None) -> None:
-    whole = [rows for epoch in range(2) for rows in rows_of(Order(50, 10, 5, seed), epoch)]
-    short = [rows for epoch in range(5) for rows in rows_of(Order(50, 10, 2, seed), epoch)]
-    assert short == whole
-    assert rows_of(Order(50, 10, 12, seed), 0)[:10] == whole
+@pytest.mark.parametrize("first", [0, 4])
+def test_short_epochs_go_on_where_the_last_ended_up_to_the_end(
+    seed: int | None, first: int
+) -> None:
+    order = Order(50, 10, 2, seed, first)
+    epochs = [rows_of(order, first + epoch) for epoch in range(6)]
+    assert [len(batches) for batches in epochs] == [2, 2, 1] * 2
+    for at in (0, 3):
+        whole = rows_of(Order(50, 10, 5, seed), first + at)
+        assert [rows for batches in epochs[at : at + 3] for rows in batches] == whole
+    assert rows_of(Order(50, 10, 12, seed), 0) == rows_of(Order(50, 10, 5, seed), 0)

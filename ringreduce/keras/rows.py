@@ -1,0 +1,121 @@
+"""Rows of dense, ragged and sparse tensors and scipy's matrices: counted, sliced, chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def count_of(tensor: Any) -> Any:
+    """The number of rows, a scalar int32 tensor."""
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[0], tf.int32)
+    return tf.cast(tensor.nrows(), tf.int32) if _is_ragged(tensor) else tf.shape(tensor)[0]
+
+
+def rows_of(array: Any, first: Any, end: Any) -> Any:
+    """Rows `first` to `end`, which must be there."""
+    array = as_tensor(array)
+    if isinstance(array, tf.SparseTensor):
+        begin, count = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
+        rest = tf.zeros_like(array.dense_shape[1:])
+        start = tf.concat([[begin], rest], 0)
+        size = tf.concat([[count], array.dense_shape[1:]], 0)
+        return _with_rows(tf.sparse.slice(array, start, size), count, array)
+    # With pandas the meaning of a plain slice depends on the index.
+    return (array.iloc if hasattr(array, "iloc") else array)[first:end]
+
+
+def at_least_one(tensor: Any) -> Any:
+    """`tensor`, or one row of zeros where it has none."""
+    if isinstance(tensor, tf.SparseTensor):
+        return _with_rows(tensor, tf.maximum(tensor.dense_shape[0], 1), tensor)
+    if _is_ragged(tensor):
+        flat = tensor.flat_values
+        zero = tf.zeros([1, *(n or 1 for n in flat.shape[1:])], flat.dtype)
+        ends = [tf.constant([0, 1], tensor.row_splits.dtype)] * tensor.ragged_rank
+        one = tf.RaggedTensor.from_nested_row_splits(zero, ends)
+        return tf.concat([tensor, one], 0)[: tf.maximum(count_of(tensor), 1)]
+    shape = tf.shape(tensor)
+    one = tf.zeros(tf.concat([[1], shape[1:]], 0), tensor.dtype)
+    result = tf.cond(shape[0] > 0, lambda: tensor, lambda: one)
+    result.set_shape([None, *tensor.shape[1:]])
+    return result
+
+
+def as_tensor(array: Any) -> Any:
+    """A matrix of scipy's as a `tf.SparseTensor`; other arrays as they are."""
+    if not (type(array).__module__.startswith("scipy.sparse") and hasattr(array, "tocoo")):
+        return array
+    found = array.tocoo()
+    places = np.stack([found.row, found.col], 1).astype(np.int64)
+    return tf.SparseTensor(places, found.data, found.shape)
+
+
+def tensor_of(one: Any) -> Any:
+    """An array, tensor or list as a numpy array or tensor; torch's may be on a GPU."""
+    one = as_tensor(one)
+    return one if tf.is_tensor(one) else np.asarray(one.cpu() if hasattr(one, "cpu") else one)
+
+
+class Rows:
+    """A ragged or sparse tensor with what `Arrays` uses of a numpy array; floats of Keras's type.
+
+    Attributes:
+        spec: of any number of rows.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        if tensor.dtype.is_floating:
+            tensor = tf.cast(tensor, keras.config.floatx())
+        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        shape = [None, *tensor.shape[1:]]
+        if _is_ragged(tensor):
+            self.spec: Any = tf.RaggedTensorSpec(
+                shape, tensor.dtype, tensor.ragged_rank, tensor.row_splits.dtype
+            )
+        else:
+            self.spec = tf.SparseTensorSpec(shape, tensor.dtype)
+            self._tensor = tensor = tf.sparse.reorder(tensor)
+            self._entries = tf.RaggedTensor.from_value_rowids(
+                tf.range(tf.size(tensor.values)), tensor.indices[:, 0], self.shape[0]
+            )
+        self.nbytes = sum(part.numpy().nbytes for part in components(tensor))
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice):
+            rows = np.arange(len(self))[rows]
+        if _is_ragged(self._tensor):
+            return tf.gather(self._tensor, rows)
+        chosen = tf.gather(self._entries, rows)
+        places = tf.gather(self._tensor.indices, chosen.values)[:, 1:]
+        places = tf.concat([tf.cast(chosen.value_rowids(), tf.int64)[:, None], places], 1)
+        values = tf.gather(self._tensor.values, chosen.values)
+        return tf.SparseTensor(places, values, [len(rows), *self.shape[1:]])
+
+
+def is_uneven(array: Any) -> bool:
+    """Whether it is ragged or sparse."""
+    return _is_ragged(array) or isinstance(array, tf.SparseTensor)
+
+
+def components(tensor: Any) -> list[Any]:
+    """The dense tensors, or array, that it consists of."""
+    return tf.nest.flatten(tensor, expand_composites=True)  # type: ignore[no-any-return]
+
+
+def _is_ragged(tensor: Any) -> bool:
+    return isinstance(tensor, tf.RaggedTensor)
+
+
+def _with_rows(tensor: Any, count: Any, like: Any) -> Any:
+    """A sparse tensor with that number of rows, whose other dimensions are as known as `like`'s."""
+    rest = [like.dense_shape[i] if n is None else n for i, n in enumerate(like.shape)]
+    shape = tf.stack([tf.cast(n, tf.int64) for n in (count, *rest[1:])])
+    return tf.SparseTensor(tensor.indices, tensor.values, shape)
