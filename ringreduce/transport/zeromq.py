@@ -205,13 +205,15 @@ class ZmqLink:
                 )
             addresses = self._record_address, call.address, memory.__array_interface__["data"][0]
             began_s = self._time_steps(call, memory.nbytes)
-            stalled = _Stalled(self, call, run, addresses)
             if not call.steps:
                 # The root of a broadcast receives nothing, so it must check for the next rank here.
-                stalled.check_next()
-            if not stalled.resume():
+                _Stalled(self, call, run, addresses).check_next()
+            status = run(*addresses)
+            if status != DONE:
+                stalled = _Stalled(self, call, run, addresses)
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
-                finish(stalled, self._interruption, self._patience, self._events)
+                if not stalled.is_done(status):
+                    finish(stalled, self._interruption, self._patience, self._events)
             if record.step_ends:
                 self._record_steps(call, began_s)
         except BaseException:
@@ -251,7 +253,7 @@ class ZmqLink:
 
 
 class _Stalled:
-    """A call that its loop may not complete at the first attempt; a `StalledCall`."""
+    """A call that its loop has not completed at the first attempt; a `StalledCall`."""
 
     def __init__(
         self, link: ZmqLink, call: Call, run: _Loop, addresses: tuple[int, int, int]
@@ -263,7 +265,11 @@ class _Stalled:
 
     def resume(self) -> bool:
         """Run the loop until it is done, or needs a decision."""
-        self._status = status = self._run(*self._addresses)
+        return self.is_done(self._run(*self._addresses))
+
+    def is_done(self, status: int) -> bool:
+        """What a status of the loop means. Raises the error that it stands for."""
+        self._status = status
         if status not in (DONE, WAITING, DRAINING):
             raise self._error()
         return status == DONE
