@@ -271,8 +271,9 @@ class Watch:
         slow link bytes keep arriving.
         """
         sent = {(receiver, channel): frames for receiver, channel, frames in flow.sent}
-        missing, silent = self._missing, set()
-        self._missing = {}
+        actions: list[Action] = []
+        missing, self._missing = self._missing, {}
+        warned, self._silent = self._silent, set()
         for receiver, overdue, age_s in self.board.unanswered(now_s):
             key = receiver, overdue.channel
             if sent.get(key, 0) <= overdue.frames:
@@ -285,14 +286,12 @@ class Watch:
             silent_s = min(overdue.dry_s, now_s - since_s - age_s)
             if silent_s < min(TIMES.link_warning_s, self._link_timeout_s):
                 continue
-            silent.add(receiver)
             if silent_s >= self._link_timeout_s:
                 return self.end(self._dead_error(receiver, standing))
-            if receiver not in self._silent:
-                self._silent.add(receiver)
-                return [Log(self._silence(receiver, silent_s))]
-        self._silent &= silent
-        return []
+            if receiver not in warned | self._silent:
+                actions.append(Log(self._silence(receiver, silent_s)))
+            self._silent.add(receiver)
+        return actions
 
     def _silence(self, receiver: int, silent_s: float) -> str:
         return (

@@ -268,6 +268,24 @@ def test_a_connection_that_carries_nothing_is_warned_of_and_ends_the_ring(
     assert (warned_s, ended_s) == (2.0, 5.0)
 
 
+def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> None:
+    watch, here = a_watch(3, limit_s=5.0), Here(operation="all_reduce")
+    flow = Flow(sent=((1, 0, 7), (2, 1, 7)))
+    warned, ended = [], []
+    for number in range(21):
+        at_s = 0.25 * number
+        for rank, channel in ((1, 0), (2, 1)):
+            due = (Overdue(0, channel, 6, at_s),)
+            own = Heartbeat(rank, number + 1, 5, "all_reduce", 0.0, 0.0, due)
+            watch.receive(rank, messages.encode(Heartbeats(((own, 0.0),))), at_s)
+        watch.tick(at_s)
+        actions = watch.beat(here, flow, 0, at_s)
+        warned += [(at_s, text[:15]) for text in logged(actions) if "sends to" in text]
+        ended += [at_s for _ in errors(actions)]
+    assert warned == [(2.0, "sends to rank 1"), (2.0, "sends to rank 2")]
+    assert ended == [5.0]
+
+
 def test_frames_sent_just_now_or_by_a_process_that_stood_still_are_not_held_against_a_link() -> (
     None
 ):
