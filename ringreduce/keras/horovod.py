@@ -64,7 +64,7 @@ _OF_NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "gradient_predivide_factor": (1.0,),
     "groups": (None,),
     "num_groups": (0,),
-    "scale_local_gradients": (True, False),
+    "scale_local_gradients": (False,),
 }
 
 

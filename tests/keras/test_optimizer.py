@@ -330,7 +330,7 @@ def test_options_of_horovods_that_are_not_there_say_what_is():
         rr.DistributedOptimizer(keras.optimizers.SGD(), no_such=2)
 
 
-HOROVODS_DEFAULTS = {
+HOROVODS_OPTIONS = {
     "device_dense": "",
     "device_sparse": "",
     "compression": hvd.Compression.none,
@@ -340,16 +340,16 @@ HOROVODS_DEFAULTS = {
     "num_groups": 0,
     "groups": None,
     "process_set": hvd.global_process_set,
-    "scale_local_gradients": True,
+    "scale_local_gradients": False,
 }
 
 
-def test_horovods_defaults_are_accepted_under_its_names():
+def test_horovods_options_are_accepted_where_they_mean_what_is_done():
     passes = {"backward_passes_per_step": 1, "average_aggregated_gradients": False}
     sgd = keras.optimizers.SGD
-    assert hvd.DistributedOptimizer(sgd(), name="D", **passes, **HOROVODS_DEFAULTS).inner_optimizer
+    assert hvd.DistributedOptimizer(sgd(), name="D", **passes, **HOROVODS_OPTIONS).inner_optimizer
     assert hvd.DistributedOptimizer(sgd(), "D", average_aggregated_gradients=True)
-    assert hvd.DistributedGradientTape(tf.GradientTape(), **HOROVODS_DEFAULTS)
+    assert hvd.DistributedGradientTape(tf.GradientTape(), **HOROVODS_OPTIONS)
 
 
 def test_horovods_passes_are_accumulated_as_a_mean():
@@ -368,6 +368,7 @@ def test_horovods_passes_are_accumulated_as_a_mean():
         ({"groups": 2}, "got groups=2. Leave it out, or use bucket_bytes"),
         ({"gradient_predivide_factor": 2.0}, "got gradient_predivide_factor=2.0. Leave it out"),
         ({"device_dense": "/gpu:0"}, "got device_dense='/gpu:0'. Leave it out"),
+        ({"scale_local_gradients": True}, "gradients of local variables stay as they are"),
     ],
 )
 @pytest.mark.parametrize("make", [hvd.DistributedOptimizer, hvd.DistributedGradientTape])
