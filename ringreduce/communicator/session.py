@@ -410,7 +410,7 @@ class Session:
                 return
             calls = self._recorder.calls
             if self.failure is not None and not self._has_aborted:
-                # It came in user code. An ordinary end would look otherwise.
+                # It came in user code, and no call has given up for it.
                 self._has_aborted = True
                 self.collectives.abort()
             if self._watcher is not None:

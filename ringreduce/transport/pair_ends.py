@@ -80,11 +80,6 @@ class _End:
         words[3], words[4] = sequence, memory.size
         transfer.memory, transfer.nbytes = address_of(memory), memory.nbytes
 
-    @property
-    def address(self) -> str:
-        """Where the receiving one of the two ranks listens; empty until it is known."""
-        raise NotImplementedError
-
 
 class Sending(_End):
     """To `peer` on the channel `number`; `socket` is None until its address is known."""
