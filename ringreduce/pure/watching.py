@@ -80,6 +80,8 @@ class Watch:
         self._number = self._complaints = 0
         self._last: Heartbeat | None = None
         self._ticked_s, self._paused = now_s, (now_s, 0.0)
+        # By receiver and channel: frames sent, and since when as many.
+        self._sent: dict[tuple[int, int], tuple[int, float]] = {}
         # By receiver and channel, where some that were sent are missing: frames that have come, and
         # since when it is known.
         self._missing: dict[tuple[int, int], tuple[int, float]] = {}
@@ -137,6 +139,7 @@ class Watch:
             self._paused = now_s, now_s - self._ticked_s
         if now_s - self._ticked_s > 2 * TIMES.heartbeat_s:
             # Frames not sent while the process stood still are no sign of a dead connection.
+            self._sent = {key: (frames, now_s) for key, (frames, _) in self._sent.items()}
             self._missing = {key: (frames, now_s) for key, (frames, _) in self._missing.items()}
         self._ticked_s = now_s
 
@@ -270,16 +273,22 @@ class Watch:
         sent at least as long ago are missing, whatever the operating system reports. On a merely
         slow link bytes keep arriving.
         """
-        sent = {(receiver, channel): frames for receiver, channel, frames in flow.sent}
+        sent: dict[tuple[int, int], tuple[int, float]] = {}
+        for receiver, channel, frames in flow.sent:
+            before = self._sent.get((receiver, channel), (-1, 0.0))
+            sent[receiver, channel] = before if before[0] == frames else (frames, now_s)
+        self._sent = sent
         actions: list[Action] = []
         missing, self._missing = self._missing, {}
         warned, self._silent = self._silent, set()
         for receiver, overdue, age_s in self.board.unanswered(now_s):
             key = receiver, overdue.channel
-            if sent.get(key, 0) <= overdue.frames:
+            frames, sent_s = sent.get(key, (0, now_s))
+            if frames <= overdue.frames:
                 continue
             known = missing.get(key, (overdue.frames, now_s))
-            since_s = known[1] if known[0] == overdue.frames else now_s
+            # The missing frame was sent with the last one, or before this was first looked at.
+            since_s = min(sent_s, known[1] if known[0] == overdue.frames else now_s)
             self._missing[key] = overdue.frames, since_s
             # A heartbeat from before the frame was overdue proves nothing: that rank may have
             # stopped since.
