@@ -199,7 +199,7 @@ BREAKAGES = (
         "return Admission(self._security, self.mechanism, channel, seals=self.seals)",
         "return Admission(self._security, self.mechanism, seals=self.seals)",
         "Who has seen a rank's password once can take its place at ports that open later.",
-        ("tests/transport/test_pairs.py",),
+        ("tests/transport/test_zmq_pairs.py",),
     ),
     Breakage(
         "unreceived-not-looked-for",
@@ -259,7 +259,7 @@ BREAKAGES = (
     ),
     Breakage(
         "counts-of-one-kind",
-        "ringreduce/communicator/varying.py",
+        "ringreduce/communicator/uneven.py",
         "Kind.ALL_TO_ALL_COUNTS, rows",
         "Kind.ALL_TO_ALL, rows",
         "Counts on one rank alone give an error of other counts and dtypes, and no advice.",
@@ -268,8 +268,8 @@ BREAKAGES = (
     Breakage(
         "uneven-ranks-of-the-group",
         "ringreduce/communicator/session.py",
-        "varying.Identity(self.place, self.size, config.who)",
-        'varying.Identity(self.place, self.size, {"rank": self.place, "size": self.size})',
+        "uneven.Identity(self.place, self.size, config.who)",
+        'uneven.Identity(self.place, self.size, {"rank": self.place, "size": self.size})',
         "An error in a group names another rank than the one that raises it.",
         ("tests/communicator/test_moving.py",),
     ),
@@ -291,7 +291,7 @@ BREAKAGES = (
     ),
     Breakage(
         "messages-not-in-order",
-        "ringreduce/communicator/messages.py",
+        "ringreduce/communicator/send_recv.py",
         "            direction.executor.drain()",
         "            pass",
         "A message overtakes those that were given to the background before it.",
@@ -307,7 +307,7 @@ BREAKAGES = (
     ),
     Breakage(
         "pairs-reuse-while-sent",
-        "ringreduce/transport/pairs.py",
+        "ringreduce/transport/zmq_pairs.py",
         "call.connect(sending)\n            call.run(sending, None, 0)",
         "call.connect(sending)\n            call.run(sending, None, 1 << 40)",
         "A send returns while libzmq still sends from the user's array.",
@@ -356,8 +356,8 @@ BREAKAGES = (
     Breakage(
         "groups-say-user-code",
         "ringreduce/pure/watching.py",
-        "operation=(standing.operation or elsewhere)[:64],",
-        'operation=(standing.operation or "")[:64],',
+        "operation=(current.operation or elsewhere)[:64],",
+        'operation=(current.operation or "")[:64],',
         "A rank that is in another group's call looks as if it were in user code for ten minutes.",
         ("tests/communicator/test_groups.py",),
     ),
@@ -459,11 +459,11 @@ BREAKAGES = (
     ),
     Breakage(
         "refused-is-reached",
-        "ringreduce/transport/race.py",
+        "ringreduce/transport/happy_eyeballs.py",
         "                if error:\n",
         "                if not error:\n",
         "A rank takes an address of another one that refuses it.",
-        ("tests/transport/test_race.py",),
+        ("tests/transport/test_happy_eyeballs.py",),
     ),
     Breakage(
         "own-address-of-another",
@@ -704,7 +704,7 @@ BREAKAGES = (
     ),
     Breakage(
         "launchers-one-port-for-all",
-        "ringreduce/vocabulary/place.py",
+        "ringreduce/vocabulary/launched_rank.py",
         "return self.port or _PORTS[",
         "return self.port or _PORTS[0 *",
         "Two jobs on a host meet at the same port.",
@@ -728,7 +728,7 @@ BREAKAGES = (
     ),
     Breakage(
         "gradients-of-messages-swapped",
-        "ringreduce/tensorflow/pairs.py",
+        "ringreduce/tensorflow/send_recv.py",
         "kept[found].append(",
         "kept[int(number)].append(",
         "Of two tensors between two ranks, each gets the gradient of the other.",

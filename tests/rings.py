@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.bootstrap.messages import Table
+from ringreduce.bootstrap.hello import Table
 from ringreduce.bootstrap.rendezvous import Meeting
-from ringreduce.pure.messages import Listening
-from ringreduce.transport.pairs import ZmqPairs
+from ringreduce.pure.watcher_messages import Listening
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import TIMES, Config
 from tests.processes import Process, clean_environment, wait_until
 from tests.proxy import Proxy, ask

@@ -292,7 +292,7 @@ typedef struct {
     uint64_t nbytes;    /* of that; 0: none runs */
     uint64_t thread;    /* of that; 0: none runs */
     double since;       /* when it began; while none runs, when the last one ended */
-} rr_standing;
+} rr_current_call;
 
 typedef struct {
     uint64_t count; /* of all spans so far; the last is in spans[(count - 1) % RR_PARTS_KEPT] */
@@ -302,7 +302,7 @@ typedef struct {
 } rr_parts;
 
 typedef struct {
-    rr_standing standing;
+    rr_current_call current;
     rr_span calls[RR_CALLS_KEPT]; /* call n in calls[n % RR_CALLS_KEPT] */
     rr_parts ours;                /* by threads that hold the GIL */
     rr_parts queued;              /* by threads that hold the handoff's lock */

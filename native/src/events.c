@@ -11,7 +11,8 @@
 _Static_assert(sizeof(rr_span) == 64 && offsetof(rr_span, other) == 12 &&
                    offsetof(rr_span, began) == 40,
                "SPAN");
-_Static_assert(sizeof(rr_standing) == 64 && offsetof(rr_standing, operation) == 32, "STANDING");
+_Static_assert(sizeof(rr_current_call) == 64 && offsetof(rr_current_call, operation) == 32,
+               "STANDING");
 _Static_assert(offsetof(rr_events, calls) == 64 && RR_CALLS_KEPT == 256, "CALLS_AT, CALLS_KEPT");
 _Static_assert(offsetof(rr_parts, seconds) == 64 && offsetof(rr_parts, spans) == 192 &&
                    RR_PARTS_KEPT == 1024,
@@ -28,17 +29,17 @@ double rr_now(void)
 
 void rr_events_begin(rr_events *events, uint64_t operation, uint64_t nbytes)
 {
-    rr_standing *standing = &events->standing;
-    standing->operation = operation;
-    standing->nbytes = nbytes;
-    standing->thread = (uint64_t)pthread_self();
-    standing->since = rr_now();
+    rr_current_call *current = &events->current;
+    current->operation = operation;
+    current->nbytes = nbytes;
+    current->thread = (uint64_t)pthread_self();
+    current->since = rr_now();
 }
 
 void rr_events_end(rr_events *events)
 {
     const double ended = rr_now();
-    const rr_standing was = events->standing;
+    const rr_current_call was = events->current;
     if (was.operation == 0) /* another thread has recorded a failure */
         return;
     events->calls[was.number % RR_CALLS_KEPT] = (rr_span){.stamp = was.number + 1,
@@ -50,11 +51,11 @@ void rr_events_end(rr_events *events)
                                                           .began = was.since,
                                                           .ended = ended};
     const double elapsed = ended - was.since;
-    events->standing = (rr_standing){.number = was.number + 1,
-                                     .calls = was.calls + 1,
-                                     .seconds = was.seconds + elapsed,
-                                     .elapsed = elapsed,
-                                     .since = ended};
+    events->current = (rr_current_call){.number = was.number + 1,
+                                        .calls = was.calls + 1,
+                                        .seconds = was.seconds + elapsed,
+                                        .elapsed = elapsed,
+                                        .since = ended};
 }
 
 typedef uint64_t __attribute__((may_alias)) word;

@@ -279,7 +279,7 @@ static void record_round(rr_handoff *owner, struct bucket *bucket)
 {
     if (owner->events == NULL)
         return;
-    const uint64_t calls = owner->events->standing.number; /* only this thread makes any */
+    const uint64_t calls = owner->events->current.number; /* only this thread makes any */
     bucket->number = calls > 0 ? calls - 1 : 0;
     if (!bucket->in_place)
         rr_bucket_record(owner, bucket, RR_SPAN_PACK, bucket->begun, bucket->packed);

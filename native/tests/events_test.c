@@ -9,28 +9,28 @@ static rr_events events;
 static void check_calls(void)
 {
     for (uint64_t i = 0; i < 2 * RR_CALLS_KEPT; i++) {
-        const double before = events.standing.since;
+        const double before = events.current.since;
         rr_events_begin(&events, 3, 10 * i);
-        CHECK(events.standing.operation == 3 && events.standing.nbytes == 10 * i);
-        CHECK(events.standing.since >= before && events.standing.calls == i);
+        CHECK(events.current.operation == 3 && events.current.nbytes == 10 * i);
+        CHECK(events.current.since >= before && events.current.calls == i);
         rr_events_end(&events);
-        CHECK(events.standing.operation == 0 && events.standing.nbytes == 0);
-        CHECK(events.standing.number == i + 1 && events.standing.calls == i + 1);
+        CHECK(events.current.operation == 0 && events.current.nbytes == 0);
+        CHECK(events.current.number == i + 1 && events.current.calls == i + 1);
         const rr_span *span = &events.calls[i % RR_CALLS_KEPT];
         CHECK(span->stamp == i + 1 && span->number == i && span->kind == RR_SPAN_CALL);
         CHECK(span->operation == 3 && span->nbytes == 10 * i);
-        CHECK(span->began >= before && span->ended == events.standing.since);
-        CHECK(events.standing.elapsed == span->ended - span->began);
+        CHECK(span->began >= before && span->ended == events.current.since);
+        CHECK(events.current.elapsed == span->ended - span->began);
     }
 }
 
 static void check_a_call_that_was_failed_meanwhile(void)
 {
     rr_events_begin(&events, 3, 10);
-    events.standing.operation = 0;
-    const rr_standing before = events.standing;
+    events.current.operation = 0;
+    const rr_current_call before = events.current;
     rr_events_end(&events);
-    CHECK(events.standing.number == before.number && events.standing.calls == before.calls);
+    CHECK(events.current.number == before.number && events.current.calls == before.calls);
     CHECK(events.calls[before.number % RR_CALLS_KEPT].number != before.number);
 }
 

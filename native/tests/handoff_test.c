@@ -33,7 +33,7 @@ static rr_events events;
 static rr_handoff *opened(void)
 {
     rr_handoff *handoff = NULL;
-    events = (rr_events){.standing.number = 8};
+    events = (rr_events){.current.number = 8};
     CHECK(rr_handoff_open(&handoff, &events) == RR_DONE);
     return handoff;
 }

@@ -11,7 +11,7 @@ import logging
 import secrets
 from typing import Any
 
-from ringreduce.bootstrap.messages import Hello, Refusal, Table, shown
+from ringreduce.bootstrap.hello import Hello, Refusal, Table, shown
 from ringreduce.transport.security import MATERIAL_BYTES
 from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
 from ringreduce.vocabulary.errors import MismatchError, RendezvousError

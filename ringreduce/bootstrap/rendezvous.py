@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
-from ringreduce.bootstrap.messages import Hello, Refusal, Table, read_answer, read_hello
+from ringreduce.bootstrap.hello import Hello, Refusal, Table, read_answer, read_hello
 from ringreduce.bootstrap.settlement import Settlement
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached
@@ -40,9 +40,9 @@ from ringreduce.transport.address import (
 )
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.descriptors import borrowed
+from ringreduce.transport.happy_eyeballs import first_to_answer
 from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.monitor import unwatch, watch
-from ringreduce.transport.race import race
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.endpoints import host_and_port
@@ -71,7 +71,7 @@ _HANDSHAKE_FAILED = (
 )
 
 
-class Meeting:
+class Rendezvous:
     """One rank's side of the rendezvous: call `advance` until it returns the table.
 
     Args:
@@ -177,7 +177,9 @@ class Meeting:
                 with contextlib.suppress(RendezvousError):
                     hosts, _ = resolve(self._config)
             ways = {self._first: [(host, port) for host in hosts]}
-            found, _ = race(self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0)
+            found, _ = first_to_answer(
+                self._config.rank, ways, TIMES.reconnect_s, lambda: None, 0.0
+            )
             if found:
                 return found[self._first].host
             time.sleep(TIMES.poll_s)

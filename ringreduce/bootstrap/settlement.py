@@ -1,8 +1,8 @@
 """How ranks that have the table find out whether all of them reach those that they send to.
 
-Each rank has tried to connect (`ringreduce.transport.race`), and reports to the first rank what it
-could not reach. That one answers when all have reported. If a rank cannot reach another, all raise
-the same table; otherwise they connect.
+Each rank has tried to connect (`transport/happy_eyeballs.py`), and reports to the first rank what
+it could not reach. That one answers when all have reported. If a rank cannot reach another, all
+raise the same table; otherwise they connect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import zmq
 
-from ringreduce.bootstrap.messages import (
+from ringreduce.bootstrap.hello import (
     Agreed,
     Failed,
     Reached,

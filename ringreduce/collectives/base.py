@@ -13,18 +13,18 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport.calls import Traffic
+from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.pair_ends import Part
-from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.peers import PeerStates
-from ringreduce.transport.shm import HostLink
-from ringreduce.transport.shm_pairs import HostEnd
+from ringreduce.transport.shm import ShmLink
+from ringreduce.transport.shm_pairs import ShmEnd
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp
 
-# Sends memory to a rank, or receives into it: place, header, memory.
+# Sends memory to a rank, or receives into it: group_rank, header, memory.
 Route = Callable[[int, Header, np.ndarray], None]
 
 
@@ -43,7 +43,7 @@ class Collectives(Protocol):
         small: all-reduces wholly in C, by array and operator; None where there are none.
     """
 
-    links: tuple[HostLink | ZmqLink, ...]
+    links: tuple[ShmLink | ZmqLink, ...]
     pairs: ZmqPairs | None = None
     small: SmallCalls | None = None
     _rank: int
@@ -132,16 +132,16 @@ class Collectives(Protocol):
         if self.pairs is not None:
             self.pairs.begin(peers)
 
-    def route(self, sends: bool, place: int) -> tuple[Route, int]:
-        """What sends to the rank at `place`, or receives from it, and its place there."""
+    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
+        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
         assert self.pairs is not None
-        return (self.pairs.send if sends else self.pairs.recv), place
+        return (self.pairs.send if sends else self.pairs.recv), group_rank
 
-    def end(self, sends: bool, place: int) -> HostEnd | None:
-        """What sends to the rank at `place` in C, or receives; None before there was a message."""
+    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
+        """What sends there in C, or receives; None before there was a message."""
         return None
 
-    def _ways(self) -> tuple[HostLink | ZmqLink | ZmqPairs, ...]:
+    def _ways(self) -> tuple[ShmLink | ZmqLink | ZmqPairs, ...]:
         return self.links if self.pairs is None else (*self.links, self.pairs)
 
     def flow(self) -> Flow:
@@ -156,13 +156,16 @@ class Collectives(Protocol):
 def parts_of(
     own: int, counts: np.ndarray, source: np.ndarray, target: np.ndarray
 ) -> tuple[list[Part], list[Part]]:
-    """What the rank at place `own` sends in an all-to-all, and what it receives, by place."""
+    """What group rank `own` sends in an all-to-all, and what it receives, by group rank."""
     sent = bounds_of(counts[own].tolist())
     received = bounds_of(counts[:, own].tolist())
     return (
-        [Part(place, source[sent[place] : sent[place + 1]]) for place in range(len(counts))],
         [
-            Part(place, target[received[place] : received[place + 1]])
-            for place in range(len(counts))
+            Part(group_rank, source[sent[group_rank] : sent[group_rank + 1]])
+            for group_rank in range(len(counts))
+        ],
+        [
+            Part(group_rank, target[received[group_rank] : received[group_rank + 1]])
+            for group_rank in range(len(counts))
         ],
     )

@@ -30,7 +30,7 @@ from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.pair_ends import Part
 from ringreduce.transport.peers import PeerStates
-from ringreduce.transport.shm_pairs import HostEnd
+from ringreduce.transport.shm_pairs import ShmEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time, as in a ring.
@@ -62,7 +62,7 @@ class HierarchicalCollectives(Collectives):
         self._lanes = placement.lanes
         self._here = placement.host_of(rank)
         self._members = self._hosts[self._here]
-        self._place = self._members.index(rank)
+        self._host_rank = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
         group, epoch = membership.group, membership.epoch
         self._header = Header(kind=Kind.ALL_TO_ALL, job=job, rank=rank, group=group, epoch=epoch)
@@ -92,8 +92,8 @@ class HierarchicalCollectives(Collectives):
         # Divided once, in the ring: a mean of the hosts' means would be another number.
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
-        own = flat[slices[self._place] : slices[self._place + 1]]
-        if self._ring is not None and (own.size or self._place == 0):
+        own = flat[slices[self._host_rank] : slices[self._host_rank + 1]]
+        if self._ring is not None and (own.size or self._host_rank == 0):
             self._ring.all_reduce(own, op, signature, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)
 
@@ -120,7 +120,7 @@ class HierarchicalCollectives(Collectives):
         within = bounds_of([lengths[rank] for rank in self._members])
         block = np.empty(blocks[self._here], flat.dtype)
         mine = slice(bounds[self._rank], bounds[self._rank + 1])
-        block[within[self._place] : within[self._place + 1]] = flat[mine]
+        block[within[self._host_rank] : within[self._host_rank + 1]] = flat[mine]
         self._host.all_gather(kind, block, within, signature)
         # 2. Lane l carries slice l of every host's block.
         cuts = [chunk_bounds(length, self._lanes) for length in blocks]
@@ -130,7 +130,7 @@ class HierarchicalCollectives(Collectives):
         starts = bounds_of([lane[-1] for lane in lanes])
         travelling = np.empty(starts[-1], flat.dtype)
         if self._ring is not None:
-            lane = self._place
+            lane = self._host_rank
             part = travelling[starts[lane] : starts[lane + 1]]
             cut = cuts[self._here]
             part[lanes[lane][self._here] : lanes[lane][self._here + 1]] = block[
@@ -159,7 +159,7 @@ class HierarchicalCollectives(Collectives):
             self._host.broadcast(kind, flat, self._members.index(root), signature)
         slices = self._slices(flat)
         if self._ring is not None:
-            own = flat[slices[self._place] : slices[self._place + 1]]
+            own = flat[slices[self._host_rank] : slices[self._host_rank + 1]]
             self._ring.broadcast(kind, own, source, agreed)
         if self._here != source:
             self._host.all_gather(kind, flat, slices, agreed)
@@ -175,14 +175,16 @@ class HierarchicalCollectives(Collectives):
         """Send each rank its part of `source`: in shared memory, or over the pairs."""
         own, size, members = self._rank, self._size, self._members
         sent, received = parts_of(own, counts, source, target)
-        here = np.concatenate([sent[place].memory for place in members])
-        arrived = np.empty(sum(received[place].memory.size for place in members), target.dtype)
+        here = np.concatenate([sent[group_rank].memory for group_rank in members])
+        arrived = np.empty(
+            sum(received[group_rank].memory.size for group_rank in members), target.dtype
+        )
         within = np.ascontiguousarray(counts[np.ix_(members, members)])
         self._host.all_to_all(kind, here, arrived, within, signature)
-        bounds = bounds_of([received[place].memory.size for place in members])
-        for index, place in enumerate(members):
-            received[place].memory[:] = arrived[bounds[index] : bounds[index + 1]]
-            sent[place] = received[place] = Part(place, source[:0])
+        bounds = bounds_of([received[group_rank].memory.size for group_rank in members])
+        for index, group_rank in enumerate(members):
+            received[group_rank].memory[:] = arrived[bounds[index] : bounds[index + 1]]
+            sent[group_rank] = received[group_rank] = Part(group_rank, source[:0])
         ahead = [sent[(own + distance) % size] for distance in range(1, size)]
         behind = [received[(own - distance) % size] for distance in range(1, size)]
         code = dtype_code(source.dtype)
@@ -191,7 +193,7 @@ class HierarchicalCollectives(Collectives):
         assert self.pairs is not None
 
         def compare() -> None:
-            if self._ring is not None and self._place == 0:
+            if self._ring is not None and self._host_rank == 0:
                 self._ring.compare(kind, source.dtype, signature)
 
         self.pairs.exchange(header, self._exchanges - 1, ahead, behind, compare)
@@ -201,21 +203,21 @@ class HierarchicalCollectives(Collectives):
         super().begin(peers)
         self._host.begin(peers)
 
-    def route(self, sends: bool, place: int) -> tuple[Route, int]:
-        """What sends to the rank at `place`, or receives from it, and its place there."""
-        if place in self._members:
-            return self._host.route(sends, self._members.index(place))
-        return super().route(sends, place)
+    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
+        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
+        if group_rank in self._members:
+            return self._host.route(sends, self._members.index(group_rank))
+        return super().route(sends, group_rank)
 
-    def end(self, sends: bool, place: int) -> HostEnd | None:
-        """What sends to the rank at `place` in C, or receives; None before there was a message."""
-        is_here = place in self._members
-        return self._host.end(sends, self._members.index(place)) if is_here else None
+    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
+        """What sends there in C, or receives; None before there was a message."""
+        is_here = group_rank in self._members
+        return self._host.end(sends, self._members.index(group_rank)) if is_here else None
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self._host.barrier()
-        if self._ring is not None and self._place == 0:
+        if self._ring is not None and self._host_rank == 0:
             self._ring.barrier()
         self._host.barrier()
 

@@ -20,8 +20,8 @@ from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
+from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 

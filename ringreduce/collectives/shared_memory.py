@@ -18,8 +18,8 @@ from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.peers import PeerStates
-from ringreduce.transport.shm import HostCall, HostLink
-from ringreduce.transport.shm_pairs import HostEnd
+from ringreduce.transport.shm import HostCall, ShmLink
+from ringreduce.transport.shm_pairs import ShmEnd
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Distinct calls remembered; a model has as many as it has buckets.
@@ -38,7 +38,7 @@ class SharedMemoryCollectives(Collectives):
 
     def __init__(
         self,
-        link: HostLink | None,
+        link: ShmLink | None,
         *,
         rank: int = 0,
         size: int = 1,
@@ -139,17 +139,17 @@ class SharedMemoryCollectives(Collectives):
         if self._link is not None and self._link.pairs is not None:
             self._link.pairs.begin(peers)
 
-    def route(self, sends: bool, place: int) -> tuple[Route, int]:
-        """What sends to the rank at `place`, or receives from it, and its place there."""
+    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
+        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
         if self._link is None or self._link.pairs is None:
-            return super().route(sends, place)
-        return (self._link.pairs.send if sends else self._link.pairs.recv), place
+            return super().route(sends, group_rank)
+        return (self._link.pairs.send if sends else self._link.pairs.recv), group_rank
 
-    def end(self, sends: bool, place: int) -> HostEnd | None:
-        """What sends to the rank at `place` in C, or receives; None before there was a message."""
+    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
+        """What sends there in C, or receives; None before there was a message."""
         if self._link is None or self._link.pairs is None:
             return None
-        return self._link.pairs.end(place, is_sending=sends)
+        return self._link.pairs.end(group_rank, is_sending=sends)
 
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""

@@ -336,7 +336,7 @@ def report(
 ) -> None:
     """Read the records of a folder, and print the verdict."""
     # Imported here, since `run` does not need it.
-    from ringreduce.commands.report.records import read_records
+    from ringreduce.commands.report.flight_records import read_records
     from ringreduce.commands.report.view import show
 
     show(read_records(folder))

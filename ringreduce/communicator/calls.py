@@ -241,7 +241,7 @@ class Calls:
 
     def _log(self, name: str, nbytes: int) -> None:
         if _log.isEnabledFor(logging.DEBUG):
-            owner, now = self._owner, self._owner.events.standing()
+            owner, now = self._owner, self._owner.events.current_call()
             _log.debug(
                 "[%d/%d] %s #%d, %d bytes, %.3f ms",
                 *(owner.config.rank, owner.config.size),

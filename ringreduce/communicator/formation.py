@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringreduce.bootstrap.messages import Table
-from ringreduce.bootstrap.rendezvous import Meeting
+from ringreduce.bootstrap.hello import Table
+from ringreduce.bootstrap.rendezvous import Rendezvous
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.hierarchical import HierarchicalCollectives
 from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
-from ringreduce.commands.launch.records import Joins
-from ringreduce.communicator.ends import Announced, Ends, bind_of, open_ends
+from ringreduce.commands.launch.worker_records import Joins
+from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
 from ringreduce.communicator.reaching import (
     advise_streams,
     find_ways,
@@ -33,18 +33,18 @@ from ringreduce.communicator.reaching import (
 )
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.patience import Patience
 from ringreduce.pure.placement import Placement, in_ring_order, place
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.standby import Standby
 from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
@@ -101,7 +101,7 @@ class Formed:
     """What `form` has made, connected.
 
     Attributes:
-        patience: how long calls may wait; the watcher keeps it up to date.
+        timeouts: how long calls may wait; the watcher keeps it up to date.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         hosts: the ranks of each host, in the order of the ring.
         shares_memory: whether this rank shares memory with another.
@@ -111,19 +111,19 @@ class Formed:
     job: Job
     collectives: Collectives
     control: Control
-    patience: Patience
+    timeouts: Timeouts
     transport: str
     hosts: tuple[tuple[int, ...], ...]
     shares_memory: bool
     local_rank: int
     local_size: int
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     link: ZmqLink | None
 
     def finish(self) -> None:
         """Refuse further connections; call it after the first barrier, when all are connected."""
-        if self.meeting is not None:
-            self.meeting.close()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
             self.job.standby.shut()
         if self.link is not None:
             self.link.lock()
@@ -137,10 +137,12 @@ def form(config: Config) -> Formed:
     networks = own_networks(config)
     bind = bind_of(config, networks)
     with undone_if_it_fails(config, membership, bind) as undo:
-        ends = open_ends(config, membership, security, bind, undo)
+        opened = open_sockets(config, membership, security, bind, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
-        meeting, table = meet(config, membership, ends, security, networks, standby.address, undo)
+        rendezvous, table = meet(
+            config, membership, opened, security, networks, standby.address, undo
+        )
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
@@ -158,8 +160,8 @@ def form(config: Config) -> Formed:
                 **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        where = met(config, job, membership, ends, table, meeting)
-        formed = connect(config, job, membership, ends, where, meeting)
+        where = met(config, job, membership, opened, table, rendezvous)
+        formed = connect(config, job, membership, opened, where, rendezvous)
         undo.pop_all()
     has_sockets = formed.transport != "shm"
     _log.info(
@@ -174,19 +176,19 @@ def form(config: Config) -> Formed:
 def meet(
     config: Config,
     membership: Membership,
-    ends: Ends,
+    opened: OpenedSockets,
     security: Security,
     networks: tuple[str, ...],
     standby: str,
     undo: contextlib.ExitStack,
     listeners: Mapping[str, int] | None = None,
-) -> tuple[Meeting, Table]:
-    """Meet the other members at `config.rendezvous`; the meeting is closed once all are connected.
+) -> tuple[Rendezvous, Table]:
+    """Meet the other members at `config.rendezvous`; it is closed once all are connected.
 
     Raises: as `Communicator`.
     """
-    address, control, memory = ends.announced
-    meeting = Meeting(
+    address, control, memory = opened.announced
+    rendezvous = Rendezvous(
         config,
         membership,
         address=address,
@@ -197,19 +199,19 @@ def meet(
         security=security,
         listeners=listeners,
     )
-    undo.callback(meeting.close)
-    while (table := meeting.advance()) is None:
-        ends.read_events()
-    return meeting, table
+    undo.callback(rendezvous.close)
+    while (table := rendezvous.advance()) is None:
+        opened.read_events()
+    return rendezvous, table
 
 
 def met(
     config: Config,
     job: Job,
     membership: Membership,
-    ends: Ends,
+    opened: OpenedSockets,
     table: Table,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> dict[int, Announced]:
     """Where each member can be reached, by its rank in the job.
 
@@ -220,7 +222,7 @@ def met(
     announced = dict(zip(membership.members, where, strict=True))
     if job.routes.are_needed:
         of_ring = config, job.routes, membership, job.place(membership)
-        settle(meeting, find_ways(*of_ring, announced), dict(enumerate(job.hosts)), ends)
+        settle(rendezvous, find_ways(*of_ring, announced), dict(enumerate(job.hosts)), opened)
         advise_streams(*of_ring)
     return ways_to(job.routes, announced)
 
@@ -247,9 +249,9 @@ def form_group(
     placement = job.place(membership)
     with undone_if_it_fails(config, membership, job.bind) as undo:
         with _failure_announced(exchange):
-            ends = open_ends(config, membership, security, job.bind, undo, placement.transport)
+            opened = open_sockets(config, membership, security, job.bind, undo, placement.transport)
         material = secrets.token_bytes(MATERIAL_BYTES)
-        found = _others(exchange((*ends.announced, material, "")), config)
+        found = _others(exchange((*opened.announced, material, "")), config)
         by_rank = {rank: found[rank] for rank in membership.members}
         # Fresh if only one member draws good random numbers.
         drawn = b"".join(by_rank[rank][3] for rank in membership.members)
@@ -262,7 +264,7 @@ def form_group(
             _others(exchange((*_NOTHING, "")), config)
             where = ways_to(job.routes, where)
         with _failure_announced(exchange):
-            formed = connect(config, job, membership, ends, where, None, check)
+            formed = connect(config, job, membership, opened, where, None, check)
         # The parent's watchers see at once who dies, those of the group once they are connected.
         _others(exchange((*_NOTHING, "")), config)
         undo.pop_all()
@@ -305,20 +307,20 @@ def connect(
     config: Config,
     job: Job,
     membership: Membership,
-    ends: Ends,
+    opened: OpenedSockets,
     announced: Mapping[int, Announced],
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     check: Callable[[], None] = lambda: None,
 ) -> Formed:
     """Connect to the members; close what they do not need. While it waits it calls `check`."""
     placement = job.place(membership)
-    ends.control.connect({rank: each.control for rank, each in announced.items()})
-    collectives = _collectives(config, job, membership, placement, ends, announced, check)
+    opened.control.connect({rank: each.control for rank, each in announced.items()})
+    collectives = _collectives(config, job, membership, placement, opened, announced, check)
     collectives.pairs = ZmqPairs(
-        bind=ends.bind,
+        bind=opened.bind,
         segment_bytes=config.segment_bytes,
-        patience=ends.patience,
-        security=ends.security,
+        timeouts=opened.timeouts,
+        security=opened.security,
         membership=membership,
         job=job.number,
         routes=job.routes,
@@ -327,19 +329,19 @@ def connect(
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
     own, count = (config.local_rank, config.local_size) if is_whole else (None, None)
-    together = placement.hosts[placement.host_of(membership.place(config.rank))]
+    together = placement.hosts[placement.host_of(membership.group_rank(config.rank))]
     return Formed(
         job=job,
         collectives=collectives,
-        control=ends.control,
-        patience=ends.patience,
+        control=opened.control,
+        timeouts=opened.timeouts,
         transport=placement.transport,
         hosts=placement.hosts,
         shares_memory=len(together) > 1,
         local_rank=here.index(config.rank) if own is None else own,
         local_size=len(here) if count is None else count,
-        meeting=meeting,
-        link=ends.link,
+        rendezvous=rendezvous,
+        link=opened.link,
     )
 
 
@@ -348,14 +350,14 @@ def _collectives(
     job: Job,
     membership: Membership,
     placement: Placement,
-    ends: Ends,
+    opened: OpenedSockets,
     announced: Mapping[int, Announced],
     check: Callable[[], None],
 ) -> Collectives:
     """The collectives of the members as they are placed."""
-    rank, size, link, shared = config.rank, config.size, ends.link, ends.shared
-    place = membership.place(rank)
-    together = placement.hosts[placement.host_of(place)]
+    rank, size, link, shared = config.rank, config.size, opened.link, opened.shared
+    group_rank = membership.group_rank(rank)
+    together = placement.hosts[placement.host_of(group_rank)]
     host = SharedMemoryCollectives(None)
     if len(together) > 1:
         assert shared is not None
@@ -364,7 +366,7 @@ def _collectives(
         shared.connect(names, members, rank=rank, size=size, job=job.number, check=check)
         host = SharedMemoryCollectives(
             shared,
-            rank=together.index(place),
+            rank=together.index(group_rank),
             size=len(together),
             membership=membership,
             job=job.number,
@@ -377,7 +379,7 @@ def _collectives(
         return host
     assert link is not None
     ring: Ring | None = None
-    lane = together.index(place)
+    lane = together.index(group_rank)
     if lane < placement.lanes:
         members = [membership.members[other] for other in placement.lane(lane)]
         addresses = {member: announced[member].address for member in members}
@@ -402,7 +404,7 @@ def _collectives(
         assert ring is not None
         return ring
     return HierarchicalCollectives(
-        host, ring, placement, place, membership=membership, job=job.number
+        host, ring, placement, group_rank, membership=membership, job=job.number
     )
 
 

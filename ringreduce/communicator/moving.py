@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import varying
+from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_counts, checked_root, flat_view
 from ringreduce.pure.wire import Kind
@@ -34,7 +34,7 @@ class MovingCalls(Handle):
         Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
-        arguments = varying.all_gather, self._session.collectives, array, flat, self._identity
+        arguments = uneven.all_gather, self._session.collectives, array, flat, self._identity
         return self._session.calls.run("all_gather", array, signature, async_op, *arguments)
 
     def broadcast(
@@ -106,10 +106,10 @@ class MovingCalls(Handle):
                 raise self._refused("all_to_all got `out` that shares memory with its array", "")
         run, known = self._session.calls.run, (self._session.collectives, array, flat, out)
         if counts is None:
-            even = varying.all_to_all, *known, self.size
-            return run("all_to_all", array, signature, async_op, *even)
-        uneven = varying.all_to_all_uneven, *known, parts, self._identity
-        return run("all_to_all", array, signature, async_op, *uneven)
+            equal = uneven.all_to_all, *known, self.size
+            return run("all_to_all", array, signature, async_op, *equal)
+        unequal = uneven.all_to_all_uneven, *known, parts, self._identity
+        return run("all_to_all", array, signature, async_op, *unequal)
 
     def gather(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
@@ -131,7 +131,7 @@ class MovingCalls(Handle):
         flat = flat_view(array, "gather", writable=False)
         arguments = self._session.collectives, array, flat, root, self._identity
         return self._session.calls.run(
-            "gather", array, signature, async_op, varying.gather, *arguments
+            "gather", array, signature, async_op, uneven.gather, *arguments
         )
 
     def scatter(
@@ -174,7 +174,7 @@ class MovingCalls(Handle):
         flat = flat_view(whole, "scatter", writable=False)
         arguments = self._session.collectives, whole, flat, parts, root, self._identity
         return self._session.calls.run(
-            "scatter", whole, signature, async_op, varying.scatter, *arguments
+            "scatter", whole, signature, async_op, uneven.scatter, *arguments
         )
 
     def _refused(self, problem: str, remedy: str) -> ArrayError:

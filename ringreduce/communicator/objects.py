@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import varying
+from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_root, decode, encode
 from ringreduce.pure.wire import Kind
@@ -36,7 +36,7 @@ class ObjectCalls(Handle):
         payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
         arguments = self._session.collectives, payload, self.rank, root
         received = self._session.calls.call(
-            "broadcast_object", payload.size, varying.broadcast_object, *arguments
+            "broadcast_object", payload.size, uneven.broadcast_object, *arguments
         )
         return value if self.rank == root else decode(received)
 
@@ -64,7 +64,7 @@ class ObjectCalls(Handle):
         payload = encode(value)
         arguments = self._session.collectives, payload, root, self._identity
         gathered = self._session.calls.call(
-            "gather_object", payload.size, varying.gather_object, *arguments
+            "gather_object", payload.size, uneven.gather_object, *arguments
         )
         return [decode(each) for each in gathered] if self.rank == root else None
 
@@ -95,5 +95,5 @@ class ObjectCalls(Handle):
         arguments = self._session.collectives, payloads, root, self.rank, self.size
         nbytes = sum(payload.size for payload in payloads)
         return decode(
-            self._session.calls.call("scatter_object", nbytes, varying.scatter_object, *arguments)
+            self._session.calls.call("scatter_object", nbytes, uneven.scatter_object, *arguments)
         )

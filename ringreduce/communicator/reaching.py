@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from ringreduce.bootstrap.rendezvous import Meeting
+from ringreduce.bootstrap.rendezvous import Rendezvous
 from ringreduce.bootstrap.settlement import OPEN_NETWORK
-from ringreduce.communicator.ends import Announced, Ends
+from ringreduce.communicator.opened_sockets import Announced, OpenedSockets
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
@@ -40,16 +40,19 @@ def find_ways(
 
 
 def settle(
-    meeting: Meeting, unreached: Sequence[Unreached], hosts: Mapping[int, str], ends: Ends
+    rendezvous: Rendezvous,
+    unreached: Sequence[Unreached],
+    hosts: Mapping[int, str],
+    opened: OpenedSockets,
 ) -> None:
     """Wait until all members have found their ways.
 
     Raises:
         RendezvousError: on all members, if one has not.
     """
-    settlement = meeting.settlement(unreached, hosts)
+    settlement = rendezvous.settlement(unreached, hosts)
     while not settlement.advance():
-        ends.read_events()
+        opened.read_events()
 
 
 def refuse_unreached(
@@ -99,8 +102,8 @@ def _peers(config: Config, membership: Membership, placement: Placement) -> set[
 
 def _ahead(config: Config, membership: Membership, placement: Placement) -> list[int]:
     """The members that it sends data to over sockets, the next one first."""
-    place = membership.place(config.rank)
-    lane = placement.hosts[placement.host_of(place)].index(place)
+    group_rank = membership.group_rank(config.rank)
+    lane = placement.hosts[placement.host_of(group_rank)].index(group_rank)
     if placement.transport == "shm" or lane >= placement.lanes:
         return []
     ring = [membership.members[other] for other in placement.lane(lane)]

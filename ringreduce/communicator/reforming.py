@@ -15,7 +15,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.ends import open_ends
 from ringreduce.communicator.formation import (
     Formed,
     Job,
@@ -24,6 +23,7 @@ from ringreduce.communicator.formation import (
     met,
     undone_if_it_fails,
 )
+from ringreduce.communicator.opened_sockets import open_sockets
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
 from ringreduce.transport.routes import Routes
@@ -98,7 +98,7 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
     routes = job.routes.anew()
     with undone_if_it_fails(config, membership, job.bind) as undo:
         transport = job.place(membership).transport
-        ends = open_ends(config, membership, security, job.bind, undo, transport)
+        opened = open_sockets(config, membership, security, job.bind, undo, transport)
         listeners = None
         if first == config.rank:
             listeners = job.standby.open()
@@ -107,11 +107,11 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
             address = _led_to_first(config, routes, first, address)
         here = replace(config, rendezvous=address.removeprefix("tcp://"))
         own = tuple(routes.networks[config.rank]), job.standby.address
-        meeting, table = meet(here, membership, ends, security, *own, undo, listeners)
+        rendezvous, table = meet(here, membership, opened, security, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)
-        where = met(config, renewed, membership, ends, table, meeting)
-        formed = connect(config, renewed, membership, ends, where, meeting)
+        where = met(config, renewed, membership, opened, table, rendezvous)
+        formed = connect(config, renewed, membership, opened, where, rendezvous)
         undo.pop_all()
     _log.info(
         "[%d/%d] ring formed anew, epoch %d, of ranks %s",

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch.handover import note_failure
-from ringreduce.communicator import registry, varying
+from ringreduce.communicator import registry, uneven
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, State
-from ringreduce.communicator.messages import Messages
 from ringreduce.communicator.refusals import (
     again,
     closed,
@@ -33,6 +32,7 @@ from ringreduce.communicator.refusals import (
     ending_error,
     forked,
 )
+from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.events import Events
@@ -66,7 +66,7 @@ class Session:
     Attributes:
         config: the job's settings, with this rank's number in the job.
         membership: the ranks that take part.
-        place, size: what users see as this rank and the number of ranks; `identity` has both.
+        group_rank, size: what users see as this rank and the number of ranks; `identity` has both.
         collectives: what a call runs.
         events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
@@ -87,8 +87,8 @@ class Session:
         lasting: Lasting,
     ) -> None:
         self.config, self.membership = config, membership
-        self.place, self.size = membership.place(config.rank), membership.size
-        self.identity = varying.Identity(self.place, self.size, config.who)
+        self.group_rank, self.size = membership.group_rank(config.rank), membership.size
+        self.identity = uneven.Identity(self.group_rank, self.size, config.who)
         self.is_inherited = False
         self._life = LifeCycle()
         self.lasting = lasting
@@ -152,7 +152,7 @@ class Session:
                     membership=self.membership,
                     elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
                     pending=self.messages.pending,
-                    patience=formed.patience,
+                    timeouts=formed.timeouts,
                     link_timeout_s=self.config.link_timeout_s,
                 )
             except BaseException:  # No thread could be started, for example.
@@ -161,7 +161,7 @@ class Session:
             self._recorder.peers = self._watcher.peers
             self._recorder.pending = self.messages.pending
             # Else a group of one host, whose ranks are known to be connected.
-            if formed.meeting is not None or formed.link is not None:
+            if formed.rendezvous is not None or formed.link is not None:
                 self.calls.call("barrier", 0, self.collectives.barrier)
             # Ranks start at different times, and some compile.
             self.events.formed()
@@ -211,7 +211,7 @@ class Session:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         payload = encode(value)
         arguments = self.collectives, kind, payload, self.identity, signature
-        gathered = self.calls.call(kind.label, payload.size, varying.all_gather_object, *arguments)
+        gathered = self.calls.call(kind.label, payload.size, uneven.all_gather_object, *arguments)
         return [decode(each) for each in gathered]
 
     def inherit(self) -> None:
@@ -235,13 +235,13 @@ class Session:
 
     def statistics(self) -> Statistics:
         """A snapshot of what this session has done so far."""
-        traffic, standing = self.collectives.traffic(), self.events.standing()
+        traffic, current = self.collectives.traffic(), self.events.current_call()
         heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
         return Statistics(
             reducing_s=self.events.seconds(SpanKind.REDUCE),
             waited_s=self.events.seconds(SpanKind.BLOCKED),
-            collectives=standing.calls,
-            seconds=standing.seconds,
+            collectives=current.calls,
+            seconds=current.seconds,
             frames_received=traffic.frames_received,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
@@ -301,7 +301,7 @@ class Session:
         engine = self._engine
         if engine is not None:
             engine.fail(first)
-        if self._recorder.standing().operation is None:
+        if self._recorder.current_call().operation is None:
             # In user code no call fails, so it is recorded here.
             self._record(first)
 

@@ -76,7 +76,7 @@ class FlightFile:
     def elsewhere(self, recorder: Recorder) -> str:
         """The call that this rank is in beside those of `recorder`; empty for none."""
         for other in (self._recorder, *list(self._groups.values())):
-            operation = other.standing().operation
+            operation = other.current_call().operation
             if other is not recorder and operation is not None:
                 name = other.membership.name
                 if name == recorder.membership.name:
@@ -111,7 +111,7 @@ class FlightFile:
         when, now = time.time(), time.monotonic()
         groups = sorted(self._groups.values(), key=_importance)[-GROUPS_MAX:]
         # In user code since the last call of all.
-        last_s = max(each.standing().since_s for each in (self._recorder, *groups))
+        last_s = max(each.current_call().since_s for each in (self._recorder, *groups))
         part = self._part(self._recorder, when - now, last_s)
         return Dump(
             format=FORMAT,
@@ -139,13 +139,13 @@ class FlightFile:
 
     def _part(self, recorder: Recorder, wall: float, last_s: float) -> dict[str, Any]:
         """What `Dump` and `Group` have both; `wall` turns times into seconds since the epoch."""
-        standing = recorder.standing()
+        current = recorder.current_call()
         return {
             "transport": recorder.transport,
-            "calls": standing.calls,
-            "operation": standing.operation,
-            "nbytes": standing.nbytes,
-            "since": wall + (last_s if standing.operation is None else standing.since_s),
+            "calls": current.calls,
+            "operation": current.operation,
+            "nbytes": current.nbytes,
+            "since": wall + (last_s if current.operation is None else current.since_s),
             "pending": self._pending(recorder),
             "failure": _failure(recorder, wall),
             "peers": _peers(recorder),
@@ -160,7 +160,7 @@ class FlightFile:
 
 def _importance(recorder: Recorder) -> tuple[bool, float]:
     """Groups that broke come last, then those used last."""
-    return recorder.first_error is not None, recorder.standing().since_s
+    return recorder.first_error is not None, recorder.current_call().since_s
 
 
 def _failure(recorder: Recorder, wall: float) -> Failure | None:
@@ -172,7 +172,7 @@ def _failure(recorder: Recorder, wall: float) -> Failure | None:
         kind=type(error).__name__,
         text=cut(str(error)),
         when=wall + first_error.when_s,
-        standing=first_error.standing.operation,
+        in_call=first_error.call.operation,
         trace=trace(error),
     )
     if isinstance(error, RingReduceError):

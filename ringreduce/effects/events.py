@@ -143,11 +143,11 @@ class Events:
     def stopped_s(self) -> float:
         """For how long calls have stopped this rank's own work: not while it computed meanwhile."""
         hidden_s = self.seconds(SpanKind.REDUCE) - self.seconds(SpanKind.BLOCKED)
-        return max(0.0, self.standing().seconds - hidden_s - self._forming_s)
+        return max(0.0, self.current_call().seconds - hidden_s - self._forming_s)
 
     def formed(self) -> None:
         """From now on `stopped_s` counts."""
-        self._forming_s = self.standing().seconds
+        self._forming_s = self.current_call().seconds
 
     def parts(self) -> list[Span]:
         """The last parts of calls, by their beginnings; from any thread."""
@@ -156,7 +156,7 @@ class Events:
             second = bytes(self._memory)
         return decode_parts(first, second)
 
-    def standing(self) -> Present:
+    def current_call(self) -> Present:
         """The call that runs, and totals of those before; from any thread, never raises."""
         return decode_standing(self._memory)
 

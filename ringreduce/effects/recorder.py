@@ -10,10 +10,10 @@ from typing import Any
 
 from ringreduce.effects.events import Events
 from ringreduce.pure.flight import NAME_MAX, Call, Part, cut
-from ringreduce.pure.liveness import Standing
+from ringreduce.pure.liveness import CurrentCall
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Pending
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.watcher_messages import Pending
 
 # Some steps' worth; with `GROUPS_MAX` groups a file has about a megabyte.
 PARTS_SHOWN = 256
@@ -27,7 +27,7 @@ class FirstError:
     """
 
     error: BaseException
-    standing: Standing
+    call: CurrentCall
     when_s: float
 
 
@@ -57,17 +57,17 @@ class Recorder:
     @property
     def calls(self) -> int:
         """Collectives completed so far."""
-        return self.events.standing().calls
+        return self.events.current_call().calls
 
     @property
     def seconds(self) -> float:
         """Wall time spent in completed collectives."""
-        return self.events.standing().seconds
+        return self.events.current_call().seconds
 
     @property
     def elapsed_s(self) -> float:
         """Wall time of the last completed one."""
-        return self.events.standing().elapsed_s
+        return self.events.current_call().elapsed_s
 
     def fail(self, error: BaseException) -> None:
         """Record that the running collective failed, or that the ring broke between two calls.
@@ -75,13 +75,13 @@ class Recorder:
         The first error is kept as `first_error`; later ones are consequences.
         """
         if self.first_error is None:
-            self.first_error = FirstError(error, self.standing(), time.monotonic())
+            self.first_error = FirstError(error, self.current_call(), time.monotonic())
         self.events.fail(error)
 
-    def standing(self) -> Standing:
+    def current_call(self) -> CurrentCall:
         """This rank's present call; from any thread, takes no lock, never raises."""
-        now = self.events.standing()
-        return Standing(now.calls, now.operation, now.nbytes, now.since_s)
+        now = self.events.current_call()
+        return CurrentCall(now.calls, now.operation, now.nbytes, now.since_s)
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""

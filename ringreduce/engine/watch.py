@@ -22,9 +22,9 @@ from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.notification import encode_abort
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
+from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.watching import Watch
 from ringreduce.transport.control import Control
 from ringreduce.vocabulary.config import TIMES
@@ -38,7 +38,7 @@ class Watcher:
     """The watcher of one communicator.
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
-    error that has ended the ring, and keeps `patience` up to date. `elsewhere` returns the call of
+    error that has ended the ring, and keeps `timeouts` up to date. `elsewhere` returns the call of
     another group that this rank is in, or an empty text; `pending` the send or recv that it waits
     in. A connection may carry nothing of what is due for `link_timeout_s`.
     """
@@ -53,12 +53,12 @@ class Watcher:
         membership: Membership,
         elsewhere: Callable[[], str],
         pending: Callable[[], Pending | None],
-        patience: Patience,
+        timeouts: Timeouts,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
-        self._patience, self._elsewhere, self._pending = patience, elsewhere, pending
+        self._timeouts, self._elsewhere, self._pending = timeouts, elsewhere, pending
         self._rank, self._size = recorder.rank, recorder.size
         self._watch = Watch(self._rank, self._size, membership, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
@@ -89,11 +89,11 @@ class Watcher:
 
     def left(self, rank: int) -> Left | None:
         """The message of a rank that has closed its communicator; None if it has not."""
-        return self._watch.board.left(rank)
+        return self._watch.peer_table.left(rank)
 
     def doing(self, rank: int) -> Doing:
         """What another rank does, from any thread."""
-        return self._watch.board.doing(rank, time.monotonic())
+        return self._watch.peer_table.doing(rank, time.monotonic())
 
     def leave(self, calls: int, why: str) -> None:
         """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.
@@ -119,8 +119,8 @@ class Watcher:
         if error.origin is not None or not isinstance(error, PeerError):
             return error
         if isinstance(error, PeerTimeoutError):
-            standing = self._recorder.standing()
-            return self._watch.cause or self._watch.named(error, standing, time.monotonic())
+            current = self._recorder.current_call()
+            return self._watch.cause or self._watch.named(error, current, time.monotonic())
         deadline = time.monotonic() + TIMES.explain_s
         while (better := self._watch.explained(error)) is None and time.monotonic() < deadline:
             if error.peer is None or error.peer == self._rank:
@@ -130,7 +130,7 @@ class Watcher:
 
     def peers(self) -> list[dict[str, Any]]:
         """What is known of every other rank, for a report."""
-        return self._watch.board.report(time.monotonic())
+        return self._watch.peer_table.report(time.monotonic())
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of all ranks; empty unless all are known."""
@@ -163,19 +163,19 @@ class Watcher:
         for neighbour, payload in messages:
             self._carry_out(watch.receive(neighbour, payload, now))
         self._send_waiting()
-        self._carry_out(watch.look_for_losses(control.lost(), self._recorder.standing(), now))
+        self._carry_out(watch.look_for_losses(control.lost(), self._recorder.current_call(), now))
         if not self._is_locked:
             # Nobody else needs to connect once both neighbours have sent a heartbeat.
             self._is_locked = control.lock()
         if now >= watch.due_s:
             watch.note_bytes(control.arrived_bytes(watch.late(now)), now)
-            standing, flow = self._recorder.standing(), self._collectives.flow()
-            elsewhere = self._elsewhere() if standing.operation is None else ""
+            current, flow = self._recorder.current_call(), self._collectives.flow()
+            elsewhere = self._elsewhere() if current.operation is None else ""
             progress = self._collectives.traffic()
             pending, stopped_s = self._pending(), self._recorder.events.stopped_s()
-            beat = watch.beat(standing, flow, progress, now, elsewhere, pending, stopped_s)
+            beat = watch.beat(current, flow, progress, now, elsewhere, pending, stopped_s)
             self._carry_out(beat)
-            self._patience.is_busy = watch.is_busy
+            self._timeouts.is_busy = watch.is_busy
         self._send_waiting()
 
     def _send_waiting(self) -> None:

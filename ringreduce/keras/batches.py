@@ -23,9 +23,9 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import FORMS, Arrays, are_arrays, compare_arrays, weights_of
+from ringreduce.keras.data_fingerprint import fingerprinted
 from ringreduce.keras.rows import count_of, tensor_of
 from ringreduce.keras.shares import Shares
-from ringreduce.keras.tap import tapped
 from ringreduce.pure.epochs import Order
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -105,7 +105,7 @@ class Plan:
         if ring.size == 1:
             return whole
         if self.check:
-            whole = tapped(whole, self.what, _REMEDY, ring)
+            whole = fingerprinted(whole, self.what, _REMEDY, ring)
         return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
 
     def fed(self, whole: Any, count: int | None, ahead: int) -> Any:

@@ -11,8 +11,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
+from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
 from ringreduce.keras.rows import Rows, as_tensor, is_uneven
-from ringreduce.keras.tap import Passes, tapped
 from ringreduce.keras.unsharded import note_sharding
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -63,7 +63,9 @@ def shard(
     if isinstance(data, tf.data.Dataset):
         if ring.size == 1:
             return data
-        return _shard_dataset(tapped(data, _WHAT, _REMEDY, ring) if check else data, ring, even)
+        return _shard_dataset(
+            fingerprinted(data, _WHAT, _REMEDY, ring) if check else data, ring, even
+        )
     if isinstance(data, keras.utils.PyDataset):
         return data if ring.size == 1 else _Dealt(data, ring, even, check)
     if not are_arrays(data):
@@ -141,7 +143,7 @@ class _Dealt(keras.utils.PyDataset):
         )
         self._dataset, self._even = dataset, even
         self._rank, self._size = ring.rank, ring.size
-        self._passes = Passes(_WHAT, _REMEDY, ring) if check else None
+        self._passes = FingerprintedPasses(_WHAT, _REMEDY, ring) if check else None
 
     @property
     def num_batches(self) -> int | None:

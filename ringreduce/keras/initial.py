@@ -22,7 +22,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
-from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.step import Place, put_around
+from ringreduce.keras.step import WrapOrder, put_around
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def compile_gradients(model: Any) -> None:
             remedy="Call model.compile(..., jit_compile=False) first.",
         )
     owner = weakref.ref(model)
-    put_around(model, Place.COMPILED, lambda step: _divided(step, owner))
+    put_around(model, WrapOrder.COMPILED, lambda step: _divided(step, owner))
 
 
 def _require_wrapped(model: Any) -> None:

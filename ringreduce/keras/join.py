@@ -25,7 +25,7 @@ from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, count_of
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
-from ringreduce.keras.step import Place, put_around
+from ringreduce.keras.step import WrapOrder, put_around
 from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
@@ -272,7 +272,7 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator) -> None:
     # A function traced before has another weighting, or none.
     model.train_function = None
     owner = weakref.ref(model)
-    put_around(model, Place.WEIGHTED, lambda step: _following(step, owner))
+    put_around(model, WrapOrder.WEIGHTED, lambda step: _following(step, owner))
 
 
 def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:

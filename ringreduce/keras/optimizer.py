@@ -208,7 +208,7 @@ class DistributedOptimizer(Wrapper):
             if self._initial.are_given:
                 self._look_at_fit(every)
         step = Step(grads, known, kinds, weighting.current())
-        self._strategy.take(
+        self._strategy.step(
             step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 Step = Callable[[Any], Any]
 
 
-class Place(enum.IntEnum):
+class WrapOrder(enum.IntEnum):
     """The order of the wrappers from the inside out; they may be added in any order."""
 
     COMPILED = 0
@@ -17,7 +17,7 @@ class Place(enum.IntEnum):
     WEIGHTED = 1
 
 
-def put_around(model: Any, place: Place, wrap: Callable[[Step], Step]) -> None:
+def put_around(model: Any, place: WrapOrder, wrap: Callable[[Step], Step]) -> None:
     """Wrap `model`'s training step, once; `wrap` should refer to the model weakly."""
     step = model.train_step
     inner, wraps = (step.inner, step.wraps) if isinstance(step, _Wrapped) else (step, {})
@@ -29,7 +29,7 @@ def put_around(model: Any, place: Place, wrap: Callable[[Step], Step]) -> None:
 
 
 class _Wrapped:
-    def __init__(self, inner: Step, wraps: Mapping[Place, Callable[[Step], Step]]) -> None:
+    def __init__(self, inner: Step, wraps: Mapping[WrapOrder, Callable[[Step], Step]]) -> None:
         self.inner = inner
         self.wraps = wraps
         self._whole = inner

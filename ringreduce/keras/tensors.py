@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.weighting import across_ranks
-from ringreduce.tensorflow import collectives, moving, pairs
+from ringreduce.tensorflow import collectives, moving, send_recv
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -252,7 +252,7 @@ def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | Non
             receives another count, dtype or tag next. ConfigError for second derivatives.
     """
     ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: pairs.send(value, ring, to, tag))
+    return _carried(tensor, lambda value: send_recv.send(value, ring, to, tag))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -275,7 +275,7 @@ def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | N
         if not like.shape.is_fully_defined():
             raise ArrayError(f"cannot receive a tensor of shape {like.shape}", **ring.config.who)
         like = tf.zeros(like.shape, like.dtype)
-    return _carried(like, lambda value: pairs.receive(value, ring, source, tag))
+    return _carried(like, lambda value: send_recv.receive(value, ring, source, tag))
 
 
 def barrier(communicator: Communicator | None = None) -> None:

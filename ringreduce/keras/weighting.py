@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringreduce.pure.messages import Listening
+from ringreduce.pure.watcher_messages import Listening
 from ringreduce.vocabulary.errors import RingReduceError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringreduce.pure.actions import Log
-from ringreduce.pure.messages import Pending
+from ringreduce.pure.watcher_messages import Pending
 from ringreduce.vocabulary.config import TIMES
 
 

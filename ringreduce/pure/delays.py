@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from ringreduce.pure.actions import Action, Log
-from ringreduce.pure.liveness import Board, Flow, Standing
+from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
 from ringreduce.vocabulary.config import TIMES
 
 # A rank that is waited for in 16 of 20 looks, over five seconds, is constantly slow.
@@ -17,15 +17,15 @@ class Delays:
     """What a watcher says of ranks that are late or slow.
 
     Args:
-        board: what is known of the other ranks.
+        peer_table: what is known of the other ranks.
         neighbours: the ranks that this one warns of.
 
     Attributes:
         is_busy: the rank that holds up this rank's call is alive and in user code.
     """
 
-    def __init__(self, board: Board, neighbours: Collection[int], now_s: float) -> None:
-        self._board, self._neighbours = board, neighbours
+    def __init__(self, peer_table: PeerTable, neighbours: Collection[int], now_s: float) -> None:
+        self._peer_table, self._neighbours = peer_table, neighbours
         self.is_busy = False
         self._progress: object = None
         self._progressed_s = now_s
@@ -34,33 +34,35 @@ class Delays:
         self._looks: deque[int] = deque(maxlen=_LOOKS)
         self._slow_s = -TIMES.straggler_pause_s
 
-    def look(self, standing: Standing, flow: Flow, progress: object, now_s: float) -> list[Action]:
+    def look(
+        self, current: CurrentCall, flow: Flow, progress: object, now_s: float
+    ) -> list[Action]:
         """Warn, at growing intervals, of ranks that keep this one waiting."""
         actions: list[Action] = []
-        call = standing.calls, standing.since_s
+        call = current.calls, current.since_s
         if call != self._call:
             self._call, self._warn_s = call, 0.0
             if self._has_warned:
                 self._has_warned = False
                 actions.append(Log("goes on", is_warning=False))
-            self._progressed_s = max(standing.since_s, self._progressed_s)
+            self._progressed_s = max(current.since_s, self._progressed_s)
         if progress != self._progress:
             self._progress, self._progressed_s = progress, now_s
-        if standing.operation is None:
+        if current.operation is None:
             self.is_busy = False
             self._looks.append(-1)
             return actions
-        waited_s = now_s - max(standing.since_s, self._progressed_s)
-        suspicion = self._board.suspect(standing, now_s)
+        waited_s = now_s - max(current.since_s, self._progressed_s)
+        suspicion = self._peer_table.suspect(current, now_s)
         self.is_busy = suspicion is not None and suspicion.is_busy
         self._looks.append(-1 if suspicion is None else suspicion.rank)
         limit_s = TIMES.slow_warning_s
         if suspicion is not None and suspicion.kind == "silent":
             limit_s = TIMES.silent_warning_s
-        elif waited_s < TIMES.silent_s and now_s - standing.since_s >= limit_s:
+        elif waited_s < TIMES.silent_s and now_s - current.since_s >= limit_s:
             # It advances, but slowly.
-            suspicion = self._board.slowest(standing, flow.done)
-            waited_s = now_s - standing.since_s
+            suspicion = self._peer_table.slowest(current, flow.done)
+            waited_s = now_s - current.since_s
         if waited_s >= max(limit_s, self._warn_s):
             self._warn_s = max(TIMES.slow_warning_s, 2 * waited_s)
             if suspicion is None or suspicion.rank in self._neighbours:
@@ -68,8 +70,8 @@ class Delays:
                 what = (
                     "no other rank is seen to hold it up" if suspicion is None else suspicion.text
                 )
-                text = f"has waited {waited_s:.1f} s in {standing.operation}"
-                actions.append(Log(f"{text} after {standing.calls} calls: {what}"))
+                text = f"has waited {waited_s:.1f} s in {current.operation}"
+                actions.append(Log(f"{text} after {current.calls} calls: {what}"))
         elif not self._has_warned and now_s - self._slow_s >= TIMES.straggler_pause_s:
             actions += self._look_for_stragglers(now_s)
         return actions

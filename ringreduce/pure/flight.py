@@ -69,7 +69,7 @@ class Frame(msgspec.Struct):
 class Failure(msgspec.Struct):
     """What broke the communicator; other fields mean what they do in `RingReduceError`.
 
-    `when` is in seconds since the epoch. `standing` is the collective that this rank was in; None
+    `when` is in seconds since the epoch. `in_call` is the collective that this rank was in; None
     in user code. `trace` has the frames that the error has passed, innermost last.
     """
 
@@ -81,7 +81,7 @@ class Failure(msgspec.Struct):
     operation: _Name | None = None
     sequence: _Count | None = None
     step: _Name | None = None
-    standing: _Name | None = None
+    in_call: _Name | None = None
     trace: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)] = []
 
 
@@ -123,7 +123,7 @@ class Dump(msgspec.Struct):
     Attributes:
         why: what it was written for.
         job: the job's id, which tells records of several jobs apart.
-        calls, operation, nbytes, since: as in `Standing`; in user code, `since` is when the last
+        calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
             call of any group ended.
         pending: the send or recv that it waits in, or the call of a group, beside its collectives.
         failure: None while the communicator works.

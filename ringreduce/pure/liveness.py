@@ -2,7 +2,7 @@
 
 Each rank sends a `Heartbeat` four times a second. Neighbours forward those they have received, with
 their ages, so that every rank knows how far every other has come and how long ago that was, without
-a common clock (`Board`). A rank that waits can then name the rank that holds it up as
+a common clock (`PeerTable`). A rank that waits can then name the rank that holds it up as
 
 - silent: there has been no sign of life for a second. It was stopped, or it is cut off;
 - in user code: it is alive and has not begun the call that the others wait in;
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from ringreduce.pure.blame import Facts, Finding, Reason, find_culprit
 from ringreduce.pure.cycles import Waits
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Heartbeat, Left, Overdue, Pending, Sending
+from ringreduce.pure.watcher_messages import Heartbeat, Left, Overdue, Pending, SentToNext
 from ringreduce.vocabulary.config import TIMES
 
 
 @dataclass(frozen=True)
-class Standing:
+class CurrentCall:
     """The call that a rank is in.
 
     Attributes:
@@ -50,13 +50,13 @@ class Flow:
         done: the part of its present pass that is done, 0 to 1.
         sent: for each outgoing connection: receiver, channel, and total frames sent.
         overdue: connections on which a frame has been due for a while.
-        sending: how fast the connections to the next rank were so far.
+        sent_to_next: how fast the connections to the next rank were so far.
     """
 
     done: float = 0.0
     sent: tuple[tuple[int, int, int], ...] = ()
     overdue: tuple[Overdue, ...] = ()
-    sending: Sending | None = None
+    sent_to_next: SentToNext | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Sighting:
     at_s: float  # when it was sent, on this process's clock
 
 
-class Board:
+class PeerTable:
     """What one rank knows of the other members; they all count as alive at `now_s`."""
 
     def __init__(self, rank: int, membership: Membership, now_s: float) -> None:
@@ -202,18 +202,18 @@ class Board:
         locked = [k for k in ahead if self.is_locked(self._ring[k], now_s)]
         return range(locked[0] + 1, locked[-1]) if locked else range(0)
 
-    def suspect(self, standing: Standing, now_s: float) -> Suspicion | None:
+    def suspect(self, current: CurrentCall, now_s: float) -> Suspicion | None:
         """The rank that keeps this one, which is in a collective, waiting; None if none is seen to.
 
         Heartbeats sent before this rank's own call began say nothing about it and are ignored.
         """
-        known = [Facts(self._rank, standing.calls, standing.operation)]
+        known = [Facts(self._rank, current.calls, current.operation)]
         unreachable = self._unreachable(now_s)
         for rank in self._others:
             if rank in self._left:
                 continue
             seen = self._seen.get(rank)
-            if seen is not None and seen.heartbeat.calls > standing.calls:
+            if seen is not None and seen.heartbeat.calls > current.calls:
                 continue  # It has completed this call, so this rank does not wait for it.
             if self.is_locked(rank, now_s):
                 calls = 0 if seen is None else seen.heartbeat.calls
@@ -221,7 +221,7 @@ class Board:
             elif self.is_silent(rank, now_s):
                 if self._ring.index(rank) not in unreachable:
                     known.append(Facts(rank, silent_s=self.silent_s(rank, now_s)))
-            elif seen is not None and seen.at_s >= standing.since_s:
+            elif seen is not None and seen.at_s >= current.since_s:
                 heartbeat = seen.heartbeat
                 stood_s = heartbeat.since_s + now_s - seen.at_s
                 operation = heartbeat.operation or None
@@ -304,14 +304,14 @@ class Board:
         others = [rank for rank in self._others if rank not in self._left]
         return len(others) > 1 and all(self.is_silent(rank, now_s) for rank in others)
 
-    def slowest(self, standing: Standing, done: float) -> Suspicion | None:
+    def slowest(self, current: CurrentCall, done: float) -> Suspicion | None:
         """The rank in the same call that has done the least of it, if less than this rank."""
         others = [
             (seen.heartbeat.done, rank)
             for rank, seen in self._seen.items()
-            if seen.at_s >= standing.since_s
+            if seen.at_s >= current.since_s
             and (seen.heartbeat.calls, seen.heartbeat.operation)
-            == (standing.calls, standing.operation)
+            == (current.calls, current.operation)
         ]
         least, rank = min(others, default=(1.0, self._rank))
         if least >= done:

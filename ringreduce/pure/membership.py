@@ -50,13 +50,13 @@ class Membership:
         named = f"{', '.join(first)} and {last}" if first else last
         return f"the group of rank{'s' * (self.size > 1)} {named}"
 
-    def place(self, rank: int) -> int:
+    def group_rank(self, rank: int) -> int:
         """The place of a member."""
         return self.members.index(rank)
 
     def ahead(self, rank: int, distance: int) -> int:
         """The member `distance` places after `rank`, around the ring; before it if negative."""
-        return self.members[(self.place(rank) + distance) % self.size]
+        return self.members[(self.group_rank(rank) + distance) % self.size]
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """The members before and after `rank` on the ring, which may be the same one."""

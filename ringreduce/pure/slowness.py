@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ringreduce.pure.messages import Heartbeat
+from ringreduce.pure.watcher_messages import Heartbeat
 
 # Less is chance.
 _CALLS_MIN, _WAITED_S_MIN, _LINK_BYTES_MIN = 10, 0.1, 1 << 20
@@ -73,11 +73,11 @@ def slow_rank(heartbeats: Sequence[Heartbeat]) -> SlowRank | None:
 def slow_link(heartbeats: Sequence[Heartbeat]) -> SlowLink | None:
     """The link that all wait for; None if there is none, or too little is known."""
     links = {
-        each.rank: each.sending
+        each.rank: each.sent_to_next
         for each in heartbeats
-        if each.sending is not None
-        and each.sending.nbytes >= _LINK_BYTES_MIN
-        and each.sending.seconds > 0
+        if each.sent_to_next is not None
+        and each.sent_to_next.nbytes >= _LINK_BYTES_MIN
+        and each.sent_to_next.seconds > 0
     }
     if len(links) < 2:
         return None

@@ -4,7 +4,7 @@ Python and C write it alike (`rr_events` of native/include/ringreduce.h), so eve
 fixed place. Times are in seconds on CLOCK_MONOTONIC, which is `time.monotonic`.
 
     offset
-         0  standing   the call that runs, and what the calls before it were in all
+         0  current    the call that runs, and what the calls before it were in all
         64  calls      the last `CALLS_KEPT` calls that have ended: call n in slot n % CALLS_KEPT
      16448  ours       what calls consist of, by threads that hold the GIL
      82176  queued     the same by threads that hold the native queue's lock

@@ -11,14 +11,15 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.pure import messages
+from ringreduce.pure import watcher_messages
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim, Claims
 from ringreduce.pure.cycles import Cycles
 from ringreduce.pure.delays import Delays
-from ringreduce.pure.liveness import Board, Flow, Standing
+from ringreduce.pure.liveness import CurrentCall, Flow, PeerTable
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import (
+from ringreduce.pure.notification import abort_error, encode_abort, left_error
+from ringreduce.pure.watcher_messages import (
     OVERDUE_MAX,
     Abort,
     Acknowledgement,
@@ -29,7 +30,6 @@ from ringreduce.pure.messages import (
     Pending,
     Value,
 )
-from ringreduce.pure.notification import abort_error, encode_abort, left_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import (
     MismatchError,
@@ -45,7 +45,7 @@ _LINK_REMEDY = (
     "Look at the network between their hosts; raise RINGREDUCE_LINK_TIMEOUT_S if it recovers from "
     "such gaps."
 )
-_ACKNOWLEDGEMENT = messages.encode(Acknowledgement())
+_ACKNOWLEDGEMENT = watcher_messages.encode(Acknowledgement())
 
 
 class Watch:
@@ -57,7 +57,7 @@ class Watch:
         link_timeout_s: how long a connection may carry nothing of what is due.
 
     Attributes:
-        board: what is known of the other ranks.
+        peer_table: what is known of the other ranks.
         cause: why the ring has ended; None while it has not.
         is_closing: this rank is leaving; then no lost connection is a failure.
         due_s: when the next heartbeat, or the next check of a possible loss, is due.
@@ -69,7 +69,7 @@ class Watch:
         self._rank, self._size = rank, size
         self._neighbours = membership.neighbours(rank)
         self._link_timeout_s = link_timeout_s
-        self.board = Board(rank, membership, now_s)
+        self.peer_table = PeerTable(rank, membership, now_s)
         self.cause: RingReduceError | None = None
         self.is_closing = False
         self.due_s = now_s
@@ -88,9 +88,9 @@ class Watch:
         # Receivers of connections that were warned of.
         self._silent: set[int] = set()
         self._lost: dict[int, float] = {}
-        self._absence: tuple[Standing, float] | None = None
+        self._absence: tuple[CurrentCall, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
-        self._delays = Delays(self.board, self._neighbours, now_s)
+        self._delays = Delays(self.peer_table, self._neighbours, now_s)
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
 
@@ -102,7 +102,7 @@ class Watch:
     def claim(self, claim: Claim) -> list[Action]:
         """Send a value of this rank to the neighbours, and compare it with theirs."""
         peer = self._claims.make(claim)
-        sent = Send(messages.encode(Value(claim.key, claim.value)))
+        sent = Send(watcher_messages.encode(Value(claim.key, claim.value)))
         return [sent, *([] if peer is None else self._disagree(claim, peer))]
 
     def _disagree(self, claim: Claim, peer: int) -> list[Action]:
@@ -114,12 +114,12 @@ class Watch:
     def announce(self, message: Abort | Left) -> list[Action]:
         """Send a message that must reach all ranks; the neighbours acknowledge it."""
         self._unacknowledged = set(self._neighbours)
-        return [Send(messages.encode(message))]
+        return [Send(watcher_messages.encode(message))]
 
     def listen(self, listening: Listening) -> list[Action]:
         """Notify a rank that this one listens for it; the ranks between pass it on."""
         self._note(listening)
-        return [Send(messages.encode(listening))]
+        return [Send(watcher_messages.encode(listening))]
 
     def _note(self, listening: Listening) -> bool:
         """Whether this has not come before, on the other way round."""
@@ -130,7 +130,7 @@ class Watch:
 
     def is_owed(self, lost: Collection[int]) -> bool:
         """Whether a neighbour that is still there has not acknowledged the last announcement."""
-        gone = {n for n in self._unacknowledged if self.board.left(n)} | set(lost)
+        gone = {n for n in self._unacknowledged if self.peer_table.left(n)} | set(lost)
         return bool(self._unacknowledged - gone)
 
     def tick(self, now_s: float) -> None:
@@ -146,14 +146,14 @@ class Watch:
     def receive(self, neighbour: int, payload: bytes, now_s: float) -> list[Action]:
         """Handle a message of a neighbour."""
         try:
-            message = messages.decode(payload, self._size)
+            message = watcher_messages.decode(payload, self._size)
         except (ValueError, msgspec.MsgspecError) as error:
             self._complaints += 1
             text = f"ignored a message of rank {neighbour} that cannot be read: {error}"
             return [Log(text)] if self._complaints <= _COMPLAINTS_MAX else []
         if isinstance(message, Heartbeats):
             for heartbeat, age_s in message.heartbeats:
-                self.board.note(heartbeat, age_s, now_s)
+                self.peer_table.note(heartbeat, age_s, now_s)
             return []
         if isinstance(message, Acknowledgement):
             self._unacknowledged.discard(neighbour)
@@ -169,7 +169,7 @@ class Watch:
         others = frozenset(self._neighbours) - {neighbour}
         actions: list[Action] = [Send(_ACKNOWLEDGEMENT, others)]
         if isinstance(message, Left):
-            if self.board.leave(message):
+            if self.peer_table.leave(message):
                 actions.append(Send(payload, frozenset({neighbour})))
         elif self.cause is None:
             self.cause = abort_error(message.cause, rank=self._rank, size=self._size)
@@ -182,19 +182,19 @@ class Watch:
     def late(self, now_s: float) -> list[int]:
         """The neighbours whose next heartbeat is late."""
         limit_s = 2 * TIMES.heartbeat_s
-        return [n for n in self._neighbours if self.board.unheard_s(n, now_s) >= limit_s]
+        return [n for n in self._neighbours if self.peer_table.unheard_s(n, now_s) >= limit_s]
 
     def note_bytes(self, arrived: Mapping[int, int], now_s: float) -> None:
         """Note the total bytes received from late neighbours: a process that runs sends some."""
         for neighbour, count in arrived.items():
             if count != self._arrived.get(neighbour, count):
                 self._grew_s[neighbour] = now_s
-                self.board.note_alive(neighbour, now_s)
+                self.peer_table.note_alive(neighbour, now_s)
         # Only of those: later heartbeats count too, and say nothing of the time after them.
         self._arrived = dict(arrived)
 
     def look_for_losses(
-        self, lost: Mapping[int, bool], standing: Standing, now_s: float
+        self, lost: Mapping[int, bool], current: CurrentCall, now_s: float
     ) -> list[Action]:
         """Handle lost connections of neighbours; True: nothing more can arrive from that one."""
         # A connection looks lost for a moment when its first message arrives before its event;
@@ -202,9 +202,9 @@ class Watch:
         self._lost = {n: since for n, since in self._lost.items() if n in lost}
         for neighbour, has_ended in lost.items():
             since_s = self._lost.setdefault(neighbour, now_s)
-            if self.is_closing or self.cause is not None or self.board.left(neighbour):
+            if self.is_closing or self.cause is not None or self.peer_table.left(neighbour):
                 continue
-            silent_s = self.board.silent_s(neighbour, since_s)
+            silent_s = self.peer_table.silent_s(neighbour, since_s)
             # A rank that was silent before will not announce that it leaves.
             is_over = has_ended or silent_s >= TIMES.silent_s
             if now_s - since_s < (TIMES.ended_s if is_over else TIMES.half_ended_s):
@@ -212,7 +212,7 @@ class Watch:
                 continue
             text = f"lost rank {neighbour}: its connection has ended, so it died"
             remedy = f"Read rank {neighbour}'s log first."
-            if self.board.unheard_s(neighbour, now_s) < now_s - since_s:
+            if self.peer_table.unheard_s(neighbour, now_s) < now_s - since_s:
                 # Its heartbeats come the other way round.
                 text = (
                     f"lost the connection with rank {neighbour}, which is alive: nothing was "
@@ -224,7 +224,7 @@ class Watch:
                     f"lost rank {neighbour}: nothing came from it for {silent_s:.1f} s: it or its "
                     "host is cut off or down"
                 )
-            where = self._where(standing)
+            where = self._where(current)
             return self.end(PeerLostError(text, **where, peer=neighbour, remedy=remedy))
         return []
 
@@ -237,7 +237,7 @@ class Watch:
         return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(
-        self, standing: Standing, flow: Flow, progress: object, now_s: float,
+        self, current: CurrentCall, flow: Flow, progress: object, now_s: float,
         elsewhere: str = "", pending: Pending | None = None, stopped_s: float = 0.0,
     ) -> list[Action]:  # fmt: skip
         """Send a heartbeat, and check those of others.
@@ -247,26 +247,26 @@ class Watch:
         this rank's own work for `stopped_s` in all.
         """
         self.due_s = now_s + TIMES.heartbeat_s
-        own = self._last = self._own(standing, flow, now_s, elsewhere, pending, stopped_s)
+        own = self._last = self._own(current, flow, now_s, elsewhere, pending, stopped_s)
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
-            if self.board.unheard_s(neighbour, now_s) > TIMES.sparing_s
+            if self.peer_table.unheard_s(neighbour, now_s) > TIMES.sparing_s
             and self._number % _SPARING_BEATS != 0
         )
-        heartbeats = ((own, 0.0), *self.board.heartbeats(now_s))
-        actions: list[Action] = [Send(messages.encode(Heartbeats(heartbeats)), spared)]
+        heartbeats = ((own, 0.0), *self.peer_table.heartbeats(now_s))
+        actions: list[Action] = [Send(watcher_messages.encode(Heartbeats(heartbeats)), spared)]
         if self.cause is None:
-            actions += self._look_for_absence(standing, now_s)
+            actions += self._look_for_absence(current, now_s)
         if self.cause is None:
-            actions += self._look_for_dead_links(flow, standing, now_s)
+            actions += self._look_for_dead_links(flow, current, now_s)
         if self.cause is None:
-            actions += self._delays.look(standing, flow, progress, now_s)
-            cycle = self.board.cycle(pending, now_s)
+            actions += self._delays.look(current, flow, progress, now_s)
+            cycle = self.peer_table.cycle(pending, now_s)
             actions += self._cycles.look(cycle, progress, now_s)
         return actions
 
-    def _look_for_dead_links(self, flow: Flow, standing: Standing, now_s: float) -> list[Action]:
+    def _look_for_dead_links(self, flow: Flow, current: CurrentCall, now_s: float) -> list[Action]:
         """Warn of a connection on which nothing comes that this rank has sent, then end the ring.
 
         Its receiver waits, and not one byte has come there for that long, while frames that were
@@ -281,7 +281,7 @@ class Watch:
         actions: list[Action] = []
         missing, self._missing = self._missing, {}
         warned, self._silent = self._silent, set()
-        for receiver, overdue, age_s in self.board.unanswered(now_s):
+        for receiver, overdue, age_s in self.peer_table.unanswered(now_s):
             key = receiver, overdue.channel
             frames, sent_s = sent.get(key, (0, now_s))
             if frames <= overdue.frames:
@@ -296,7 +296,7 @@ class Watch:
             if silent_s < min(TIMES.link_warning_s, self._link_timeout_s):
                 continue
             if silent_s >= self._link_timeout_s:
-                return self.end(self._dead_error(receiver, standing))
+                return self.end(self._dead_error(receiver, current))
             if receiver not in warned | self._silent:
                 actions.append(Log(self._silence(receiver, silent_s)))
             self._silent.add(receiver)
@@ -311,11 +311,11 @@ class Watch:
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
-        own, others = self._last, self.board.last()
+        own, others = self._last, self.peer_table.last()
         return [own, *others] if own is not None and others else []
 
     def _own(
-        self, standing: Standing, flow: Flow, now_s: float, elsewhere: str,
+        self, current: CurrentCall, flow: Flow, now_s: float, elsewhere: str,
         pending: Pending | None, stopped_s: float,
     ) -> Heartbeat:  # fmt: skip
         self._number += 1
@@ -323,9 +323,9 @@ class Watch:
         return Heartbeat(
             rank=self._rank,
             number=self._number,
-            calls=standing.calls,
-            operation=(standing.operation or elsewhere)[:64],
-            since_s=max(0.0, now_s - standing.since_s),
+            calls=current.calls,
+            operation=(current.operation or elsewhere)[:64],
+            since_s=max(0.0, now_s - current.since_s),
             done=flow.done,
             overdue=tuple(overdue),
             locked=self._locked(now_s),
@@ -339,51 +339,51 @@ class Watch:
         return tuple(
             neighbour
             for neighbour, grew_s in self._grew_s.items()
-            if now_s - grew_s < TIMES.silent_s <= self.board.unheard_s(neighbour, now_s)
+            if now_s - grew_s < TIMES.silent_s <= self.peer_table.unheard_s(neighbour, now_s)
         )
 
-    def _look_for_absence(self, standing: Standing, now_s: float) -> list[Action]:
+    def _look_for_absence(self, current: CurrentCall, now_s: float) -> list[Action]:
         """End the ring if this rank waits in a call that a rank which has left will never make."""
-        left = None if standing.operation is None else self.board.absent(standing.calls)
+        left = None if current.operation is None else self.peer_table.absent(current.calls)
         if left is None:
             self._absence = None
-        elif self._absence is None or self._absence[0] != standing:
-            # Act only when seen twice: `standing` may have been read in the middle of a change.
-            self._absence = standing, now_s
+        elif self._absence is None or self._absence[0] != current:
+            # Act only when seen twice: `current` may have been read in the middle of a change.
+            self._absence = current, now_s
             self.due_s = min(self.due_s, now_s + TIMES.ended_s)
         elif now_s - self._absence[1] >= TIMES.ended_s / 2:
-            return self.end(left_error(left.rank, left.calls, left.why, **self._where(standing)))
+            return self.end(left_error(left.rank, left.calls, left.why, **self._where(current)))
         return []
 
-    def _dead_error(self, receiver: int, standing: Standing) -> RingReduceError:
+    def _dead_error(self, receiver: int, current: CurrentCall) -> RingReduceError:
         return PeerLostError(
             f"lost the connection from rank {self._rank} to rank {receiver}: frames were sent, and "
             f"not a byte has come for {self._link_timeout_s:g} s, though both are alive",
-            **self._where(standing),
+            **self._where(current),
             peer=receiver,
             remedy=_LINK_REMEDY,
         )
 
     def explained(self, error: RingReduceError) -> RingReduceError | None:
         """Why the peer of a call that met `error` has gone, once that is known."""
-        left = None if error.peer is None else self.board.left(error.peer)
+        left = None if error.peer is None else self.peer_table.left(error.peer)
         if left is None:
             return self.cause
         fields = {name: getattr(error, name) for name in ("operation", "sequence", "step")}
         fields |= {"rank": self._rank, "size": self._size}
         return left_error(left.rank, left.calls, left.why, **fields)
 
-    def named(self, error: PeerTimeoutError, standing: Standing, now_s: float) -> RingReduceError:
+    def named(self, error: PeerTimeoutError, current: CurrentCall, now_s: float) -> RingReduceError:
         """`error`, naming the rank that all wait for, if that is known."""
         named = copy.copy(error)
         limit = (error.remedy or "").partition("; ")[2]
         paused_at, paused_s = self._paused
         is_recent = now_s - paused_at < TIMES.pause_memory_s
         stood_s = max(now_s - self._ticked_s, paused_s if is_recent else 0.0)
-        suspicion = self.board.suspect(standing, now_s)
+        suspicion = self.peer_table.suspect(current, now_s)
         if stood_s >= TIMES.silent_s:
             self._explain_pause(named, stood_s, "may have given it up")
-        elif self.board.is_cut_off(now_s):
+        elif self.peer_table.is_cut_off(now_s):
             named.remedy = "No other rank is heard any more: this one may be cut off."
         elif suspicion is not None:
             named.peer = suspicion.rank
@@ -400,5 +400,5 @@ class Watch:
                 f"Python's lock was held), and the others {what}."
             )
 
-    def _where(self, standing: Standing) -> dict[str, Any]:
-        return {"rank": self._rank, "size": self._size, "operation": standing.operation}
+    def _where(self, current: CurrentCall) -> dict[str, Any]:
+        return {"rank": self._rank, "size": self._size, "operation": current.operation}

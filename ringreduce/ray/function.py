@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ringreduce.commands.launch.failure import Failure, find_cause
 from ringreduce.commands.launch.function import checked_size
 from ringreduce.commands.launch.handover import described
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.ray.job import Choices, form, host_here, leaving
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError, WorkerError

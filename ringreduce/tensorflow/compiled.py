@@ -33,8 +33,8 @@ def call(
     """Add a call of `run` to a graph that XLA will compile; return its results, tensors.
 
     The engine calls `run`, one call at a time, in the program's order. Arguments and results are
-    those of `ringreduce.tensorflow.calls.call`, but shapes must be known; `run` may write to its
-    arrays, and the arrays that it returns are copied.
+    those of `python_calls.call`, but shapes must be known; `run` may write to its arrays,
+    and the arrays that it returns are copied.
 
     Raises:
         ConfigError: a shape is not known.

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow import numbering, xla
-from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.control_flow import is_in_loop
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import DTYPE_NAMES
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.pure.buckets import ALIGNMENT
-from ringreduce.tensorflow.calls import call
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean
 

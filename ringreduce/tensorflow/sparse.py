@@ -26,8 +26,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
-from ringreduce.tensorflow.calls import call
 from ringreduce.tensorflow.numerics import NumericsCheck, Values
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError

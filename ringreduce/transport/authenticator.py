@@ -87,7 +87,9 @@ class Authenticator:
             self._waker.setsockopt(zmq.LINGER, 0)
             self._waker.connect(name)
             opened.pop_all()
-        self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="ringreduce authenticator", daemon=True
+        )
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ringreduce.transport import door
+from ringreduce.transport import port_filter
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
@@ -141,7 +141,7 @@ class Incoming:
         if not self.is_locked:
             self.is_locked = True
             for listener in self._listeners:
-                door.shut(listener)
+                port_filter.shut(listener)
         return True
 
     def is_lost(self, quiet: bool) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ringreduce.pure import schedule
-from ringreduce.pure.messages import Sending
+from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.transport.channel import (
     Incoming,
     Outgoing,
@@ -139,7 +139,7 @@ class Connections:
         behind = [pulling.peer for pulling in self.incoming if pulling.is_lost(True)]
         return ahead + behind
 
-    def sending(self) -> Sending | None:
+    def sent_to_next(self) -> SentToNext | None:
         """How fast the connections to the next rank were so far; from any thread."""
         found = [pushing.sent() for pushing in self.outgoing[: self._streams]]
         known = [each for each in found if each is not None]
@@ -147,7 +147,7 @@ class Connections:
             return None
         # They send at the same time.
         nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
-        return Sending(self.outgoing[0].peer, nbytes, seconds)
+        return SentToNext(self.outgoing[0].peer, nbytes, seconds)
 
 
 def distances(size: int, streams: int) -> tuple[int, ...]:

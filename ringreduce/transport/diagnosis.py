@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from ringreduce.pure import wire
-from ringreduce.pure.patience import Limit
+from ringreduce.pure.timeouts import Limit
 from ringreduce.pure.wire import Header
 from ringreduce.transport import statuses
 from ringreduce.vocabulary.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple, Protocol
 
-from ringreduce.pure.messages import Overdue
+from ringreduce.pure.watcher_messages import Overdue
 from ringreduce.vocabulary.config import TIMES
 
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from ringreduce.pure.cycles import Waits, describe
 from ringreduce.pure.liveness import Doing
-from ringreduce.pure.messages import Left, Listening, Pending
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
+from ringreduce.pure.watcher_messages import Left, Listening, Pending
 from ringreduce.vocabulary.errors import PeerTimeoutError
 
 
@@ -24,14 +24,14 @@ class PeerStates(Protocol):
         """What a rank does."""
 
 
-class PeerPatience(Patience):
-    """The limits of `patience` for a message to or from rank `peer`, whatever else holds this up.
+class PeerTimeouts(Timeouts):
+    """The limits of `timeouts` for a message to or from rank `peer`, whatever else holds this up.
 
     `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
     """
 
-    def __init__(self, patience: Patience, peers: PeerStates, peer: int, *, sends: bool) -> None:
-        super().__init__(patience.timeout_s, patience.busy_timeout_s)
+    def __init__(self, timeouts: Timeouts, peers: PeerStates, peer: int, *, sends: bool) -> None:
+        super().__init__(timeouts.timeout_s, timeouts.busy_timeout_s)
         self._peers, self._peer, self._sends = peers, peer, sends
 
     def look(self) -> None:

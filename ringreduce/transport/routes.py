@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ringreduce.pure.networks import Unreached, ways
 from ringreduce.transport.address import endpoint, is_loopback, split_host
+from ringreduce.transport.happy_eyeballs import Reached, first_to_answer
 from ringreduce.transport.interfaces import hosts_of
-from ringreduce.transport.race import Reached, race
 from ringreduce.vocabulary.config import TIMES
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Routes:
             for peer, address in addresses.items()
             if peer not in self._reached and peer != self._rank
         }
-        found, failed = race(self._rank, tried, limit_s, check, lead_s)
+        found, failed = first_to_answer(self._rank, tried, limit_s, check, lead_s)
         for peer, (host, _) in found.items():
             level = logging.INFO if len(tried[peer]) > 1 else logging.DEBUG
             offered = ", ".join(each for each, _ in tried[peer])

@@ -20,14 +20,14 @@ import numpy as np
 from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
-from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Action
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
-from ringreduce.transport.calls import Traffic
 from ringreduce.transport.diagnosis import lost_error, mismatch_error
+from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
-from ringreduce.transport.shm_pairs import HostPairs
+from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
@@ -99,7 +99,7 @@ class HostCall:
         self.address = ctypes.addressof(self._call)
 
 
-class HostLink:
+class ShmLink:
     """One rank's link to the ranks of its host, made before they meet, to announce `name`.
 
     Raises:
@@ -107,8 +107,8 @@ class HostLink:
         OSError: no memory or no socket is available.
     """
 
-    def __init__(self, *, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, *, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
         self._functions = functions()
         size = heap_bytes()
         self._own: Segment | None = Segment.create(STAGING_BYTES, size)
@@ -119,7 +119,7 @@ class HostLink:
         self._segments: list[Segment] = []
         self._group: int | None = None
         # Messages between two ranks, once this is connected.
-        self.pairs: HostPairs | None = None
+        self.pairs: ShmPairs | None = None
         # Messages from this rank and to it, known once it is closed.
         self.unreceived: list[Unreceived] = []
         # Collectives that are run wholly in C, once this is connected.
@@ -166,7 +166,7 @@ class HostLink:
             size=size,
             job=job,
             descriptor=self._own.descriptor,
-            timeout_s=self._patience.timeout_s,
+            timeout_s=self._timeouts.timeout_s,
             check=check,
         )
         for index, member in enumerate(members):
@@ -197,11 +197,11 @@ class HostLink:
                 size=size,
             )
         self._group = group.value
-        ranks = HostRanks(self._members, self._index, self._segments, self._mesh, self._patience)
+        ranks = HostRanks(self._members, self._index, self._segments, self._mesh, self._timeouts)
         self._ranks = ranks
         self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
         assert self._heap is not None
-        self.pairs = HostPairs(ranks, self._heap, size)
+        self.pairs = ShmPairs(ranks, self._heap, size)
         if are_possible():
             self.small = SmallCalls(SmallKind.COLLECTIVE, self._group, self._wait_limits_address)
 
@@ -247,7 +247,7 @@ class HostLink:
         stalled = _Stalled(self, call, run, addresses)
         if not stalled.is_done(status):
             check_s = TIMES.shared_memory_poll_s
-            finish(stalled, self._interruption, self._patience, self._events, check_s)
+            finish(stalled, self._interruption, self._timeouts, self._events, check_s)
 
     def _look(self) -> _Facts:
         self._functions["shm_look"](self._group, ctypes.addressof(self._facts))
@@ -322,7 +322,7 @@ class HostLink:
 class _Stalled:
     """A collective that waits for another rank; a `StalledCall`."""
 
-    def __init__(self, link: HostLink, call: HostCall, run: Any, addresses: Sequence[int]) -> None:
+    def __init__(self, link: ShmLink, call: HostCall, run: Any, addresses: Sequence[int]) -> None:
         assert link._ranks is not None
         self._link, self._ranks, self._call = link, link._ranks, call
         self._run, self._addresses = run, addresses

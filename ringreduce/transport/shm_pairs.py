@@ -24,9 +24,9 @@ from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import HEADER_BYTES, Header
-from ringreduce.transport.calls import Traffic
 from ringreduce.transport.diagnosis import lost_error, mismatch_error
-from ringreduce.transport.peers import PeerPatience, PeerStates
+from ringreduce.transport.link_calls import Traffic
+from ringreduce.transport.peers import PeerStates, PeerTimeouts
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
@@ -51,7 +51,7 @@ class _Facts(ctypes.Structure):
     )
 
 
-class HostPairs:
+class ShmPairs:
     """This rank's channels to and from the others of its host, `size` being that of the job."""
 
     def __init__(self, ranks: HostRanks, heap: Heap, size: int) -> None:
@@ -63,8 +63,8 @@ class HostPairs:
         self._events: Events | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.RLock()
-        self._sending: dict[int, HostEnd] = {}
-        self._receiving: dict[int, HostEnd] = {}
+        self._sending: dict[int, ShmEnd] = {}
+        self._receiving: dict[int, ShmEnd] = {}
 
     def begin(self, peers: PeerStates) -> None:
         """Errors and time limits depend from now on on what the other rank does."""
@@ -104,7 +104,7 @@ class HostPairs:
             end = self._open(place, is_sending=False)
         end.run(header, flat, self._interruption)
 
-    def _open(self, place: int, *, is_sending: bool) -> HostEnd:
+    def _open(self, place: int, *, is_sending: bool) -> ShmEnd:
         with self._lock:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
@@ -127,12 +127,12 @@ class HostPairs:
             (self._sending if is_sending else self._receiving)[place] = end
             return end
 
-    def _end(self, place: int, is_sending: bool) -> HostEnd:
+    def _end(self, place: int, is_sending: bool) -> ShmEnd:
         assert self._ranks is not None
         peers, events = self._peers, self._events
-        return HostEnd(self._ranks, place, self._size, peers, events, is_sending=is_sending)
+        return ShmEnd(self._ranks, place, self._size, peers, events, is_sending=is_sending)
 
-    def end(self, place: int, *, is_sending: bool) -> HostEnd | None:
+    def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
         return (self._sending if is_sending else self._receiving).get(place)
 
@@ -171,7 +171,7 @@ class HostPairs:
             self._receiving.clear()
 
 
-class HostEnd:
+class ShmEnd:
     """This rank's end of one direction; a `StalledCall`. Who has it keeps all memory mapped.
 
     Attributes:
@@ -244,10 +244,10 @@ class HostEnd:
         self._arguments = self._pair, self._words_address, data, nbytes, self._limits
         self._interruption = interruption
         if not self.resume():
-            patience = self._ranks.patience
+            timeouts = self._ranks.timeouts
             if self._peers is not None:
-                patience = PeerPatience(patience, self._peers, self._peer, sends=self._is_sending)
-            finish(self, interruption, patience, self._events, TIMES.shared_memory_poll_s)
+                timeouts = PeerTimeouts(timeouts, self._peers, self._peer, sends=self._is_sending)
+            finish(self, interruption, timeouts, self._events, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
 
     def unreceived(self) -> list[Unreceived]:

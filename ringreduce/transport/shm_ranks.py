@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport.cores import are_crowded
 from ringreduce.transport.segment import Segment
 from ringreduce.transport.unix import Mesh
@@ -43,7 +43,7 @@ class HostRanks:
     """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
 
     Attributes:
-        patience: how long the calls of collectives may wait.
+        timeouts: how long the calls of collectives may wait.
         mesh: which of them are lost.
     """
 
@@ -53,12 +53,12 @@ class HostRanks:
         index: int,
         segments: Sequence[Segment],
         mesh: Mesh,
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> None:
         self.members, self.index = tuple(members), index
         self.segments = tuple(segments)
         self.wait_limits = wait_limits(len(members))
-        self.mesh, self.patience = mesh, patience
+        self.mesh, self.timeouts = mesh, timeouts
 
     def name(self, peer: int) -> str:
         """How errors call a rank."""

@@ -11,8 +11,8 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
-from ringreduce.pure.patience import Limit, Patience
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.timeouts import Limit, Timeouts
 from ringreduce.transport.diagnosis import lost_error, timeout_error
 from ringreduce.transport.overdue import Silence
 from ringreduce.vocabulary.config import TIMES
@@ -56,7 +56,7 @@ class StalledCall(Protocol):
 
 
 class Interruption:
-    """Ends calls in other threads, when these next check the clock."""
+    """OpenedSockets calls in other threads, when these next check the clock."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -92,8 +92,8 @@ class Stall:
             more before it fails; progress clears this.
     """
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
         self._progress: object = None
         self._looked_s = 0.0
         self._idle_s = self.waited_s = 0.0
@@ -102,7 +102,7 @@ class Stall:
     def look(self, progress: object) -> Limit | None:
         """Note `progress`, which changes while the call advances; return the limit reached."""
         now = time.monotonic()
-        self._patience.look()
+        self._timeouts.look()
         passed_s = min(now - self._looked_s, TIMES.looked_s)
         self._looked_s = now
         if progress != self._progress:
@@ -110,8 +110,8 @@ class Stall:
             self._idle_s = self.waited_s = 0.0
         else:
             self.waited_s += passed_s
-            self._idle_s = 0.0 if self._patience.is_busy else self._idle_s + passed_s
-        return self._patience.reached(self.waited_s, self._idle_s)
+            self._idle_s = 0.0 if self._timeouts.is_busy else self._idle_s + passed_s
+        return self._timeouts.reached(self.waited_s, self._idle_s)
 
 
 class _WaitSpan:
@@ -128,7 +128,7 @@ class _WaitSpan:
             return
         self.end()
         self._known = rank, progress
-        call_s = self._events.standing().since_s
+        call_s = self._events.current_call().since_s
         self._began_s = max(call_s, time.monotonic() - self._check_s)
 
     def end(self) -> None:
@@ -142,11 +142,11 @@ class _WaitSpan:
 def finish(
     call: StalledCall,
     interruption: Interruption,
-    patience: Patience,
+    timeouts: Timeouts,
     events: Events | None = None,
     check_s: float = TIMES.poll_s,
 ) -> None:
-    """Continue `call` until it is done, for as long as `patience` allows.
+    """Continue `call` until it is done, for as long as `timeouts` allows.
 
     `resume` returns after `check_s` at most. For which ranks it waits is recorded in `events`.
 
@@ -155,7 +155,7 @@ def finish(
         PeerLostError: a rank that it needs is lost, or this one has closed its communicator.
         RingReduceError: what `call.resume` raises, or the cause of the interruption.
     """
-    stall, span = Stall(patience), _WaitSpan(events, check_s)
+    stall, span = Stall(timeouts), _WaitSpan(events, check_s)
     silence: Silence | None = None
     try:
         while True:
@@ -169,7 +169,7 @@ def finish(
                 raise lost_error(call.name(stall.lost), **call.where(stall.lost))
             if limit is not None:
                 error = timeout_error(call.due(), stall.waited_s, limit, **call.where(state.peer))
-                patience.explain(error)
+                timeouts.explain(error)
                 raise error
             if silence is not None and silence is not state.silence:
                 silence.end()

@@ -1,7 +1,7 @@
 """The port at which a rank can be met again, shut while its ring works.
 
 It is announced when the ring forms, since later there may be no way left to do so. While it is shut
-the kernel drops what comes for it (`ringreduce.transport.door`), so strangers find nothing there.
+the kernel drops what comes for it (`port_filter`), so strangers find nothing there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ringreduce.transport import door, inherited
+from ringreduce.transport import inherited, port_filter
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.listening import Bind, listen
 
@@ -29,7 +29,7 @@ class Standby:
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
         self._listeners = listen(bind, rank=rank, size=size)
         self.address = ""
-        if not all([door.shut(listener.fileno()) for listener in self._listeners]):
+        if not all([port_filter.shut(listener.fileno()) for listener in self._listeners]):
             self.close_inherited()
             return
         self.address = endpoint(*self._listeners[0].getsockname()[:2])
@@ -48,7 +48,7 @@ class Standby:
         """
         opened = {}
         for listener in self._listeners:
-            door.open_again(listener.fileno())
+            port_filter.open_again(listener.fileno())
             opened[endpoint(*listener.getsockname()[:2])] = os.dup(listener.fileno())
         return opened
 
@@ -56,7 +56,7 @@ class Standby:
         """Let nobody connect any more."""
         with contextlib.suppress(OSError):  # It was closed meanwhile.
             for listener in self._listeners:
-                door.shut(listener.fileno())
+                port_filter.shut(listener.fileno())
 
     def close(self) -> None:
         """Close the port for good; calling it again does nothing."""

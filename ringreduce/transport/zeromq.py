@@ -21,10 +21,9 @@ from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.patience import Patience
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import exchange, frames, libzmq, loop, sodium
-from ringreduce.transport.calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import (
@@ -33,6 +32,7 @@ from ringreduce.transport.diagnosis import (
     lost_error,
     mismatch_error,
 )
+from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.security import Security
@@ -55,7 +55,7 @@ class ZmqLink:
 
     Args:
         segment_bytes: payload of a full frame, equal on all ranks.
-        patience: how long a call may wait.
+        timeouts: how long a call may wait.
         streams: connections to the next rank that share its segments, equal on all ranks.
         security: this rank, and who may connect.
 
@@ -72,7 +72,7 @@ class ZmqLink:
         *,
         bind: Bind,
         segment_bytes: int,
-        patience: Patience,
+        timeouts: Timeouts,
         streams: int = 1,
         security: Security,
         members_max: int | None = None,
@@ -99,7 +99,7 @@ class ZmqLink:
             scratch=self._scratch.ctypes.data,
         )
         self._record_address = ctypes.addressof(self._record)
-        self._patience = patience
+        self._timeouts = timeouts
         self._interruption = Interruption()
         self._events: Events | None = None
         self._step_ends = np.empty(0)
@@ -168,14 +168,14 @@ class ZmqLink:
             done=min(1.0, steps / max(1, self._steps)),
             sent=known.sockets.sent(),
             overdue=tuple(each for each in overdue if each is not None),
-            sending=known.sending(),
+            sent_to_next=known.sent_to_next(),
         )
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
 
         Raises:
-            PeerTimeoutError: there was no progress for longer than `Patience` allows.
+            PeerTimeoutError: there was no progress for longer than `Timeouts` allows.
             PeerLostError: a neighbour's connection ended, or the watcher has ended the ring.
             MismatchError: the previous rank sent a frame of another call.
             CorruptionError: a sealed frame has changed on the way, or is not the next one.
@@ -213,7 +213,7 @@ class ZmqLink:
                 stalled = _Stalled(self, call, run, addresses)
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
                 if not stalled.is_done(status):
-                    finish(stalled, self._interruption, self._patience, self._events)
+                    finish(stalled, self._interruption, self._timeouts, self._events)
             if record.step_ends:
                 self._record_steps(call, began_s)
         except BaseException:

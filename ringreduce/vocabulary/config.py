@@ -18,7 +18,7 @@ from typing import Any
 
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.launched import find_place, take_place, warn_of_misspelt
+from ringreduce.vocabulary.launched import find_launched_rank, take_launched_rank, warn_of_misspelt
 from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
 
@@ -259,7 +259,7 @@ class Config:
             )
         values = {name: value for name, value in arguments.items() if value is not None}
         is_ours = any(name in values or variable_of(name) in variables for name in ("rank", "size"))
-        place = None if is_ours else find_place(variables)
+        place = None if is_ours else find_launched_rank(variables)
         if place is None:
             _refuse_half_a_launch(values, variables)
         for name, setting in SETTINGS.items():
@@ -269,7 +269,7 @@ class Config:
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if place is not None:
-            take_place(values, place, variables.get("HOME", ""))
+            take_launched_rank(values, place, variables.get("HOME", ""))
         if "timeout_s" in values:
             # A user who sets one limit means it for the rendezvous too.
             values.setdefault("join_timeout_s", values["timeout_s"])

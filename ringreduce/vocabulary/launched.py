@@ -7,8 +7,8 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 
+from ringreduce.vocabulary.launched_rank import LaunchedRank
 from ringreduce.vocabulary.launchers import find
-from ringreduce.vocabulary.place import Place
 from ringreduce.vocabulary.secret import users_secret
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _PREFIX = "RINGREDUCE_"
 _LIKENESS = 0.8
 
 
-def find_place(variables: Mapping[str, str]) -> Place | None:
+def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     """As `find`; warns of what looks like a job whose ranks each train alone, and of idle cores."""
     place = find(variables)
     if place is not None and place.key == "openmpi" and place.rank == 0:
@@ -53,7 +53,7 @@ def warn_of_misspelt(variables: Mapping[str, str], known: Collection[str]) -> No
             )
 
 
-def take_place(values: dict[str, object], place: Place, home: str) -> None:
+def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str) -> None:
     """Complete settings by a launcher's, and by the user's secret where they have none.
 
     Args:

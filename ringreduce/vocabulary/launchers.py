@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.launched_rank import LaunchedRank
 from ringreduce.vocabulary.nodelist import expand_counts, expand_hosts
-from ringreduce.vocabulary.place import Place
 from ringreduce.vocabulary.tf_config import read_tf_config
 
 Variables = Mapping[str, str]
@@ -59,7 +59,7 @@ class Launcher:
         return any(all(variables.get(name) for name in sign) for sign in self.signs)
 
 
-def find(variables: Variables) -> Place | None:
+def find(variables: Variables) -> LaunchedRank | None:
     """This process's place according to the launcher that has started it; None if none has.
 
     ``RINGREDUCE_LAUNCHER`` names the one to ask, or ``none``.
@@ -94,7 +94,7 @@ def _asked(variables: Variables) -> tuple[Launcher, ...]:
     return tuple(each for each in LAUNCHERS if each.key == choice)
 
 
-def _read(launcher: Launcher, variables: Variables) -> Place | None:
+def _read(launcher: Launcher, variables: Variables) -> LaunchedRank | None:
     derived = launcher.derive(variables)
     if derived is None:
         return None
@@ -114,7 +114,7 @@ def _read(launcher: Launcher, variables: Variables) -> Place | None:
         local_size = _whole(launcher.local_size, variables, 1, size)
         local_rank = _whole(launcher.local_rank, variables, 0, local_size - 1)
     job = [variables[name] for name in launcher.job if variables.get(name)]
-    return Place(
+    return LaunchedRank(
         key=launcher.key,
         name=launcher.name,
         source=f"{launcher.rank} and {launcher.size}",
@@ -137,7 +137,7 @@ def _whole(name: str, variables: Variables, low: int, high: int) -> int:
     return int(text)
 
 
-def _compared(place: Place, other: Place, launcher: Launcher) -> Place:
+def _compared(place: LaunchedRank, other: LaunchedRank, launcher: Launcher) -> LaunchedRank:
     """`place`, completed from `other` where both name the same rank."""
     place = replace(place, shares_home=place.shares_home or other.shares_home)
     if (place.rank, place.size) == (other.rank, other.size):

@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from ringreduce.bootstrap.admission import Members
-from ringreduce.bootstrap.messages import read_hello
+from ringreduce.bootstrap.hello import read_hello
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import Config

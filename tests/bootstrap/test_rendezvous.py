@@ -21,7 +21,7 @@ from ringreduce._version import __version__
 from ringreduce.bootstrap import rendezvous
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.ends import bind_of
+from ringreduce.communicator.opened_sockets import bind_of
 from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.testing import ring_of_threads
@@ -527,7 +527,7 @@ def test_a_message_to_a_rank_that_is_not_reached_says_where_it_was_tried(monkeyp
     def work(comm):
         comm._session.job.routes._reached.clear()
         monkeypatch.setattr(
-            routes, "race", lambda *_: ({}, [Unreached(0, 1, "10.0.0.5:9", "refused")])
+            routes, "first_to_answer", lambda *_: ({}, [Unreached(0, 1, "10.0.0.5:9", "refused")])
         )
         with pytest.raises(PeerLostError) as caught:
             comm.send(np.ones(3), 1) if comm.rank == 0 else comm.recv(np.ones(3), 0)

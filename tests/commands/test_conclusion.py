@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringreduce.commands.launch.conclusion import conclude
 from ringreduce.commands.launch.failure import Cause, Failure
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 
 BAD = Raised("ValueError", None, None, "ValueError: bad data", ["Traceback:", "", "  x"])
 LOST = Raised("PeerLostError", 1, None, "PeerLostError: rank 0 lost rank 1.", ["y"], ["y", "z"])

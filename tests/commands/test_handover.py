@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ringreduce.commands.launch import handover, start
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.program import command_of
-from ringreduce.commands.launch.records import (
+from ringreduce.commands.launch.worker_records import (
     ImportedKeras,
     Joins,
     Raised,

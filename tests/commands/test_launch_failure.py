@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 
 VALUE_ERROR = Raised("ValueError", exception="ValueError: bad data", traceback=["a", "b"])
 LOST = Raised("PeerLostError", peer=7)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ringreduce.commands.report.records import Records, read_records
+from ringreduce.commands.report.flight_records import Records, read_records
 from ringreduce.commands.report.verdict import Verdict, judge, those
 from ringreduce.commands.report.view import show
 from ringreduce.pure.flight import (
@@ -72,12 +72,12 @@ def failed(
     since: float = NOW - 20,
     **failure: Any,
 ) -> Dump:
-    """A rank that failed `after_s` after the first, in all_reduce unless `standing` is given."""
-    failure = {"standing": "all_reduce", "text": f"rank {rank} of 4 failed.", **failure}
-    standing = failure["standing"]
+    """A rank that failed `after_s` after the first, in all_reduce unless `in_call` is given."""
+    failure = {"in_call": "all_reduce", "text": f"rank {rank} of 4 failed.", **failure}
+    in_call = failure["in_call"]
     entries = []
-    if standing is not None:
-        entries = [Call(calls, standing, nbytes, NOW - 20, 3.0, "MainThread", kind)]
+    if in_call is not None:
+        entries = [Call(calls, in_call, nbytes, NOW - 20, 3.0, "MainThread", kind)]
     return dump(
         rank,
         calls=calls,
@@ -112,7 +112,7 @@ def part(of: Dump, members: list[int], number: int = 1) -> Group:
 
 def test_an_exception_of_the_program_goes_before_all_that_others_say() -> None:
     raised = failed(
-        2, "ValueError", after_s=0.5, standing=None, text="no such shard", trace=[PLACE, INSIDE]
+        2, "ValueError", after_s=0.5, in_call=None, text="no such shard", trace=[PLACE, INSIDE]
     )
     found = verdict(lost(0, 3), lost(1, 2), raised, lost(3, 2))
     assert found.culprits == (2,)
@@ -153,7 +153,7 @@ def test_one_rank_that_makes_another_call_is_the_culprit() -> None:
 
 def test_two_sides_of_a_disagreement_are_both_named() -> None:
     dumps = [
-        failed(r, "MismatchError", peer=1 - r % 2, standing="barrier" if r % 2 else "broadcast")
+        failed(r, "MismatchError", peer=1 - r % 2, in_call="barrier" if r % 2 else "broadcast")
         for r in range(4)
     ]
     found = verdict(*dumps)
@@ -212,7 +212,7 @@ def test_who_waits_for_whom_is_followed_round_the_ring_to_its_cause() -> None:
 
 
 def test_a_rank_told_of_the_break_in_user_code_is_still_the_culprit() -> None:
-    told = timed_out(1, 1, origin=0, standing=None, after_s=0.3)
+    told = timed_out(1, 1, origin=0, in_call=None, after_s=0.3)
     found = verdict(timed_out(0, 1), told, timed_out(2, 1, origin=0))
     assert found.culprits == (1,)
     assert "in user code for 10.3 s, at train.py:12, when the ring broke" in found.text
@@ -243,8 +243,8 @@ def test_a_peer_that_is_no_rank_is_not_believed() -> None:
 
 
 def test_ranks_that_never_joined_are_named() -> None:
-    alone = failed(0, "RendezvousError", standing=None, calls=0, text="rank 2 did not come")
-    found = verdict(alone, failed(1, "RendezvousError", standing=None, calls=0))
+    alone = failed(0, "RendezvousError", in_call=None, calls=0, text="rank 2 did not come")
+    found = verdict(alone, failed(1, "RendezvousError", in_call=None, calls=0))
     assert found.culprits == (2, 3)
     assert "Ranks 2 and 3 are the culprits: without a record" in found.text
     assert "rank 2 did not come." in found.text
@@ -330,7 +330,7 @@ ANY_FAILURE = st.builds(
     when=st.floats(0, 9),
     peer=st.none() | st.integers(0, 9),
     origin=st.none() | st.integers(0, 9),
-    standing=st.sampled_from([None, "barrier", "all_reduce"]),
+    in_call=st.sampled_from([None, "barrier", "all_reduce"]),
 )
 
 
@@ -474,7 +474,7 @@ def test_a_folder_without_records_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_the_group_that_broke_first_is_explained() -> None:
     """Its ranks end with that error, which the job's ring has from them, later."""
-    ended = {"standing": None, "after_s": 1.0, "kind": "MismatchError"}
+    ended = {"in_call": None, "after_s": 1.0, "kind": "MismatchError"}
     dumps = [
         failed(
             rank, **ended, groups=[part(failed(rank, "MismatchError", peer=peer, calls=5), ours)]
@@ -493,7 +493,7 @@ def test_the_group_that_broke_first_is_explained() -> None:
 
 def test_an_exception_of_the_program_goes_before_what_it_broke_in_a_group() -> None:
     in_group = part(lost(0, 1, after_s=-1.0), [0, 1])
-    raised = failed(1, "ValueError", standing=None, text="no such shard")
+    raised = failed(1, "ValueError", in_call=None, text="no such shard")
     found = verdict(lost(0, 1, groups=[in_group], after_s=0.5), raised, size=2)
     assert found.culprits == (1,)
     assert found.text.startswith("Rank 1 is the culprit: its own error came first, in user code")
@@ -513,7 +513,7 @@ def test_a_killed_rank_is_named_in_its_group() -> None:
 def test_a_rank_whose_call_in_a_group_has_just_failed_is_not_said_to_be_in_user_code() -> None:
     in_group = part(lost(0, 2), [0, 2])
     ended_s = in_group.entries[0].started + in_group.entries[0].seconds
-    told = {"standing": None, "origin": 1}
+    told = {"in_call": None, "origin": 1}
     just = lost(0, 2, **told, since=ended_s, groups=[in_group])
     assert "Rank 0 stood in all_reduce of the group of ranks 0 and 2, which failed, after 17" in (
         verdict(just, lost(1, 2), size=3).text
@@ -587,7 +587,7 @@ def test_errors_get_a_column_of_their_own() -> None:
 
 def test_what_a_record_says_is_shown_and_not_obeyed() -> None:
     evil = "[red]x[/red] \x1b]0;title\x07 \x1b[2J \r\n [/nonsense]"
-    failure = failed(0, "ValueError", text=evil, standing=evil[:20])
+    failure = failed(0, "ValueError", text=evil, in_call=evil[:20])
     text = "\n".join(shown(Records(1, {0: failure})))
     assert "[red]x[/red]" in text
     assert not {"\x1b", "\x07", "\r"} & set(text)

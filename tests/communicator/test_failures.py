@@ -114,9 +114,9 @@ def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transp
     # It has met the others, but dies before it has sent them anything.
     program = """
     if RANK == 1:
-        from ringreduce.transport.shm import HostLink
+        from ringreduce.transport.shm import ShmLink
         from ringreduce.transport.zeromq import ZmqLink
-        HostLink.run = ZmqLink.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ShmLink.run = ZmqLink.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     attempt("result", join)
     hold()
     """
@@ -301,10 +301,10 @@ def test_ctrl_c_in_a_waiting_rank_is_prompt_and_told(tmp_path: Path, transport: 
         signal.signal(signal.SIGUSR1, lambda *_: go.set())
         go.wait()
     if RANK == 1:
-        before = ring._session._recorder.standing()
+        before = ring._session._recorder.current_call()
 
         def watch():
-            while ring._session._recorder.standing() == before:
+            while ring._session._recorder.current_call() == before:
                 os.sched_yield()
             say("waits")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ringreduce
-from ringreduce.communicator import ends
+from ringreduce.communicator import opened_sockets
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from tests.rings import SOON_S, Ring
@@ -318,7 +318,7 @@ def test_more_groups_than_there_are_numbers_for_are_refused_on_all_ranks() -> No
 
 
 def test_a_rank_that_cannot_open_its_ports_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    usable, failing = ends.Control, threading.local()
+    usable, failing = opened_sockets.Control, threading.local()
 
     def refused(**options: Any) -> Any:
         if getattr(failing, "now", False):
@@ -333,7 +333,7 @@ def test_a_rank_that_cannot_open_its_ports_is_named_on_all(monkeypatch: pytest.M
         comm.barrier()
         return str(caught.value)
 
-    monkeypatch.setattr(ends, "Control", refused)
+    monkeypatch.setattr(opened_sockets, "Control", refused)
     texts = ring_of_threads(3, work)
     assert texts[1] == "no port is left"
     for text in (texts[0], texts[2]):

@@ -42,7 +42,7 @@ class Together:
         def has_waited() -> bool:
             if rank not in self._known:
                 return False
-            standing = self._known[rank]._session._recorder.standing()
+            standing = self._known[rank]._session._recorder.current_call()
             assert self._known[rank].failure is None
             return (
                 standing.operation is not None

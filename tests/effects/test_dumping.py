@@ -27,7 +27,7 @@ from ringreduce import (
     RendezvousError,
     RingReduceError,
 )
-from ringreduce.commands.report.records import read_records
+from ringreduce.commands.report.flight_records import read_records
 from ringreduce.commands.report.verdict import judge
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.events import Events
@@ -81,7 +81,7 @@ def test_a_ring_that_breaks_leaves_a_record_of_every_rank(tmp_path: Path) -> Non
         assert (dump.failure.peer, dump.failure.origin) == (error.peer, error.origin)
         assert dump.failure.operation == error.operation
         assert dump.failure.sequence == error.sequence
-        assert dump.failure.standing == "all_reduce"
+        assert dump.failure.in_call == "all_reduce"
         assert [call.operation for call in dump.entries] == ["barrier", "all_reduce", "all_reduce"]
         assert dump.entries[-1].error == dump.why
         assert {"python", "ringreduce", "numpy"} <= set(dump.versions)
@@ -324,7 +324,7 @@ def test_an_error_that_a_layer_above_has_found_is_recorded(tmp_path: Path) -> No
         communicator.fail(MismatchError("found NaN", rank=0, size=1))
     dump = read(tmp_path)
     assert dump.failure is not None
-    assert (dump.failure.text, dump.failure.standing) == ("rank 0 of 1 found NaN.", None)
+    assert (dump.failure.text, dump.failure.in_call) == ("rank 0 of 1 found NaN.", None)
 
 
 # --- SIGUSR1 ----------------------------------------------------------------------------------

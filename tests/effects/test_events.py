@@ -62,7 +62,7 @@ def test_parts_and_calls_do_not_mix() -> None:
         events.end()
     assert [span.nbytes for span in events.calls()] == list(range(44, 300))
     assert [span.number for span in sorted(events.parts(), key=lambda s: s.number)] == [*range(300)]
-    assert events.standing().calls == 300
+    assert events.current_call().calls == 300
 
 
 @given(st.integers(0, 64), st.integers(0, 64))

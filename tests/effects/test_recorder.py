@@ -12,7 +12,7 @@ from ringreduce.effects import events
 from ringreduce.effects.events import Events
 from ringreduce.effects.native import library, why_missing
 from ringreduce.effects.recorder import Recorder
-from ringreduce.pure.liveness import Standing
+from ringreduce.pure.liveness import CurrentCall
 from ringreduce.pure.membership import whole
 from ringreduce.pure.spans import CALLS_KEPT
 from ringreduce.pure.wire import Kind
@@ -73,14 +73,14 @@ def test_times_are_those_of_the_call() -> None:
 def test_standing_in_user_code_and_in_a_call() -> None:
     recorder = recorded(3)
     before = time.monotonic()
-    assert recorder.standing() == Standing(3, None, 0, recorder.standing().since_s)
+    assert recorder.current_call() == CurrentCall(3, None, 0, recorder.current_call().since_s)
     recorder.events.begin(Kind.BROADCAST, 80)
-    standing = recorder.standing()
+    standing = recorder.current_call()
     assert (standing.calls, standing.operation, standing.nbytes) == (3, "broadcast", 80)
     assert before <= standing.since_s <= time.monotonic()
     recorder.events.end()
-    assert recorder.standing().calls == 4
-    assert recorder.standing().since_s >= standing.since_s
+    assert recorder.current_call().calls == 4
+    assert recorder.current_call().since_s >= standing.since_s
 
 
 def test_a_failed_call_keeps_its_error_and_is_not_counted() -> None:
@@ -91,9 +91,9 @@ def test_a_failed_call_keeps_its_error_and_is_not_counted() -> None:
     last = recorder.entries()[-1]
     assert last.error == "PeerLostError: rank 0 of 2 lost rank 1."
     assert last.seconds is not None
-    assert (recorder.calls, recorder.standing().operation) == (2, None)
+    assert (recorder.calls, recorder.current_call().operation) == (2, None)
     assert recorder.first_error is not None
-    assert (recorder.first_error.error, recorder.first_error.standing.operation) == (
+    assert (recorder.first_error.error, recorder.first_error.call.operation) == (
         error,
         "all_reduce",
     )
@@ -104,7 +104,7 @@ def test_breaking_between_two_calls_makes_no_entry() -> None:
     recorder.fail(MismatchError("disagree"))
     assert numbers(recorder) == [0, 1]
     assert recorder.first_error is not None
-    assert recorder.first_error.standing.operation is None
+    assert recorder.first_error.call.operation is None
 
 
 def test_the_first_error_is_kept() -> None:
@@ -168,7 +168,7 @@ def test_a_reader_in_another_thread_sees_whole_records_only() -> None:
     writer = threading.Thread(target=write)
     writer.start()
     while not over.is_set():
-        standing = recorder.standing()
+        standing = recorder.current_call()
         assert standing.operation is None or standing.nbytes == standing.calls
         entries = recorder.entries()
         assert all(entry.nbytes == entry.number for entry in entries)
@@ -210,5 +210,5 @@ def test_a_communicator_that_breaks_records_why() -> None:
 
     for recorder in ring_of_threads(2, work):
         assert recorder.entries()[-1].error.startswith("MismatchError: ")
-        assert recorder.first_error.standing.operation == "all_reduce"
+        assert recorder.first_error.call.operation == "all_reduce"
         assert recorder.calls == 1

@@ -46,10 +46,12 @@ SIZES = [1, 2, 3]
 
 def until_running(comm: Communicator, call: Callable[[], Work[Any]]) -> Work[Any]:
     """Hand work over; return once the engine is in the midst of it."""
-    before = comm._session._recorder.standing()
+    before = comm._session._recorder.current_call()
     work = call()
     wait_until(
-        lambda: comm._session._recorder.standing() != before, "the collective to begin", DEADLINE_S
+        lambda: comm._session._recorder.current_call() != before,
+        "the collective to begin",
+        DEADLINE_S,
     )
     return work
 

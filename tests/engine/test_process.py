@@ -38,9 +38,9 @@ def test_process_ends_though_a_peer_never_answers(tmp_path: Path, transport: str
     ring = join()
     say("ready")
     if RANK == 0:
-        before = ring._session._recorder.standing()
+        before = ring._session._recorder.current_call()
         work = [ring.all_reduce(np.ones(1000), async_op=True) for _ in range(3)]
-        while ring._session._recorder.standing() == before:
+        while ring._session._recorder.current_call() == before:
             os.sched_yield()
     else:
         hold()

@@ -47,7 +47,7 @@ DECIDES = [
     "ringreduce.commands.launch.hosts",
     "ringreduce.commands.launch.node_messages",
     "ringreduce.commands.launch.output",
-    "ringreduce.commands.launch.records",
+    "ringreduce.commands.launch.worker_records",
     "ringreduce.commands.launch.ssh",
     "ringreduce.commands.launch.startup",
     "ringreduce.commands.launch.tracebacks",

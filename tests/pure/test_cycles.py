@@ -6,7 +6,7 @@ import pytest
 
 from ringreduce.pure import cycles
 from ringreduce.pure.cycles import Cycles, Waits, describe
-from ringreduce.pure.messages import Pending
+from ringreduce.pure.watcher_messages import Pending
 from ringreduce.vocabulary.times import Times
 
 

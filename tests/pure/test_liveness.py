@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from ringreduce.pure import liveness
-from ringreduce.pure.liveness import Board
+from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.messages import (
+from ringreduce.pure.watcher_messages import (
     OVERDUE_MAX,
     Abort,
     Acknowledgement,
@@ -49,8 +49,8 @@ def heartbeat(
     return Heartbeat(rank, number, calls, operation, 0.5)
 
 
-def board(size: int = 3, now_s: float = 10.0) -> Board:
-    return Board(0, whole(size), now_s)
+def board(size: int = 3, now_s: float = 10.0) -> PeerTable:
+    return PeerTable(0, whole(size), now_s)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_latest_beat_counts_whichever_way_it_came() -> None:
 
 
 def test_ages_add_up_on_the_way() -> None:
-    far, near = Board(2, whole(4), 0.0), Board(1, whole(4), 100.0)
+    far, near = PeerTable(2, whole(4), 0.0), PeerTable(1, whole(4), 100.0)
     far.note(heartbeat(3), 0.0, 5.0)
     [(passed_on, age_s)] = far.heartbeats(5.25)
     near.note(passed_on, age_s, 101.0)
@@ -155,7 +155,7 @@ def test_a_rank_that_never_spoke_is_suspected_in_time() -> None:
 
 
 def test_far_ranks_are_given_the_time_that_word_of_them_takes() -> None:
-    known = Board(0, whole(8), 0.0)
+    known = PeerTable(0, whole(8), 0.0)
     now = TIMES.silent_s + 0.01
     assert known.is_silent(1, now)
     assert known.is_silent(7, now)
@@ -353,7 +353,7 @@ def test_a_cycle_of_others_does_not_lead_to_this_rank() -> None:
 
 
 def test_a_rank_outside_the_group_is_waited_for_by_none_of_it() -> None:
-    known = Board(0, Membership((0, 2), group=1), 10.0)
+    known = PeerTable(0, Membership((0, 2), group=1), 10.0)
     known.note(Heartbeat(2, 1, 5, "", 0.5, pending=Pending(False, 1, 1)), 0.0, 10.1)
     known.note(Heartbeat(1, 1, 5, "", 0.5, pending=Pending(False, 0, 1)), 0.0, 10.1)
     assert known.doing(2, 10.2).is_busy

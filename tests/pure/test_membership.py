@@ -93,7 +93,7 @@ def test_neighbours_are_those_before_and_after(membership: Membership) -> None:
     for place, rank in enumerate(membership.members):
         around = {membership.members[place - 1], membership.members[(place + 1) % membership.size]}
         assert set(membership.neighbours(rank)) == around
-        assert membership.place(rank) == place
+        assert membership.group_rank(rank) == place
 
 
 @pytest.mark.parametrize(

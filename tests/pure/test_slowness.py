@@ -2,20 +2,20 @@
 
 import pytest
 
-from ringreduce.pure.messages import Heartbeat, Sending
 from ringreduce.pure.slowness import SlowLink, SlowRank, slow_link, slow_rank
+from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
 
 MIB = 1 << 20
 
 
-def beat(rank, calls=100, stopped_s=0.0, sending=None):
-    return Heartbeat(rank, 1, calls, "", 0.0, stopped_s=stopped_s, sending=sending)
+def beat(rank, calls=100, stopped_s=0.0, sent_to_next=None):
+    return Heartbeat(rank, 1, calls, "", 0.0, stopped_s=stopped_s, sent_to_next=sent_to_next)
 
 
 def linked(*rates, seconds=4.0):
     size = len(rates)
     return [
-        beat(rank, sending=Sending((rank + 1) % size, int(rate * seconds), seconds))
+        beat(rank, sent_to_next=SentToNext((rank + 1) % size, int(rate * seconds), seconds))
         for rank, rate in enumerate(rates)
     ]
 

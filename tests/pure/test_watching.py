@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from ringreduce.pure import cycles, delays, liveness, messages, watching
+from ringreduce.pure import cycles, delays, liveness, watcher_messages, watching
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import whole
-from ringreduce.pure.messages import (
+from ringreduce.pure.notification import encode_abort
+from ringreduce.pure.watcher_messages import (
     Abort,
     Acknowledgement,
     Heartbeat,
@@ -23,7 +24,6 @@ from ringreduce.pure.messages import (
     Pending,
     Value,
 )
-from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watching import Watch
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, PeerTimeoutError
 from ringreduce.vocabulary.times import Times
@@ -47,7 +47,7 @@ def a_watch(size: int = 2, limit_s: float = 2.0) -> Watch:
 
 
 def sent(actions: list[Action]) -> list[Message]:
-    return [messages.decode(a.message, 3) for a in actions if isinstance(a, Send)]
+    return [watcher_messages.decode(a.message, 3) for a in actions if isinstance(a, Send)]
 
 
 def errors(actions: list[Action]) -> list[Exception]:
@@ -58,12 +58,14 @@ def logged(actions: list[Action]) -> list[str]:
     return [action.text for action in actions if isinstance(action, Log)]
 
 
-ABORT = messages.encode(Abort(encode_abort(MismatchError("is the cause", rank=1, size=2), 1)))
+ABORT = watcher_messages.encode(
+    Abort(encode_abort(MismatchError("is the cause", rank=1, size=2), 1))
+)
 
 
 def heartbeat(calls: int = 5, operation: str = "", number: int = 1, rank: int = 1) -> bytes:
     own = Heartbeat(rank, number, calls, operation, 0.0)
-    return messages.encode(Heartbeats(((own, 0.0),)))
+    return watcher_messages.encode(Heartbeats(((own, 0.0),)))
 
 
 def test_a_loss_that_was_none_does_not_shorten_the_wait_after_a_later_one() -> None:
@@ -96,7 +98,7 @@ def test_a_loss_that_lasts_ends_the_ring(has_ended: bool, limit_s: float) -> Non
 def test_a_loss_after_a_leave_is_no_failure(leaves: str) -> None:
     watch = a_watch()
     if leaves == "the other":
-        watch.receive(1, messages.encode(Left(1, 5)), 0.1)
+        watch.receive(1, watcher_messages.encode(Left(1, 5)), 0.1)
     else:
         watch.is_closing = True
     for at_s in (0.2, 5.0, 10.0):
@@ -120,10 +122,10 @@ def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_ack
     watch = a_watch(3)
     watch.announce(Left(0, 5))
     assert watch.is_owed([])
-    watch.receive(1, messages.encode(Acknowledgement()), 0.1)
+    watch.receive(1, watcher_messages.encode(Acknowledgement()), 0.1)
     assert watch.is_owed([1])
     assert not watch.is_owed([2])
-    watch.receive(2, messages.encode(Left(2, 5)), 0.2)
+    watch.receive(2, watcher_messages.encode(Left(2, 5)), 0.2)
     assert not watch.is_owed([])
 
 
@@ -136,7 +138,7 @@ def test_messages_that_cannot_be_read_are_logged_a_few_times() -> None:
 
 def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_twice() -> None:
     watch, here = a_watch(), Here(operation="all_reduce")
-    watch.receive(1, messages.encode(Left(1, 5, "ValueError: no")), 0.1)
+    watch.receive(1, watcher_messages.encode(Left(1, 5, "ValueError: no")), 0.1)
     assert not errors(watch.beat(here, Flow(), 0, 0.2))
     assert watch.due_s == pytest.approx(0.3)
     [error] = errors(watch.beat(here, Flow(), 0, 0.3))
@@ -147,10 +149,10 @@ def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() 
     watch = a_watch()
     own = Claim("order", b"own", "and rank {peer} differ", "Do so.")
     assert sent(watch.claim(own)) == [Value("order", b"own")]
-    [error] = errors(watch.receive(1, messages.encode(Value("order", b"other")), 0.1))
+    [error] = errors(watch.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1))
     assert str(error) == "rank 0 of 2 and rank 1 differ. Do so."
     late = a_watch()
-    assert not late.receive(1, messages.encode(Value("order", b"other")), 0.1)
+    assert not late.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1)
     notified, message = sent(late.claim(own))
     assert notified == Value("order", b"own")
     assert isinstance(message, Abort)
@@ -201,7 +203,7 @@ def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
     watch.note_bytes({}, 1.0)
     # The heartbeat's own bytes were counted meanwhile.
     watch.note_bytes({1: 100}, 1.75)
-    assert watch.board.silent_s(1, 1.75) == 0.75
+    assert watch.peer_table.silent_s(1, 1.75) == 0.75
 
 
 def test_a_rank_that_is_busy_ends_with_the_call() -> None:
@@ -233,7 +235,7 @@ def test_a_rank_that_is_always_late_is_named() -> None:
 
 def overdue(frames: int, dry_s: float, channel: int = 0, number: int = 1) -> bytes:
     own = Heartbeat(1, number, 5, "all_reduce", 0.0, 0.0, (Overdue(0, channel, frames, dry_s),))
-    return messages.encode(Heartbeats(((own, 0.0),)))
+    return watcher_messages.encode(Heartbeats(((own, 0.0),)))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_two_silent_connections_are_warned_of_and_counted_at_the_same_time() -> 
         for rank, channel in ((1, 0), (2, 1)):
             due = (Overdue(0, channel, 6, at_s),)
             own = Heartbeat(rank, number + 1, 5, "all_reduce", 0.0, 0.0, due)
-            watch.receive(rank, messages.encode(Heartbeats(((own, 0.0),))), at_s)
+            watch.receive(rank, watcher_messages.encode(Heartbeats(((own, 0.0),))), at_s)
         watch.tick(at_s)
         actions = watch.beat(here, flow, 0, at_s)
         warned += [(at_s, text[:15]) for text in logged(actions) if "sends to" in text]
@@ -310,7 +312,7 @@ def test_what_a_receiver_said_before_it_was_stopped_says_nothing(
     watch, here, found = a_watch(limit_s=0.7), Here(operation="all_reduce"), []
     for number, at_s in enumerate((1.0, 1.25, 1.5, 1.75)):
         own = Heartbeat(1, number + 1, 5, "", 0.0, 0.0, (Overdue(0, 0, 6, 9.0),))
-        watch.receive(1, messages.encode(Heartbeats(((own, age_s),))), at_s)
+        watch.receive(1, watcher_messages.encode(Heartbeats(((own, age_s),))), at_s)
         watch.tick(at_s)
         found += errors(watch.beat(here, Flow(sent=((1, 0, 7),)), 0, at_s))
     assert bool(found) is is_dead
@@ -347,7 +349,7 @@ def test_a_timeout_names_the_rank_that_all_wait_for() -> None:
 
 def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
     listening = Listening(2, 0, 1, "tcp://127.0.0.1:4187")
-    payload = messages.encode(listening)
+    payload = watcher_messages.encode(listening)
     between, receiver = Watch(1, 3, whole(3), 2.0, 0.0), a_watch(3)
     # It goes on to the other neighbour, once, whichever way it came.
     assert between.receive(2, payload, 0.1) == [Send(payload, frozenset({2}))]
@@ -367,17 +369,17 @@ def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None
     for watch in watches.values():
         for rank in (1, 3):
             watch.receive(rank, heartbeat(rank=rank), 0.2)
-            watch.receive(rank, messages.encode(Left(rank, 5)), 0.3)
+            watch.receive(rank, watcher_messages.encode(Left(rank, 5)), 0.3)
     for own, other in ((0, 2), (2, 0)):
         # It may have something under way; then it is silent, and so waited for no longer.
-        assert watches[own].board.doing(other, 0.4).is_busy
-        doing = watches[own].board.doing(other, 2.0)
+        assert watches[own].peer_table.doing(other, 0.4).is_busy
+        doing = watches[own].peer_table.doing(other, 2.0)
         assert not doing.is_busy
         assert doing.text.startswith(f"nothing comes from rank {other} any more, since ranks 1 and")
     # One way is enough.
     watch = Watch(0, 4, whole(4), 2.0, 0.0)
-    watch.receive(1, messages.encode(Left(1, 5)), 0.1)
-    assert "no sign of life" in watch.board.doing(2, 2.0).text
+    watch.receive(1, watcher_messages.encode(Left(1, 5)), 0.1)
+    assert "no sign of life" in watch.peer_table.doing(2, 2.0).text
 
 
 def test_a_watch_warns_of_ranks_that_wait_for_each_other() -> None:
@@ -385,7 +387,7 @@ def test_a_watch_warns_of_ranks_that_wait_for_each_other() -> None:
     for tick in range(1, 30):
         now_s = 0.25 * tick
         theirs = Heartbeat(1, tick, 5, "", 0.0, pending=Pending(False, 0, 7))
-        watch.receive(1, messages.encode(Heartbeats(((theirs, 0.0),))), now_s)
+        watch.receive(1, watcher_messages.encode(Heartbeats(((theirs, 0.0),))), now_s)
         actions = watch.beat(Here(), Flow(), "some bytes", now_s, "", own)
         expected = tick == 21
         assert len(logged(actions)) == expected

@@ -23,12 +23,12 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import wire
 from ringreduce.pure.membership import whole
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
-from ringreduce.pure.patience import Patience
 from ringreduce.pure.schedule import Schedule
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import loop, statuses
-from ringreduce.transport.calls import RingCall
 from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
+from ringreduce.transport.link_calls import RingCall
 from ringreduce.transport.listening import LOOPBACK
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.zeromq import ZmqLink
@@ -189,7 +189,7 @@ class Loop:
         self.link = ZmqLink(
             bind=LOOPBACK,
             segment_bytes=segment_bytes,
-            patience=Patience(10.0, 10.0),
+            timeouts=Timeouts(10.0, 10.0),
             security=members[0],
         )
         # Nobody has to be there: nothing is sent, and the frames come from here.

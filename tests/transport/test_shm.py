@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringreduce.communicator import ends
+from ringreduce.communicator import opened_sockets
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.pure.wire import Kind
@@ -736,9 +736,9 @@ def test_one_rank_without_the_native_library_makes_all_use_sockets(monkeypatch):
             asked.append(1)
             if len(asked) == 1:
                 raise NativeError("There is no library.")
-        return shm.HostLink(**settings)
+        return shm.ShmLink(**settings)
 
-    monkeypatch.setattr(ends, "HostLink", missing_for_one)
+    monkeypatch.setattr(opened_sockets, "ShmLink", missing_for_one)
     assert set(ring_of_threads(2, lambda comm: comm.transport)) == {"zmq"}
 
 
@@ -746,6 +746,6 @@ def test_a_native_library_of_another_version_is_an_error_and_not_a_slow_ring(mon
     def load() -> None:
         raise NativeError("it has ABI 1")
 
-    monkeypatch.setattr(ends, "library", load)
+    monkeypatch.setattr(opened_sockets, "library", load)
     with pytest.raises(NativeError, match="it has ABI 1"):
         ring_of_threads(2, Communicator.barrier, transport="auto", join_timeout_s=1.0)

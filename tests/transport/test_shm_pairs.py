@@ -14,7 +14,7 @@ from ringreduce.effects import native
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.segment import Heap
-from ringreduce.transport.shm_pairs import HostPairs
+from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, PeerLostError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
 from tests.rings import Ring, assert_lost
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="needs the nati
 MIB = 1 << 20
 
 
-def pairs_of(comm: Communicator) -> HostPairs:
+def pairs_of(comm: Communicator) -> ShmPairs:
     return comm._session.collectives.links[0].pairs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import stalls
 from ringreduce.vocabulary.times import Times
 
@@ -35,7 +35,7 @@ def look(stall: stalls.Stall, clock: Clock, times: int, every_s: float = 0.25) -
 
 
 def test_time_that_a_call_could_not_look_is_no_waiting(clock: Clock) -> None:
-    stall = stalls.Stall(Patience(2.0, 10.0))
+    stall = stalls.Stall(Timeouts(2.0, 10.0))
     assert not look(stall, clock, 2)
     # Another thread of this process has kept Python's lock: frames may have arrived meanwhile.
     clock.now_s += 45.0
@@ -45,25 +45,25 @@ def test_time_that_a_call_could_not_look_is_no_waiting(clock: Clock) -> None:
 
 
 def test_a_rank_that_was_busy_has_the_whole_limit_from_then_on(clock: Clock) -> None:
-    patience = Patience(2.0, 10.0)
-    stall = stalls.Stall(patience)
-    patience.is_busy = True
+    timeouts = Timeouts(2.0, 10.0)
+    stall = stalls.Stall(timeouts)
+    timeouts.is_busy = True
     assert not look(stall, clock, 21)
-    patience.is_busy = False
+    timeouts.is_busy = False
     assert not look(stall, clock, 7)
     assert look(stall, clock, 1) == ["RINGREDUCE_TIMEOUT_S"]
 
 
 def test_a_rank_that_is_busy_for_ever_reaches_the_longer_limit(clock: Clock) -> None:
-    patience = Patience(2.0, 10.0)
-    stall = stalls.Stall(patience)
-    patience.is_busy = True
+    timeouts = Timeouts(2.0, 10.0)
+    stall = stalls.Stall(timeouts)
+    timeouts.is_busy = True
     assert not look(stall, clock, 40)
     assert look(stall, clock, 1) == ["RINGREDUCE_BUSY_TIMEOUT_S"]
 
 
 def test_progress_begins_anew(clock: Clock) -> None:
-    stall = stalls.Stall(Patience(2.0, 10.0))
+    stall = stalls.Stall(Timeouts(2.0, 10.0))
     assert not look(stall, clock, 8)
     assert stall.look("advanced") is None
     assert stall.waited_s == 0.0

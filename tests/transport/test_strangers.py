@@ -86,7 +86,7 @@ class TestRunningRing:
 @pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
 def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
     """Ten thousand that knock cost neither a descriptor nor a thread nor an answer."""
-    program = ROUNDS.replace("door.shut = lambda listener: False", "")
+    program = ROUNDS.replace("port_filter.shut = lambda listener: False", "")
     assert program != ROUNDS
     with Ring(tmp_path, 2, program, secret=SECRET) as ring:
         ring.wait("rounds")
@@ -113,7 +113,7 @@ def test_strangers_find_no_door_once_the_ring_stands(tmp_path: Path) -> None:
 
 
 FORMING = """
-from ringreduce.transport import door
+from ringreduce.transport import port_filter
 if RANK == 1:
     sys.stdin.readline()
 ring = join()
@@ -166,12 +166,12 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
     program = """
     import socket
-    from ringreduce.pure.patience import Patience
+    from ringreduce.pure.timeouts import Timeouts
     from ringreduce.transport.security import Security
     from ringreduce.transport.zeromq import ZmqLink
     from ringreduce.transport.listening import LOOPBACK
     settings = {"bind": LOOPBACK, "segment_bytes": 4096}
-    link = ZmqLink(**settings, patience=Patience(5.0, 5.0), security=Security(size=2))
+    link = ZmqLink(**settings, timeouts=Timeouts(5.0, 5.0), security=Security(size=2))
     address = "127.0.0.1", int(link.address.rpartition(":")[2])
     for _ in range(2500):
         socket.create_connection(address, 10).close()

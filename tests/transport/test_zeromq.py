@@ -15,7 +15,7 @@ import zmq
 
 from ringreduce.collectives.ring import Ring
 from ringreduce.pure.membership import Membership, whole
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import frames, inherited, loop, records
 from ringreduce.transport.channel import Outgoing
@@ -40,7 +40,7 @@ WORLD_SIZE = 12
 
 
 def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
-    usual = {"bind": LOOPBACK, "segment_bytes": 4096, "patience": Patience(20.0, 20.0)}
+    usual = {"bind": LOOPBACK, "segment_bytes": 4096, "timeouts": Timeouts(20.0, 20.0)}
     security = Security(rank=rank, size=size)
     return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 
@@ -226,7 +226,7 @@ def test_member_that_has_left_is_named_by_its_rank_in_the_job(call):
 
 @pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
 def test_silent_member_is_named_by_its_rank_in_the_job(call):
-    with rings_of(MEMBERS, WORLD_SIZE, patience=Patience(0.3, 0.3)) as rings:
+    with rings_of(MEMBERS, WORLD_SIZE, timeouts=Timeouts(0.3, 0.3)) as rings:
         on_each(rings, Ring.barrier)
         errors = on_each(rings[1:], call)
     # The rank behind the silent one waited for it, and the next one for that; or were told.

@@ -14,7 +14,7 @@ import msgspec
 
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
-from ringreduce.commands.launch.records import WorkerRecord
+from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce agent\n"

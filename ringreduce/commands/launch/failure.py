@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
 from ringreduce.vocabulary.words import named
 

@@ -41,13 +41,13 @@ from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
-from ringreduce.commands.launch.records import WorkerRecord
 from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker import Host, Worker
+from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import TIMES, configured_secret
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named

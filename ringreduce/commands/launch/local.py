@@ -15,8 +15,8 @@ from typing import IO
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.program import command_of
-from ringreduce.commands.launch.records import WorkerRecords
 from ringreduce.commands.launch.terminal import Terminal
+from ringreduce.commands.launch.worker_records import WorkerRecords
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import usable_cores
 from ringreduce.vocabulary.errors import ConfigError

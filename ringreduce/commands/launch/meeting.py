@@ -18,7 +18,7 @@ from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import address
 from ringreduce.commands.launch.node_messages import Done, Failed, Joined, Placed, Record
 from ringreduce.commands.launch.peer import Peer
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
-from ringreduce.commands.launch.records import Raised
+from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce node\n"

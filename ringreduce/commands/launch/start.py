@@ -21,7 +21,7 @@ if __name__ == "__main__":
     # The package whose launcher has started this, wherever it is.
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
 
-from ringreduce.commands.launch import handover, records
+from ringreduce.commands.launch import handover, worker_records
 
 _told: BaseException | None = None
 
@@ -37,7 +37,7 @@ class _KerasNotice(MetaPathFinder):
         is_imported = keras is not None and not getattr(keras.__spec__, "_initializing", False)
         if is_imported and self in sys.meta_path:
             sys.meta_path.remove(self)
-            handover.tell(records.ImportedKeras())
+            handover.tell(worker_records.ImportedKeras())
 
 
 def main(descriptor: int, program: list[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Protocol
 from ringreduce.commands.launch.exchange import Event, Output
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.output import LineBuffer
-from ringreduce.commands.launch.records import ImportedKeras, Joins, Raised, WorkerRecord
 from ringreduce.commands.launch.screen import Source
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
 
 
 class Host(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import PurePath
 
-from ringreduce.commands.report.records import Records, clean, membership_of, shorten
+from ringreduce.commands.report.flight_records import Records, clean, membership_of, shorten
 from ringreduce.pure.blame import Error, Facts, Finding, Reason, find_culprit
 from ringreduce.pure.flight import Call, Dump, Frame
 from ringreduce.vocabulary import errors
@@ -93,8 +93,8 @@ def _facts_of(dump: Dump) -> Facts:
 def _own_error(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
-    standing = dump.failure and dump.failure.standing
-    where = f"in {_numbered(standing, dump)}" if standing else "in user code"
+    current = dump.failure and dump.failure.in_call
+    where = f"in {_numbered(current, dump)}" if current else "in user code"
     return (
         f"rank {rank} is the culprit: its own error came first, {where}{_raised_at(dump)}: "
         f"{_said(dump)}"
@@ -224,8 +224,8 @@ def _standings(records: Records, ranks: Sequence[int]) -> str:
         dump = records.dumps.get(rank)
         if dump is None:
             text = "left no readable record"
-        elif dump.failure is not None and dump.failure.standing is not None:
-            text = f"had failed in {_numbered(dump.failure.standing, dump)}"
+        elif dump.failure is not None and dump.failure.in_call is not None:
+            text = f"had failed in {_numbered(dump.failure.in_call, dump)}"
         elif dump.failure is not None and dump.failure.kind not in errors.__all__:
             text = f"had failed in user code after {dump.calls} calls"
         elif dump.operation is not None:
@@ -252,7 +252,7 @@ def _outside(dump: Dump) -> str:
 
 def _call_of(dump: Dump) -> str | None:
     """The call that a rank is in, or was in when it failed; None in user code."""
-    return dump.failure.standing if dump.failure is not None else dump.operation
+    return dump.failure.in_call if dump.failure is not None else dump.operation
 
 
 def state_of(dump: Dump) -> str:
@@ -263,8 +263,8 @@ def state_of(dump: Dump) -> str:
         if dump.operation is not None:
             return f"in {_numbered(dump.operation, dump)} for {for_s}"
         return f"in {_outside(dump)} for {for_s}{_location_of(dump)}"
-    if failure.standing is not None:
-        return f"failed in {_numbered(failure.standing, dump)} after {for_s}"
+    if failure.in_call is not None:
+        return f"failed in {_numbered(failure.in_call, dump)} after {for_s}"
     if failure.kind in errors.__all__:
         return f"in {_outside(dump)} for {for_s}{_location_of(dump)}, when the ring broke"
     return f"failed in user code after {for_s}{_raised_at(dump)}"
@@ -287,7 +287,7 @@ def _stood_s(dump: Dump) -> float:
     """How long a rank has been in its call or in user code, or had been when it failed."""
     if dump.failure is None:
         return dump.when - dump.since
-    if dump.failure.standing is None:
+    if dump.failure.in_call is None:
         return max(0.0, dump.failure.when - dump.since)
     failed = _failed_call(dump)
     return (failed and failed.seconds) or 0.0

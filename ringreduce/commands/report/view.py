@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringreduce.commands.report.records import Records, clean, shorten
+from ringreduce.commands.report.flight_records import Records, clean, shorten
 from ringreduce.commands.report.verdict import Verdict, judge, state_of
 from ringreduce.vocabulary.config import color_wanted
 

@@ -27,7 +27,7 @@ class Accumulate:
         # One optimizer may be applied to several sets of variables, each with its own steps.
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
 
-    def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
+    def step(self, step: Step, inner: Any, reducer: Reducer) -> None:
         """Add a step's gradients; every `steps` times reduce their mean and apply it."""
         cycle = self._cycle_of(step)
         one = tf.constant(1.0)

@@ -10,6 +10,6 @@ from ringreduce.keras.strategies.step import Reducer, Step
 class EveryStep:
     """The default strategy."""
 
-    def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
+    def step(self, step: Step, inner: Any, reducer: Reducer) -> None:
         """Reduce the gradients and apply them."""
         inner.apply(reducer.reduce(step.weighted(), step.variables, step.kinds), step.variables)

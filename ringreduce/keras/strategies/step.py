@@ -45,7 +45,7 @@ class Step:
 class Strategy(Protocol):
     """Decides what is communicated when, and calls the wrapped optimizer's `apply`."""
 
-    def take(self, step: Step, inner: Any, reducer: Reducer) -> None:
+    def step(self, step: Step, inner: Any, reducer: Reducer) -> None:
         """Make a step with `inner`, which is built; all ranks make the same calls of `reducer`."""
 
 

@@ -31,7 +31,7 @@ _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
 
 
-def tapped(
+def fingerprinted(
     dataset: Any,
     what: str,
     remedy: str,
@@ -47,7 +47,7 @@ def tapped(
     specs = tf.nest.flatten(targets(dataset.element_spec), expand_composites=True)
     if communicator.size == 1 or any(spec.dtype in (tf.variant, tf.resource) for spec in specs):
         return dataset
-    passes = Passes(what, remedy, communicator)
+    passes = FingerprintedPasses(what, remedy, communicator)
     length = _group_length(dataset)
     grouped = dataset if length == 1 else dataset.batch(length)
     zero = np.int64(0)
@@ -96,11 +96,11 @@ def _fingerprint(tensor: Any) -> Any:
     return tf.raw_ops.Fingerprint(data=row, method="farmhash64")[0]
 
 
-# How many datasets each line of a program has tapped, by communicator.
+# How many datasets each line of a program has fingerprinted, by communicator.
 _counts: weakref.WeakKeyDictionary[Communicator, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-class Passes:
+class FingerprintedPasses:
     """Counts the passes over one dataset and claims their fingerprints; from any thread."""
 
     def __init__(self, what: str, remedy: str, communicator: Communicator) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from ringreduce.transport import listening
+from ringreduce.transport.happy_eyeballs import first_to_answer
 from ringreduce.transport.listening import Bind, listen
-from ringreduce.transport.race import race
 from ringreduce.vocabulary.errors import RendezvousError
 
 SHORT_S = 0.15
@@ -48,7 +48,7 @@ def silent() -> Iterator[tuple[str, int]]:
 
 def run(ways, limit_s=5.0):
     """The hosts that were found, by rank, and what failed."""
-    found, failed = race(0, ways, limit_s, lambda: None)
+    found, failed = first_to_answer(0, ways, limit_s, lambda: None)
     return {peer: reached.host for peer, reached in found.items()}, failed
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_is_not_reached_is_reported_with_each_address(closed, silent
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long an answer took")
 def test_the_round_trip_is_known():
     with listener() as near:
-        found, _ = race(0, {1: [near]}, 5.0, lambda: None)
+        found, _ = first_to_answer(0, {1: [near]}, 5.0, lambda: None)
     assert 0 < found[1].round_trip_s < 0.5
 
 
@@ -95,7 +95,7 @@ def test_a_check_ends_the_race(silent):
         raise StopError
 
     with pytest.raises(StopError):
-        race(0, {1: [silent]}, 5.0, check)
+        first_to_answer(0, {1: [silent]}, 5.0, check)
 
 
 def test_nobody_to_reach():

@@ -41,7 +41,7 @@ class Pending(msgspec.Struct, frozen=True, array_like=True):
         return f"{'send to' if self.sends else 'recv from'} rank {self.peer}, tag {self.tag}"
 
 
-class Sending(msgspec.Struct, frozen=True, array_like=True):
+class SentToNext(msgspec.Struct, frozen=True, array_like=True):
     """The connections to the next rank: bytes that arrived there, and how long that took in all.
 
     Time in which there was nothing to send, or the receiver did not read, does not count.
@@ -65,7 +65,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
         locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
         pending: the send or recv that it waits in, beside its collectives.
         stopped_s: for how long completed calls have stopped its own work, in all.
-        sending: its link to the next rank, over sockets, where the system measures it.
+        sent_to_next: its link to the next rank, over sockets, where the system measures it.
     """
 
     rank: _Rank
@@ -78,7 +78,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
     pending: Pending | None = None
     stopped_s: _Seconds = 0.0
-    sending: Sending | None = None
+    sent_to_next: SentToNext | None = None
 
 
 class Heartbeats(msgspec.Struct, frozen=True, tag=True):
@@ -149,7 +149,7 @@ def decode(payload: bytes, size: int) -> Message:
             ranks += [overdue.sender for overdue in heartbeat.overdue]
             ranks += heartbeat.locked
             ranks += [heartbeat.pending.peer] if heartbeat.pending is not None else []
-            ranks += [heartbeat.sending.receiver] if heartbeat.sending is not None else []
+            ranks += [heartbeat.sent_to_next.receiver] if heartbeat.sent_to_next is not None else []
     elif isinstance(message, Listening):
         ranks = [message.receiver, message.sender]
     else:

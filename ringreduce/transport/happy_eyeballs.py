@@ -51,7 +51,7 @@ class _Runner:
     next_s: float = 0.0
 
 
-def race(
+def first_to_answer(
     rank: int,
     ways: Mapping[int, Sequence[tuple[str, int]]],
     limit_s: float,

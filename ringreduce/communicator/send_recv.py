@@ -19,10 +19,10 @@ from ringreduce.communicator.formation import Job
 from ringreduce.communicator.refusals import interrupted
 from ringreduce.engine.executor import Executor
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import Pending
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
+from ringreduce.pure.watcher_messages import Pending
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport.shm_pairs import HostEnd
+from ringreduce.transport.shm_pairs import ShmEnd
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
@@ -38,7 +38,7 @@ class Owner(Protocol):
 
     config: Config
     membership: Membership
-    place: int
+    group_rank: int
     collectives: Collectives
 
     @property
@@ -70,17 +70,17 @@ class _Direction:
         described: what a message of a kind, dtype, count and tag is called.
     """
 
-    def __init__(self, owner: Owner, sends: bool, place: int) -> None:
-        self._owner, self._sends, self._place = owner, sends, place
-        self.peer = owner.membership.members[place]
+    def __init__(self, owner: Owner, sends: bool, group_rank: int) -> None:
+        self._owner, self._sends, self._group_rank = owner, sends, group_rank
+        self.peer = owner.membership.members[group_rank]
         self.lock = threading.Lock()
         self.caller: int | None = None
         self.pending: Pending | None = None
         self.leaves_with: str | None = None
         self.executor: Executor | None = None
         self.was_used = False
-        self.end: HostEnd | None = None
-        self._pass, self._index = owner.collectives.route(sends, place)
+        self.end: ShmEnd | None = None
+        self._pass, self._index = owner.collectives.route(sends, group_rank)
         self.described = lru_cache(_KEPT)(self._describe)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
@@ -101,7 +101,7 @@ class _Direction:
         """Have `transfer_in_c` know arrays like this one with `tag`, where there is C to call."""
         self.was_used = True
         if self.end is None:
-            self.end = self._owner.collectives.end(self._sends, self._place)
+            self.end = self._owner.collectives.end(self._sends, self._group_rank)
         if self.end is not None:
             with self.lock:
                 header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header
@@ -120,7 +120,7 @@ class _Direction:
         header = Header(
             kind=kind,
             job=owner.job.number,
-            rank=owner.place if self._sends else self._place,
+            rank=owner.group_rank if self._sends else self._group_rank,
             group=owner.membership.group,
             epoch=owner.membership.epoch,
             dtype=dtype_code(dtype),
@@ -158,12 +158,12 @@ class Messages:
         self._lock = threading.RLock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
-    def again(self, sends: bool, place: Any, tag: Any, array: np.ndarray) -> bool:
+    def again(self, sends: bool, group_rank: Any, tag: Any, array: np.ndarray) -> bool:
         """Send or receive in a direction that was used before; False: nothing was begun.
 
         The short way of calls as most are. False also says that arguments may be wrong.
         """
-        direction = self._directions.get((sends, place)) if type(place) is int else None
+        direction = self._directions.get((sends, group_rank)) if type(group_rank) is int else None
         if direction is None or not direction.was_used or direction.executor is not None:
             return False
         if direction.end is not None and (small := direction.end.small) is not None:
@@ -176,11 +176,11 @@ class Messages:
         return True
 
     def array(
-        self, sends: bool, place: int, tag: int, flat: np.ndarray, async_op: bool, result: Any
+        self, sends: bool, group_rank: int, tag: int, flat: np.ndarray, async_op: bool, result: Any
     ) -> Any:
-        """Send `flat` to the rank at `place`, or receive it; return `result`, or its `Work`."""
+        """Send `flat` to that rank, or receive it; return `result`, or its `Work`."""
         self._owner.check()
-        direction = self._direction(sends, place)
+        direction = self._direction(sends, group_rank)
         if async_op:
 
             def run() -> Any:
@@ -196,10 +196,10 @@ class Messages:
             direction.teach(tag, flat)
         return result
 
-    def object(self, sends: bool, place: int, tag: int, payload: np.ndarray) -> np.ndarray:
+    def object(self, sends: bool, group_rank: int, tag: int, payload: np.ndarray) -> np.ndarray:
         """Send the bytes of an object, `payload`, or receive those of one; return them."""
         self._owner.check()
-        direction, kind = self._direction(sends, place), Kind.SEND_OBJECT
+        direction, kind = self._direction(sends, group_rank), Kind.SEND_OBJECT
 
         def run() -> np.ndarray:
             length = np.array([payload.size], np.int64)
@@ -254,12 +254,12 @@ class Messages:
                 why, direction.leaves_with = direction.leaves_with, None
                 owner.leave(why)
 
-    def _direction(self, sends: bool, place: int) -> _Direction:
-        found = self._directions.get((sends, place))
+    def _direction(self, sends: bool, group_rank: int) -> _Direction:
+        found = self._directions.get((sends, group_rank))
         if found is None:
             with self._lock:
-                made = _Direction(self._owner, sends, place)
-                found = self._directions.setdefault((sends, place), made)
+                made = _Direction(self._owner, sends, group_rank)
+                found = self._directions.setdefault((sends, group_rank), made)
         return found
 
     def pending(self) -> Pending | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringreduce.pure.patience import Limit, Patience
+from ringreduce.pure.timeouts import Limit, Timeouts
 
 TIMEOUT, BUSY = Limit("RINGREDUCE_TIMEOUT_S", 30.0), Limit("RINGREDUCE_BUSY_TIMEOUT_S", 600.0)
 
@@ -23,10 +23,10 @@ TIMEOUT, BUSY = Limit("RINGREDUCE_TIMEOUT_S", 30.0), Limit("RINGREDUCE_BUSY_TIME
 def test_a_rank_in_user_code_has_its_own_limit(
     waited_s: float, idle_s: float, limit: Limit | None
 ) -> None:
-    assert Patience(30.0, 600.0).reached(waited_s, idle_s) == limit
+    assert Timeouts(30.0, 600.0).reached(waited_s, idle_s) == limit
 
 
 def test_the_larger_of_both_limits_counts_for_a_rank_in_user_code() -> None:
-    patience = Patience(30.0, 5.0)
-    assert patience.reached(29.9, 0.0) is None
-    assert patience.reached(30.0, 0.0) == TIMEOUT
+    timeouts = Timeouts(30.0, 5.0)
+    assert timeouts.reached(29.9, 0.0) is None
+    assert timeouts.reached(30.0, 0.0) == TIMEOUT

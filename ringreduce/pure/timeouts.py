@@ -14,7 +14,7 @@ class Limit(NamedTuple):
     seconds: float
 
 
-class Patience:
+class Timeouts:
     """The limits of one rank's waits.
 
     Args:

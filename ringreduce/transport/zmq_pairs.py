@@ -28,17 +28,17 @@ from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.networks import Unreached
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
+from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport import descriptors, frames, libzmq, sodium, transfer
-from ringreduce.transport.calls import Traffic
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
+from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.pair_ends import PairSettings, Part, Receiving, Sending
-from ringreduce.transport.peers import PeerPatience, PeerStates
+from ringreduce.transport.peers import PeerStates, PeerTimeouts
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
@@ -66,7 +66,7 @@ class ZmqPairs:
     Args:
         bind: where to listen.
         segment_bytes: payload of a full frame, equal on all ranks.
-        patience: how long the call of a collective may wait.
+        timeouts: how long the call of a collective may wait.
         security: this rank, and who may connect.
         membership: whose places calls name; `job` is in every frame.
         routes: at which address each rank is reached.
@@ -78,14 +78,14 @@ class ZmqPairs:
         *,
         bind: Bind,
         segment_bytes: int,
-        patience: Patience,
+        timeouts: Timeouts,
         security: Security,
         membership: Membership,
         job: int,
         routes: Routes,
         ranks_here: int,
     ) -> None:
-        self._bind, self._patience, self._security = bind, patience, security
+        self._bind, self._timeouts, self._security = bind, timeouts, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
         self._settings = PairSettings(
             segment_bytes, frames.yields(ranks_here), security.seals, job, membership.epoch
@@ -142,7 +142,7 @@ class ZmqPairs:
         """Receive a message of `header` from the rank at `place` into `memory`, contiguous.
 
         Raises:
-            PeerTimeoutError: there was no progress for longer than `Patience` allows.
+            PeerTimeoutError: there was no progress for longer than `Timeouts` allows.
             PeerLostError: the rank has died or left, or the ring has failed.
             MismatchError: the rank has sent another message.
             CorruptionError: a sealed frame has changed on the way, or is not the next one.
@@ -375,10 +375,10 @@ class _Call:
 
     def _finish(self) -> None:
         pairs = self._pairs
-        patience, end = pairs._patience, self._end
+        timeouts, end = pairs._timeouts, self._end
         if self._header.kind in wire.SENDS:
-            patience = PeerPatience(patience, self._peers, end.peer, sends=isinstance(end, Sending))
-        finish(self, pairs._interruption, patience, pairs._events)
+            timeouts = PeerTimeouts(timeouts, self._peers, end.peer, sends=isinstance(end, Sending))
+        finish(self, pairs._interruption, timeouts, pairs._events)
 
     def _check(self) -> None:
         interruption = self._pairs._interruption

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.messages import message_bytes_max
-from ringreduce.pure.patience import Patience
+from ringreduce.pure.timeouts import Timeouts
+from ringreduce.pure.watcher_messages import message_bytes_max
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
-from ringreduce.transport.shm import HostLink
+from ringreduce.transport.shm import ShmLink
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import port_range
@@ -36,11 +36,11 @@ class Announced(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ends:
+class OpenedSockets:
     """What a rank has opened; `link` and `shared` only where they are needed and possible."""
 
-    patience: Patience
-    shared: HostLink | None
+    timeouts: Timeouts
+    shared: ShmLink | None
     link: ZmqLink | None
     control: Control
     security: Security
@@ -78,17 +78,17 @@ def bind_of(config: Config, networks: Sequence[str]) -> Bind:
     return Bind(hosts_of(networks), ports, needed)
 
 
-def open_ends(
+def open_sockets(
     config: Config,
     membership: Membership,
     security: Security,
     bind: Bind,
     undo: contextlib.ExitStack,
     transport: str = "shm+zmq",
-) -> Ends:
+) -> OpenedSockets:
     """Open memory and sockets, as far as `transport` needs them."""
-    patience = Patience(config.timeout_s, config.busy_timeout_s)
-    shared = _shared_memory(config, patience) if "shm" in transport else None
+    timeouts = Timeouts(config.timeout_s, config.busy_timeout_s)
+    shared = _shared_memory(config, timeouts) if "shm" in transport else None
     if shared is not None:
         undo.callback(shared.close)
     link: ZmqLink | None = None
@@ -96,7 +96,7 @@ def open_ends(
         link = ZmqLink(
             bind=bind,
             segment_bytes=config.segment_bytes,
-            patience=patience,
+            timeouts=timeouts,
             streams=config.streams,
             security=security,
             members_max=membership.size,
@@ -110,10 +110,10 @@ def open_ends(
         membership=membership,
     )
     undo.callback(control.close)
-    return Ends(patience, shared, link, control, security, bind)
+    return OpenedSockets(timeouts, shared, link, control, security, bind)
 
 
-def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
+def _shared_memory(config: Config, timeouts: Timeouts) -> ShmLink | None:
     """Memory to share; None where it is not wanted or not possible.
 
     Raises:
@@ -127,7 +127,7 @@ def _shared_memory(config: Config, patience: Patience) -> HostLink | None:
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")
-        return HostLink(patience=patience)
+        return ShmLink(timeouts=timeouts)
     except NativeError:
         if config.transport == "shm":
             raise

@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.pure.messages import Listening
+from ringreduce.pure.watcher_messages import Listening
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport.pair_ends import Receiving, Sending
-from ringreduce.transport.pairs import ZmqPairs
 from ringreduce.transport.security import Admission
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.errors import CorruptionError, PeerLostError, RingReduceError
 from tests.fuzzing import mutate_frame
 from tests.rings import Ring, assert_lost

@@ -22,7 +22,7 @@ _PORTS = range(20000, 29000)
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedRank:
     """What a launcher says of this process; empty and None: it does not say.
 
     Attributes:

@@ -49,45 +49,45 @@ _lock = threading.Lock()
 
 def send(tensor: Any, communicator: Communicator, to: int, tag: int) -> Any:
     """`ringreduce.keras.send`."""
-    place, given_tag = _checked(communicator, to, tag)
+    group_rank, given_tag = _checked(communicator, to, tag)
     value = checked(tensor)
 
     def run(array: np.ndarray, _: Sign) -> Any:
-        communicator.send(array, place, tag=given_tag)
+        communicator.send(array, group_rank, tag=given_tag)
         return np.zeros((), array.dtype)
 
     def gradient(_: Any, number: Any) -> Any:
-        return _gradient_from(place, value, communicator, number)
+        return _gradient_from(group_rank, value, communicator, number)
 
-    numbers = _peer(communicator, place).sent
+    numbers = _peer(communicator, group_rank).sent
     return collective(communicator, "send a tensor", run, gradient, value, (), numbers=numbers)
 
 
 def receive(like: Any, communicator: Communicator, source: int, tag: int) -> Any:
     """`ringreduce.keras.recv`."""
-    place, given_tag = _checked(communicator, source, tag)
+    group_rank, given_tag = _checked(communicator, source, tag)
     value = checked(like)
 
     def run(array: np.ndarray, _: np.ndarray, __: Sign) -> Any:
-        return communicator.recv(array, place, tag=given_tag)
+        return communicator.recv(array, group_rank, tag=given_tag)
 
     def gradient(upstream: Any, number: Any) -> Any:
         # Zeros, which come after the send.
-        return tf.zeros_like(upstream) * _gradient_to(place, upstream, communicator, number)
+        return tf.zeros_like(upstream) * _gradient_to(group_rank, upstream, communicator, number)
 
-    what, numbers = "receive a tensor", _peer(communicator, place).received
+    what, numbers = "receive a tensor", _peer(communicator, group_rank).received
     return collective(
         communicator, what, run, gradient, value, value.shape, _anchor(), numbers=numbers
     )
 
 
-def _gradient_to(place: int, gradient: Any, communicator: Communicator, number: Any) -> Any:
+def _gradient_to(group_rank: int, gradient: Any, communicator: Communicator, number: Any) -> Any:
     """Send the gradient of the tensor with that number; return 0."""
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
         described = [int(number), array.dtype.name, array.shape]
-        communicator.send_object(described, place, tag=_GRADIENT)
-        communicator.send(array, place, tag=_GRADIENT)
+        communicator.send_object(described, group_rank, tag=_GRADIENT)
+        communicator.send(array, group_rank, tag=_GRADIENT)
         return np.zeros((), array.dtype)
 
     what = "send a gradient"
@@ -95,15 +95,15 @@ def _gradient_to(place: int, gradient: Any, communicator: Communicator, number: 
     return collective(communicator, what, run, _refused, gradient, (), given, of=number)
 
 
-def _gradient_from(place: int, like: Any, communicator: Communicator, number: Any) -> Any:
+def _gradient_from(group_rank: int, like: Any, communicator: Communicator, number: Any) -> Any:
     """The gradient of the tensor `like`, which has that number."""
-    kept = _peer(communicator, place).gradients
+    kept = _peer(communicator, group_rank).gradients
 
     def run(array: np.ndarray, number: np.ndarray, _: Sign) -> Any:
         while not kept[int(number)]:
-            found, dtype, shape = communicator.recv_object(place, tag=_GRADIENT)
+            found, dtype, shape = communicator.recv_object(group_rank, tag=_GRADIENT)
             gradient = np.empty(shape, dtype_named(dtype))
-            kept[found].append(communicator.recv(gradient, place, tag=_GRADIENT))
+            kept[found].append(communicator.recv(gradient, group_rank, tag=_GRADIENT))
         gradient = kept[int(number)].popleft()
         if (gradient.shape, gradient.dtype) != (array.shape, array.dtype):
             raise communicator.fail(
@@ -111,7 +111,7 @@ def _gradient_from(place: int, like: Any, communicator: Communicator, number: An
                     f"sent a tensor of {array.dtype.name} {array.shape}, and received a gradient "
                     f"of {gradient.dtype.name} {gradient.shape}",
                     **communicator.config.who,
-                    peer=communicator.members[place],
+                    peer=communicator.members[group_rank],
                     remedy="Receive with the shape and dtype of what is sent.",
                 )
             )
@@ -127,9 +127,9 @@ def _checked(communicator: Communicator, peer: int, tag: int) -> tuple[int, int]
     return checked_peer(peer, communicator.rank, communicator.size, who), checked_tag(tag, who)
 
 
-def _peer(communicator: Communicator, place: int) -> _Peer:
+def _peer(communicator: Communicator, group_rank: int) -> _Peer:
     with _lock:
-        return _peers.setdefault(communicator, defaultdict(_Peer))[place]
+        return _peers.setdefault(communicator, defaultdict(_Peer))[group_rank]
 
 
 def _anchor() -> Any:
