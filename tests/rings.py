@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ringreduce.bootstrap.hello import Table
-from ringreduce.bootstrap.rendezvous import Meeting
+from ringreduce.bootstrap.rendezvous import Rendezvous
 from ringreduce.pure.watcher_messages import Listening
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import TIMES, Config
@@ -256,13 +256,11 @@ def go_through_proxy(port: int) -> None:
     belong to this rank alone: so both ends of each connection are in its way's name. So are those
     at which other ranks listen for this one alone: ``1>2/pairs/0``.
     """
-    advance = Meeting.advance
+    meet = Rendezvous.meet
 
-    def advance_and_detour(meeting: Meeting) -> Table | None:
-        table = advance(meeting)
-        if table is None:
-            return None
-        rank = meeting._config.rank
+    def meet_and_detour(rendezvous: Rendezvous) -> Table:
+        table = meet(rendezvous)
+        rank = rendezvous._config.rank
         detours = {
             name: tuple(
                 _detour(port, address, f"{rank}>{other}/{name}") if other != rank else address
@@ -273,7 +271,7 @@ def go_through_proxy(port: int) -> None:
         }
         return msgspec.structs.replace(table, **detours)
 
-    Meeting.advance = advance_and_detour  # type: ignore[method-assign]
+    Rendezvous.meet = meet_and_detour  # type: ignore[method-assign]
     found = ZmqPairs.found
 
     def found_and_detour(pairs: ZmqPairs, listening: Listening) -> None:

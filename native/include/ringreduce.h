@@ -486,6 +486,11 @@ RR_EXPORT int rr_handoff_wait_idle(rr_handoff *handoff, uint32_t timeout_ms);
 /* From now on every start and wait, running ones included, returns RR_HANDOFF_FAILED and `why`. */
 RR_EXPORT void rr_handoff_fail(rr_handoff *handoff, const char *why);
 
+/* After fail: start and wait work again, every plan from its first bucket on. Waits until no
+ * framework thread is inside and the engine has done its jobs, so not for the engine's thread.
+ * Does nothing before fail. RR_HANDOFF_CLOSED. */
+RR_EXPORT int rr_handoff_reopen(rr_handoff *handoff);
+
 /* As fail, with RR_HANDOFF_CLOSED, and for the engine too. Returns when no framework thread is
  * inside and all waiters have been notified; then the memory of all plans may be freed. */
 RR_EXPORT void rr_handoff_close(rr_handoff *handoff, const char *why);

@@ -155,6 +155,15 @@ static bool is_busy(const rr_handoff *owner, const struct plan *plan)
            (taken >= plan->buckets && taken < end);
 }
 
+/* Have all buckets ready for the next round; needs the lock. */
+static void end_round(struct plan *plan)
+{
+    for (uint32_t i = 0; i < plan->bucket_count; i++)
+        plan->buckets[i].state = EMPTY;
+    plan->queued = plan->spent = 0;
+    plan->running = false;
+}
+
 int rr_handoff_unregister(int64_t number)
 {
     struct plan *plan = NULL;
@@ -356,6 +365,25 @@ void rr_handoff_fail(rr_handoff *handoff, const char *why)
     pthread_mutex_unlock(&rr_handoff_lock);
 }
 
+int rr_handoff_reopen(rr_handoff *handoff)
+{
+    pthread_mutex_lock(&rr_handoff_lock);
+    while (handoff->over == RR_HANDOFF_FAILED &&
+           (handoff->inside > 0 || handoff->busy || handoff->first != NULL))
+        pthread_cond_wait(&handoff->changed, &rr_handoff_lock);
+    const int code = handoff->over == RR_HANDOFF_CLOSED ? RR_HANDOFF_CLOSED : RR_DONE;
+    if (handoff->over == RR_HANDOFF_FAILED) {
+        /* Rounds that the failure has cut short begin again with their first bucket. */
+        for (uint64_t i = 0; i < plan_entry_count; i++)
+            if (plan_entries[i].owner == handoff && plan_entries[i].plan != NULL)
+                end_round(plan_entries[i].plan);
+        handoff->over = 0;
+        handoff->complaint = false;
+    }
+    pthread_mutex_unlock(&rr_handoff_lock);
+    return code;
+}
+
 void rr_handoff_close(rr_handoff *handoff, const char *why)
 {
     pthread_mutex_lock(&rr_handoff_lock);
@@ -425,7 +453,7 @@ static int leave(struct visit *visit, char *why)
     if (code != 0)
         snprintf(why, RR_WHY_BYTES, "%s", owner->why);
     visit->plan->inside--;
-    if (--owner->inside == 0 && code == RR_HANDOFF_CLOSED)
+    if (--owner->inside == 0 && code != 0)
         pthread_cond_broadcast(&owner->changed);
     return code;
 }
@@ -526,13 +554,8 @@ int rr_bucket_settle(struct visit *visit, const rr_part *parts, char *why)
             snprintf(why, RR_WHY_BYTES, "%s", own->why == NULL ? "out of memory" : own->why);
         }
         own->state = SPENT;
-        struct plan *whole = visit->plan;
-        if (++whole->spent == whole->bucket_count) {
-            for (uint32_t i = 0; i < whole->bucket_count; i++)
-                whole->buckets[i].state = EMPTY;
-            whole->queued = whole->spent = 0;
-            whole->running = false;
-        }
+        if (++visit->plan->spent == visit->plan->bucket_count)
+            end_round(visit->plan);
     }
     const int end = leave(visit, why);
     if (end != RR_DONE)

@@ -435,6 +435,29 @@ static void test_a_round_may_fail_alone(void)
     rr_handoff_close(handoff, "closed");
 }
 
+static void test_reopened_after_a_failure(void)
+{
+    rr_handoff *handoff = opened();
+    rr_item item;
+    int64_t plan = registered(handoff);
+    CHECK(start(plan, 0, 1) == RR_DONE && start(plan, 1, 3) == RR_DONE);
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.bucket == 0);
+    rr_handoff_fail(handoff, "lost rank 1");
+    CHECK(start(plan, 0, 1) == RR_HANDOFF_FAILED);
+    rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_reopen(handoff) == RR_DONE);
+    /* The plan stays, and begins with its first bucket, whatever was under way. */
+    CHECK(start(plan, 0, 1) == RR_DONE);
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.bucket == 0);
+    rr_handoff_finish(handoff, NULL);
+    CHECK(rr_handoff_reopen(handoff) == RR_DONE); /* nothing has failed */
+    CHECK(start(plan, 1, 3) == RR_DONE);
+    CHECK(rr_handoff_take(handoff, &item) == RR_DONE && item.bucket == 1);
+    rr_handoff_finish(handoff, NULL);
+    rr_handoff_close(handoff, "closed");
+    CHECK(rr_handoff_reopen(handoff) == RR_HANDOFF_CLOSED);
+}
+
 static void test_long_text_is_cut(void)
 {
     static char text[2 * RR_WHY_BYTES];
@@ -466,6 +489,7 @@ int main(void)
     for (int round = 0; round < ROUNDS; round++)
         test_what_is_lent_comes_back_after_a_close(round % 2 == 0);
     test_a_round_may_fail_alone();
+    test_reopened_after_a_failure();
     test_long_text_is_cut();
     return 0;
 }

@@ -9,7 +9,7 @@ import msgspec
 from ringreduce.pure.networks import are_networks
 
 # Addresses that a rank reports; it sends to few ranks, at a few addresses each.
-_FAILED_MAX = 512
+FAILED_MAX = 512
 # Texts from others are cut to this length in errors and logs.
 _SHOWN_CHARACTERS = 200
 # What decoding raises: ValueError for text that is not UTF-8, RecursionError for endless depth.
@@ -82,14 +82,16 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
     why: Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Reached(msgspec.Struct, tag=True, frozen=True):
-    """A rank has the table, and can reach all that it sends to, but for these."""
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """What a rank that has the table could not reach, of those that it sends to."""
 
-    failed: Annotated[tuple[Failed, ...], msgspec.Meta(max_length=_FAILED_MAX)]
+    failed: Annotated[tuple[Failed, ...], msgspec.Meta(max_length=FAILED_MAX)]
 
 
-class Agreed(msgspec.Struct, tag=True, frozen=True):
-    """The first rank's answer once every rank can reach all that it sends to."""
+class Reports(msgspec.Struct, tag=True, frozen=True):
+    """The first rank's answer once every rank has reported: all reports, by rank."""
+
+    failed: dict[int, tuple[Failed, ...]]
 
 
 def read_hello(data: bytes) -> Hello | None:
@@ -101,18 +103,18 @@ def read_hello(data: bytes) -> Hello | None:
     return hello if are_networks(hello.networks) else None
 
 
-def read_reached(data: bytes) -> Reached | None:
+def read_report(data: bytes) -> Report | None:
     """The report in `data`; None if it is something else."""
     try:
-        return msgspec.msgpack.decode(data, type=Reached)
+        return msgspec.msgpack.decode(data, type=Report)
     except _UNREADABLE:
         return None
 
 
-def read_agreement(data: bytes) -> Agreed | Refusal | None:
+def read_reports(data: bytes) -> Reports | Refusal | None:
     """The first rank's answer to the reports; None if it is no such."""
     try:
-        return msgspec.msgpack.decode(data, type=Agreed | Refusal)
+        return msgspec.msgpack.decode(data, type=Reports | Refusal)
     except _UNREADABLE:
         return None
 

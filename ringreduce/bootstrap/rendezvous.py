@@ -2,7 +2,9 @@
 
 Every other rank sends a hello to the first one's rendezvous address. That one compares it with its
 own (`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
-The first is rank 0; when a ring is formed anew, the lowest of the ranks that are left.
+Then each rank tries to reach those that it sends to, reports to the first one which it could not
+reach, and gets all reports. The first is rank 0; when a ring is formed anew, the lowest of the
+ranks that are left.
 With a secret, messages are encrypted and can be sent only by those that have it
 (`ringreduce.transport.security`); each rank announces the public key that it uses afterwards.
 """
@@ -17,7 +19,8 @@ import os
 import platform
 import socket as sockets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,10 +29,21 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ringreduce._version import __version__
 from ringreduce.bootstrap.admission import Members
-from ringreduce.bootstrap.hello import Hello, Refusal, Table, read_answer, read_hello
-from ringreduce.bootstrap.settlement import Settlement
+from ringreduce.bootstrap.hello import (
+    FAILED_MAX,
+    Failed,
+    Hello,
+    Refusal,
+    Report,
+    Reports,
+    Table,
+    read_answer,
+    read_hello,
+    read_report,
+    read_reports,
+    shown,
+)
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.networks import Unreached
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import (
     endpoint,
@@ -72,17 +86,18 @@ _HANDSHAKE_FAILED = (
 
 
 class Rendezvous:
-    """One rank's side of the rendezvous: call `advance` until it returns the table.
+    """One rank's side of the rendezvous: `meet`, then `exchange`.
 
     Args:
         config: this rank's settings. The first rank listens at `config.rendezvous`.
         membership: the two or more ranks that meet.
         address: where this rank's data sockets listen, as the others get it.
         control: where its control channel listens.
-        standby: where it can be met later; empty: nowhere.
         memory: name of its memory for ranks of the same host; empty: not shared.
+        standby: where it can be met later; empty: nowhere.
         networks: its addresses, with prefixes.
         security: this rank's keys.
+        idle: called again and again while this rank waits.
         listeners: where the first rank listens, with descriptors that listen already; None: at
             `config.rendezvous`.
 
@@ -94,16 +109,17 @@ class Rendezvous:
         self,
         config: Config,
         membership: Membership,
-        *,
         address: str,
         control: str,
-        standby: str,
         memory: str,
+        *,
+        standby: str,
         networks: tuple[str, ...],
         security: Security,
+        idle: Callable[[], None],
         listeners: Mapping[str, int] | None = None,
     ) -> None:
-        self._config, self._security = config, security
+        self._config, self._security, self._idle = config, security, idle
         self._count, self._first = membership.size, membership.members[0]
         self._epoch = membership.epoch
         own = Hello(
@@ -185,8 +201,8 @@ class Rendezvous:
             time.sleep(TIMES.poll_s)
         return hosts[0]
 
-    def advance(self) -> Table | None:
-        """Wait up to ``TIMES.poll_s``; return the table once all ranks have joined, else None.
+    def meet(self) -> Table:
+        """Return the table once all ranks have joined.
 
         Raises:
             RendezvousError: not all ranks joined within ``join_timeout_s``, the first one did not
@@ -194,11 +210,12 @@ class Rendezvous:
             MismatchError: a rank runs another version or has other settings.
             ConfigError: the answer is not from ringreduce.
         """
-        table = self._admit() if self._is_first else self._await_answer()
-        if table is None and time.monotonic() >= self._reminds_s:
-            self._reminds_s = math.inf
-            self._say_who_is_missing()
-        if table is not None and self._security.data.mechanism == "NULL":
+        while (table := self._admit() if self._is_first else self._await_answer()) is None:
+            self._idle()
+            if time.monotonic() >= self._reminds_s:
+                self._reminds_s = math.inf
+                self._say_who_is_missing()
+        if self._security.data.mechanism == "NULL":
             # A rank that shares memory with all has no data sockets.
             announced = filter(None, (*table.addresses, *table.controls, *table.standbys))
             offered = itertools.chain.from_iterable(map(hosts_of, table.networks))
@@ -211,10 +228,81 @@ class Rendezvous:
                 )
         return table
 
-    def settlement(self, unreached: Sequence[Unreached], hosts: Mapping[int, str]) -> Settlement:
-        """What follows once `advance` has returned the table; see there."""
-        identities = self._members.identities if self._is_first else None
-        return Settlement(self._socket, self._config, self._first, identities, unreached, hosts)
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Nothing: what fails within, the others miss in `exchange`, or find in the first call."""
+        yield
+
+    def exchange(self, failed: Sequence[tuple[int, str, str]]) -> dict[int, list[tuple[Any, ...]]]:
+        """What each rank has passed, by rank, once all have.
+
+        Args:
+            failed: rank, address and reason, for each address at which this rank could not reach
+                one that it sends to.
+
+        Raises:
+            RendezvousError: a rank did not come, or the first one did not answer.
+        """
+        own = Report(tuple(Failed(*each) for each in failed))
+        # A rank reports once it has tried for `TIMES.reach_s`.
+        self._deadline = time.monotonic() + TIMES.reach_s + self._config.timeout_s
+        if self._is_first:
+            found = self._collect(own)
+        else:
+            self._deadline += TIMES.answer_s
+            self._socket.send(msgspec.msgpack.encode(own))
+            found = self._await_reports()
+        return {
+            rank: [(each.peer, shown(each.address), shown(each.why)) for each in theirs]
+            for rank, theirs in sorted(found.items())
+        }
+
+    def _collect(self, own: Report) -> dict[int, tuple[Failed, ...]]:
+        """The first rank's side of `exchange`."""
+        identities = self._members.identities
+        found = {self._config.rank: own.failed}
+        while len(found) <= len(identities) and time.monotonic() < self._deadline:
+            self._idle()
+            if self._socket.poll(milliseconds(TIMES.poll_s)):
+                identity, *_, data = self._socket.recv_multipart()
+                # Another rank's late hello is no report.
+                if identity in identities and (report := read_report(data)) is not None:
+                    found[identities[identity]] = report.failed
+        missing = sorted(set(identities.values()) - set(found))
+        error: RendezvousError | None = None
+        left = FAILED_MAX  # More would not fit into a message, and tell nobody more.
+        for rank in sorted(found):
+            found[rank] = found[rank][:left]
+            left -= len(found[rank])
+        answer: Reports | Refusal = Reports(found)
+        if missing:
+            error = self._gone(
+                missing[0],
+                f"waited in vain for rank {missing[0]}, which had joined, to connect to its peers",
+            )
+            answer = Refusal(error.message, False, error.peer)
+        for identity in identities:
+            self._answer(identity, answer)
+        if error is not None:
+            raise error
+        return found
+
+    def _await_reports(self) -> dict[int, tuple[Failed, ...]]:
+        """The other ranks' side of `exchange`."""
+        while time.monotonic() < self._deadline:
+            self._idle()
+            if self._socket.poll(milliseconds(TIMES.poll_s)):
+                answer = read_reports(self._socket.recv())
+                if isinstance(answer, Refusal):
+                    raise self._gone(answer.peer, answer.text)
+                if answer is not None:
+                    return answer.failed
+        first = self._first
+        raise self._gone(first, f"got no answer from rank {first}, which had joined")
+
+    def _gone(self, peer: int | None, text: str) -> RendezvousError:
+        remedy = f"Read rank {peer}'s log first."
+        return RendezvousError(text, **self._config.who, peer=peer, remedy=remedy)
 
     def close(self) -> None:
         """Close this rank's side; on the first after sending answers, at most `TIMES.linger_s`."""
@@ -265,7 +353,7 @@ class Rendezvous:
             *(config.rank, config.size, text, config.join_timeout_s),
         )
 
-    def _answer(self, identity: bytes, answer: Table | Refusal) -> None:
+    def _answer(self, identity: bytes, answer: Table | Reports | Refusal) -> None:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(answer)])
 
     def _await_answer(self) -> Table | None:

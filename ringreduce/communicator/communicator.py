@@ -95,9 +95,9 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         return self._session.failure
 
     @property
-    def former_failures(self) -> tuple[RingReduceError, ...]:
-        """What has broken it before its ring was formed anew; for integrations."""
-        return self._session.lasting.former_failures
+    def epoch(self) -> int:
+        """How often its ring has been formed anew; for integrations."""
+        return self._session.membership.epoch
 
     @property
     def engine(self) -> Engine:

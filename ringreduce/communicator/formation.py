@@ -11,9 +11,8 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ringreduce.bootstrap.hello import Table
 from ringreduce.bootstrap.rendezvous import Rendezvous
@@ -25,10 +24,10 @@ from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins
 from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
 from ringreduce.communicator.reaching import (
+    Exchange,
     advise_streams,
     find_ways,
     refuse_unreached,
-    settle,
     ways_to,
 )
 from ringreduce.effects.dumping import FlightFile
@@ -46,13 +45,9 @@ from ringreduce.transport.standby import Standby
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import ConfigError, RendezvousError
+from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-
-_Exchange = Callable[[tuple[Any, ...]], dict[int, list[Any]]]
-# What is exchanged: `Announced`, material for keys, and why this rank failed, if it did.
-_NOTHING = ("", "", "", b"")
 
 
 @dataclass
@@ -160,8 +155,7 @@ def form(config: Config) -> Formed:
                 **config.who,
                 remedy="Use RINGREDUCE_TRANSPORT=auto, which joins hosts over sockets.",
             )
-        where = met(config, job, membership, opened, table, rendezvous)
-        formed = connect(config, job, membership, opened, where, rendezvous)
+        formed = connect(config, job, membership, opened, announced_in(table), rendezvous)
         undo.pop_all()
     has_sockets = formed.transport != "shm"
     _log.info(
@@ -187,58 +181,36 @@ def meet(
 
     Raises: as `Communicator`.
     """
-    address, control, memory = opened.announced
     rendezvous = Rendezvous(
         config,
         membership,
-        address=address,
-        control=control,
+        *opened.announced,
         standby=standby,
-        memory=memory,
         networks=networks,
         security=security,
+        idle=opened.read_events,
         listeners=listeners,
     )
     undo.callback(rendezvous.close)
-    while (table := rendezvous.advance()) is None:
-        opened.read_events()
-    return rendezvous, table
+    return rendezvous, rendezvous.meet()
 
 
-def met(
-    config: Config,
-    job: Job,
-    membership: Membership,
-    opened: OpenedSockets,
-    table: Table,
-    rendezvous: Rendezvous,
-) -> dict[int, Announced]:
-    """Where each member can be reached, by its rank in the job.
-
-    Raises:
-        RendezvousError: a member cannot reach one that it sends to; on all.
-    """
-    where = map(Announced, table.addresses, table.controls, table.memory)
-    announced = dict(zip(membership.members, where, strict=True))
-    if job.routes.are_needed:
-        of_ring = config, job.routes, membership, job.place(membership)
-        settle(rendezvous, find_ways(*of_ring, announced), dict(enumerate(job.hosts)), opened)
-        advise_streams(*of_ring)
-    return ways_to(job.routes, announced)
+def announced_in(table: Table) -> list[Announced]:
+    """Where each member listens, in their order."""
+    return list(map(Announced, table.addresses, table.controls, table.memory))
 
 
 def form_group(
     config: Config,
     job: Job,
     membership: Membership,
-    exchange: _Exchange,
+    parent: Exchange,
     check: Callable[[], None],
 ) -> Formed:
     """Form the ring of a group of two or more, of which this rank is a member.
 
-    `exchange` gives each rank of the parent what all have passed, by rank; it takes the place of
-    the rendezvous. Those that are in no such group call `take_no_part` at the same time. `check`
-    raises the error that has broken the parent.
+    The ranks of `parent` take the place of the rendezvous. Those that are in no such group call
+    `take_no_part` at the same time. `check` raises the error that has broken the parent.
 
     Raises:
         RendezvousError: a rank could not open what it needs, or reach another; on all ranks of the
@@ -246,46 +218,29 @@ def form_group(
         As `Communicator`.
     """
     security = job.security.for_group(membership)
-    placement = job.place(membership)
     with undone_if_it_fails(config, membership, job.bind) as undo:
-        with _failure_announced(exchange):
-            opened = open_sockets(config, membership, security, job.bind, undo, placement.transport)
-        material = secrets.token_bytes(MATERIAL_BYTES)
-        found = _others(exchange((*opened.announced, material, "")), config)
-        by_rank = {rank: found[rank] for rank in membership.members}
+        with parent.guarded():
+            transport = job.place(membership).transport
+            opened = open_sockets(config, membership, security, job.bind, undo, transport)
+        found = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
+        by_member = [found[rank] for rank in membership.members]
         # Fresh if only one member draws good random numbers.
-        drawn = b"".join(by_rank[rank][3] for rank in membership.members)
+        drawn = b"".join(material for *_, material in by_member)
         security.start_session(hashlib.blake2b(drawn, digest_size=MATERIAL_BYTES).digest())
-        where = {rank: Announced(*each[:3]) for rank, each in by_rank.items()}
-        if job.routes.are_needed:
-            with _failure_announced(exchange):
-                unreached = find_ways(config, job.routes, membership, placement, where, check)
-                refuse_unreached(config, unreached, dict(enumerate(job.hosts)))
-            _others(exchange((*_NOTHING, "")), config)
-            where = ways_to(job.routes, where)
-        with _failure_announced(exchange):
-            formed = connect(config, job, membership, opened, where, None, check)
+        announced = [Announced(*each) for *each, _ in by_member]
+        formed = connect(config, job, membership, opened, announced, parent, check)
         # The parent's watchers see at once who dies, those of the group once they are connected.
-        _others(exchange((*_NOTHING, "")), config)
+        parent.exchange(None)
         undo.pop_all()
     return formed
 
 
-@contextlib.contextmanager
-def _failure_announced(exchange: _Exchange) -> Iterator[None]:
-    """Say why this rank fails to those that would wait for what it announces."""
-    try:
-        yield
-    except BaseException as error:
-        exchange((*_NOTHING, f"{type(error).__name__}: {error}"))
-        raise
-
-
-def take_no_part(config: Config, job: Job, exchange: _Exchange) -> None:
+def take_no_part(config: Config, job: Job, parent: Exchange) -> None:
     """Let other ranks form groups; see `form_group`."""
-    reached = ("reached",) if job.routes.are_needed else ()
-    for _ in ("announced", *reached, "connected"):
-        _others(exchange((*_NOTHING, "")), config)
+    parent.exchange(None)
+    if job.routes.are_needed:
+        refuse_unreached(config, job.hosts, parent.exchange(()))
+    parent.exchange(None)
 
 
 @contextlib.contextmanager
@@ -308,11 +263,43 @@ def connect(
     job: Job,
     membership: Membership,
     opened: OpenedSockets,
-    announced: Mapping[int, Announced],
-    rendezvous: Rendezvous | None,
+    announced: Sequence[Announced],
+    others: Exchange,
     check: Callable[[], None] = lambda: None,
 ) -> Formed:
-    """Connect to the members; close what they do not need. While it waits it calls `check`."""
+    """Connect to the members; close what they do not need. While it waits it calls `check`.
+
+    The same for a job, for one whose ring is formed anew, and for a group.
+
+    Args:
+        announced: where each member listens, in their order.
+        others: how they exchange which of them they can reach.
+
+    Raises:
+        RendezvousError: a member cannot reach one that it sends to; on all.
+    """
+    where = dict(zip(membership.members, announced, strict=True))
+    if job.routes.are_needed:
+        of_ring = config, job.routes, membership, job.place(membership)
+        with others.guarded():
+            unreached = find_ways(*of_ring, where, check)
+        refuse_unreached(config, job.hosts, others.exchange(unreached))
+        if membership.group == 0:
+            advise_streams(*of_ring)
+        where = ways_to(job.routes, where)
+    with others.guarded():
+        return _connect(config, job, membership, opened, where, others, check)
+
+
+def _connect(
+    config: Config,
+    job: Job,
+    membership: Membership,
+    opened: OpenedSockets,
+    announced: Mapping[int, Announced],
+    others: Exchange,
+    check: Callable[[], None],
+) -> Formed:
     placement = job.place(membership)
     opened.control.connect({rank: each.control for rank, each in announced.items()})
     collectives = _collectives(config, job, membership, placement, opened, announced, check)
@@ -340,7 +327,7 @@ def connect(
         shares_memory=len(together) > 1,
         local_rank=here.index(config.rank) if own is None else own,
         local_size=len(here) if count is None else count,
-        rendezvous=rendezvous,
+        rendezvous=others if isinstance(others, Rendezvous) else None,
         link=opened.link,
     )
 
@@ -406,17 +393,3 @@ def _collectives(
     return HierarchicalCollectives(
         host, ring, placement, group_rank, membership=membership, job=job.number
     )
-
-
-def _others(found: dict[int, list[Any]], config: Config) -> dict[int, list[Any]]:
-    """What the ranks of the parent have announced, unless one of them could not."""
-    for rank, (*_, why) in found.items():
-        if why and rank != config.rank:
-            raise RendezvousError(
-                f"cannot form a group: rank {rank} failed with {why}",
-                rank=config.rank,
-                size=config.size,
-                peer=rank,
-                remedy=f"Read rank {rank}'s log first.",
-            )
-    return found

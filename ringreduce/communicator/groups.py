@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from ringreduce.communicator.formation import form_group, take_no_part
@@ -10,7 +12,7 @@ from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import GROUPS_MAX, Choice, Membership
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.vocabulary.errors import ArrayError, MismatchError
+from ringreduce.vocabulary.errors import ArrayError, MismatchError, RendezvousError
 
 
 def split(parent: Session, color: int | str | None, key: int) -> Session | None:
@@ -21,22 +23,51 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     config, membership, job = parent.config, parent.membership, parent.job
     own = _own_group(parent, color, key)
 
-    def exchange(value: tuple[Any, ...]) -> dict[int, list[Any]]:
-        found = parent.gather(Kind.SPLIT, value, signature_of("split", "announced"))
-        return dict(zip(membership.members, found, strict=True))
-
     form = None
     if own is not None and own.size > 1:
         assert job is not None
-        form = functools.partial(form_group, config, job, own, exchange, parent.check)
+        form = functools.partial(form_group, config, job, own, _Parent(parent), parent.check)
     elif membership.size > 1:
         assert job is not None
-        take_no_part(config, job, exchange)
+        take_no_part(config, job, _Parent(parent))
     if own is None:
         return None
     group = Session(config, own, job, form, Lasting())
     parent.adopt(group)
     return group
+
+
+class _Parent:
+    """Exchanges what ranks need to form groups, by the collectives of `parent`."""
+
+    def __init__(self, parent: Session) -> None:
+        self._parent = parent
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """What each rank of the parent has passed; raises RendezvousError if one has failed."""
+        return self._exchange(value, "")
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Say why this rank fails to those that wait for what it passes."""
+        try:
+            yield
+        except BaseException as error:
+            self._exchange(None, f"{type(error).__name__}: {error}")
+            raise
+
+    def _exchange(self, value: Any, why: str) -> dict[int, Any]:
+        parent = self._parent
+        told = parent.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
+        for rank, (_, reason) in zip(parent.membership.members, told, strict=True):
+            if reason and rank != parent.config.rank:
+                raise RendezvousError(
+                    f"cannot form a group: rank {rank} failed with {reason}",
+                    **parent.config.who,
+                    peer=rank,
+                    remedy=f"Read rank {rank}'s log first.",
+                )
+        return dict(zip(parent.membership.members, (each for each, _ in told), strict=True))
 
 
 def _own_group(parent: Session, color: int | str | None, key: int) -> Membership | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from ringreduce.effects.events import Events
+from ringreduce.engine.engine import Engine
 from ringreduce.vocabulary.errors import MismatchError, RingReduceError
 
 
@@ -19,13 +21,15 @@ class Lasting:
     """What the sessions of one communicator have in common, one after the other.
 
     Attributes:
+        events: what its calls were.
+        engine: the background thread, with the plans of traced steps; None until it is needed.
         explainers: know what signatures stand for.
-        former_failures: what has broken the sessions before the present one.
     """
 
     def __init__(self) -> None:
+        self.events = Events()
+        self.engine: Engine | None = None
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
-        self.former_failures: tuple[RingReduceError, ...] = ()
 
     def explained(self, error: RingReduceError) -> RingReduceError | None:
         """A better error for `error` from an integration, or None."""

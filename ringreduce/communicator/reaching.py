@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from ringreduce.bootstrap.rendezvous import Rendezvous
-from ringreduce.bootstrap.settlement import OPEN_NETWORK
-from ringreduce.communicator.opened_sockets import Announced, OpenedSockets
+from ringreduce.bootstrap.hello import shown
+from ringreduce.communicator.opened_sockets import Announced
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
@@ -22,49 +23,54 @@ _log = logging.getLogger(__name__)
 _LONG_S = 0.005
 
 
+_OPEN_NETWORK = (
+    "Let these hosts connect to each other at these ports (RINGREDUCE_PORTS gives them a range for "
+    "firewalls), or choose another network by RINGREDUCE_IFACE on all hosts."
+)
+
+
+class Exchange(Protocol):
+    """How ranks that form a ring tell each other something: a rendezvous, or a parent ring."""
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """What each of its ranks has passed, by rank. Raises RendezvousError if one has failed."""
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """What fails within lets `exchange` fail on the others."""
+
+
 def find_ways(
     config: Config,
     routes: Routes,
     membership: Membership,
     placement: Placement,
     announced: Mapping[int, Announced],
-    check: Callable[[], None] = lambda: None,
-) -> list[Unreached]:
+    check: Callable[[], None],
+) -> list[tuple[int, str, str]]:
     """Find out at which addresses this rank reaches the members that it sends to.
 
     It tries the ports of their control channels, which every rank has; all members must have done
     so before one connects, since ports are shut then. While this waits it calls `check`.
+
+    Returns:
+        What it could not reach: rank, address, reason.
     """
     tried = {rank: announced[rank].control for rank in _peers(config, membership, placement)}
-    return routes.find(tried, check)
-
-
-def settle(
-    rendezvous: Rendezvous,
-    unreached: Sequence[Unreached],
-    hosts: Mapping[int, str],
-    opened: OpenedSockets,
-) -> None:
-    """Wait until all members have found their ways.
-
-    Raises:
-        RendezvousError: on all members, if one has not.
-    """
-    settlement = rendezvous.settlement(unreached, hosts)
-    while not settlement.advance():
-        opened.read_events()
+    return [(each.peer, each.address, each.why) for each in routes.find(tried, check)]
 
 
 def refuse_unreached(
-    config: Config, unreached: Sequence[Unreached], hosts: Mapping[int, str]
+    config: Config, hosts: Sequence[str], found: Mapping[int, Sequence[tuple[int, str, str]]]
 ) -> None:
-    """Raise RendezvousError if this rank cannot reach a member of a group."""
-    if unreached:
+    """Raise the same RendezvousError on all ranks if one has found no way to another."""
+    failed = [Unreached(rank, *each) for rank, theirs in found.items() for each in theirs]
+    if failed:
+        table = unreached_table(failed, dict(enumerate(map(shown, hosts))))
         raise RendezvousError(
-            f"cannot reach ranks of a group:\n{unreached_table(unreached, hosts)}\n",
+            f"cannot form the ring, since ranks cannot reach each other:\n{table}\n",
             **config.who,
-            peer=unreached[0].peer,
-            remedy=OPEN_NETWORK,
+            peer=failed[0].peer,
+            remedy=_OPEN_NETWORK,
         )
 
 

@@ -18,9 +18,9 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.formation import (
     Formed,
     Job,
+    announced_in,
     connect,
     meet,
-    met,
     undone_if_it_fails,
 )
 from ringreduce.communicator.opened_sockets import open_sockets
@@ -60,10 +60,7 @@ def reform(communicator: Communicator, without: Collection[int]) -> None:
     job, form = old.job, None
     if job is not None and membership.size > 1:
         form = functools.partial(_form, old.config, job, membership)
-    session = Session(old.config, membership, job, form, old.lasting)
-    if old.failure is not None:
-        old.lasting.former_failures += (old.failure,)
-    communicator._use(session)
+    communicator._use(Session(old.config, membership, job, form, old.lasting))
 
 
 def _check(old: Session, membership: Membership, without: Collection[int]) -> None:
@@ -110,8 +107,7 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
         rendezvous, table = meet(here, membership, opened, security, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)
-        where = met(config, renewed, membership, opened, table, rendezvous)
-        formed = connect(config, renewed, membership, opened, where, rendezvous)
+        formed = connect(config, renewed, membership, opened, announced_in(table), rendezvous)
         undo.pop_all()
     _log.info(
         "[%d/%d] ring formed anew, epoch %d, of ranks %s",

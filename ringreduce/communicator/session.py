@@ -35,7 +35,6 @@ from ringreduce.communicator.refusals import (
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
-from ringreduce.effects.events import Events
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
@@ -56,8 +55,8 @@ _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# Why work of a session is refused whose ring was formed anew.
-FORMED_ANEW = "the ring was formed anew"
+# Why a step ends whose ring is formed anew meanwhile.
+FORMED_ANEW = "the ring is formed anew"
 
 
 class Session:
@@ -92,7 +91,7 @@ class Session:
         self.is_inherited = False
         self._life = LifeCycle()
         self.lasting = lasting
-        self.events = Events()
+        self.events = lasting.events
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
         self._flight = self._open_flight(job)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
@@ -101,7 +100,6 @@ class Session:
         self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
         self._hosts: tuple[tuple[int, ...], ...] = ((0,),)
-        self._engine: Engine | None = None
         self._watcher: Watcher | None = None
         self._has_aborted = False
         self.calls, self.messages = Calls(self), Messages(self)
@@ -113,6 +111,9 @@ class Session:
                     self._record(error)
                 self._close_flight()
                 raise
+        if lasting.engine is not None:
+            self.calls.use_python()
+            lasting.engine.follow(self, self.collectives)
         self._life.advance(State.OPEN)
         registry.opened.add(self)
 
@@ -191,7 +192,7 @@ class Session:
     @property
     def engine_so_far(self) -> Engine | None:
         """The background thread, if it was started."""
-        return self._engine
+        return self.lasting.engine
 
     @property
     def engine(self) -> Engine:
@@ -201,11 +202,11 @@ class Session:
         with self._life.lock:
             if self._life.state >= State.LEAVING:
                 raise closed(self.config)
-            if self._engine is None:
+            if self.lasting.engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
                 self.calls.use_python()
-                self._engine = Engine(name, self, self.collectives, self.events)
-            return self._engine
+                self.lasting.engine = Engine(name, self, self.collectives, self.events)
+            return self.lasting.engine
 
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
@@ -298,9 +299,8 @@ class Session:
         self.collectives.interrupt(error)
         # A call may have failed first: every waiter must see the same error.
         first = self.failure or error
-        engine = self._engine
-        if engine is not None:
-            engine.fail(first)
+        if (engine := self.lasting.engine) is not None:
+            engine.fail(self, first)
         if self._recorder.current_call().operation is None:
             # In user code no call fails, so it is recorded here.
             self._record(first)
@@ -320,8 +320,8 @@ class Session:
         try:
             self.collectives.abort()
         finally:
-            if self._engine is not None:
-                self._engine.fail(error)
+            if self.lasting.engine is not None:
+                self.lasting.engine.fail(self, error)
             # Last: neither the other ranks nor this one's threads should wait for a disk.
             self._flight.dump(described(error))
 
@@ -367,8 +367,8 @@ class Session:
         self.close_with(ending_error())
 
     def give_way(self) -> None:
-        """Leave, so that the ring of this job can be formed anew."""
-        self.leave("", FORMED_ANEW)
+        """Leave, so that the ring of this job can be formed anew; the engine stays."""
+        self.leave("", gives_way=True)
 
     def close_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
@@ -384,10 +384,10 @@ class Session:
         if self._job is not None and self.membership.group == 0:
             self._job.standby.close()
 
-    def leave(self, why: str, said: str = "the communicator was closed") -> None:
+    def leave(self, why: str, *, gives_way: bool = False) -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none.
 
-        What is still to run in the engine gets an error that says `said`.
+        What is still to run in the engine fails; it goes on if the session `gives_way` to another.
         """
         if self.is_inherited:
             return  # The sockets are the parent's.
@@ -396,14 +396,17 @@ class Session:
         with self._life.lock:
             self._life.advance(State.LEAVING)
             self.calls.use_python()
-            engine = self._engine
+            engine = self.lasting.engine
         self.collectives.interrupt()
         # In a signal handler the interrupted call still uses what would be freed here.
         if self.calls.leaves_later(why) or self.messages.leaves_later(why):
             return
         if engine is not None:
             who = f"rank {self.config.rank} of {self.config.size}"
-            engine.close(f"{who}: {said}")
+            if gives_way:
+                engine.let_go(f"{who}: {FORMED_ANEW}")
+            else:
+                engine.close(f"{who}: the communicator was closed")
         self.messages.close()
         with self.calls.lock:
             if not self._life.advance(State.CLOSED):

@@ -1,7 +1,7 @@
-"""What happens in one session, as spans of time in memory that Python and C write.
+"""What happens in a communicator, as spans of time in memory that Python and C write.
 
 It must cost little beside a collective of a few microseconds: no lock, no formatting, only the
-monotonic clock. Calls of one session exclude each other, so that there is one writer at a time.
+monotonic clock. Calls of one communicator exclude each other: there is one writer at a time.
 What writes or reads a call holds the GIL, and a record is written, and all of the memory copied, by
 one C function that runs no Python: so a reader in any thread sees whole records only. Parts of
 calls are written so too, but those of the native queue under its own lock: see `decode_parts`.
@@ -52,7 +52,7 @@ _write_span = SPAN.pack_into
 
 
 class Events:
-    """The events of one session.
+    """The events of one communicator, also of rings that take its ring's place.
 
     Attributes:
         address: of its memory, an ``rr_events`` of native/include/ringreduce.h, for native code
@@ -70,7 +70,7 @@ class Events:
         self._pinned = (ctypes.c_char * EVENTS_BYTES).from_buffer(self._memory)
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
-        self._forming_s = 0.0
+        self._formed_s = 0.0
         # Reentrant, since a signal handler may interrupt a thread that holds it.
         self._parts = threading.RLock()
         _write_standing(self._memory, 0, 0, 0, 0.0, 0.0, 0, 0, 0, _monotonic())
@@ -142,12 +142,15 @@ class Events:
 
     def stopped_s(self) -> float:
         """For how long calls have stopped this rank's own work: not while it computed meanwhile."""
+        return max(0.0, self._stopped_s() - self._formed_s)
+
+    def _stopped_s(self) -> float:
         hidden_s = self.seconds(SpanKind.REDUCE) - self.seconds(SpanKind.BLOCKED)
-        return max(0.0, self.current_call().seconds - hidden_s - self._forming_s)
+        return self.current_call().seconds - hidden_s
 
     def formed(self) -> None:
         """From now on `stopped_s` counts."""
-        self._forming_s = self.current_call().seconds
+        self._formed_s = self._stopped_s()
 
     def parts(self) -> list[Span]:
         """The last parts of calls, by their beginnings; from any thread."""

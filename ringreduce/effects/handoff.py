@@ -101,6 +101,7 @@ def _functions() -> dict[str, Any]:
         "finish": (None, [pointer, text]),
         "wait_idle": (number, [pointer, u32]),
         "fail": (None, [pointer, text]),
+        "reopen": (number, [pointer]),
         "close": (None, [pointer, text]),
     }
     return functions("rr_handoff_", signatures)
@@ -178,6 +179,10 @@ class NativeQueue:
         """End all waits for buckets, present and future, with the error `why`."""
         self._functions["fail"](self._handle, _text(why))
 
+    def reopen(self) -> None:
+        """After `fail`, once nothing is queued or taken: have buckets reduced again."""
+        self._functions["reopen"](self._handle)
+
     def close(self, why: str) -> None:
         """End `take`, and all waits for buckets with the error `why`."""
         self._functions["close"](self._handle, _text(why))
@@ -233,6 +238,9 @@ class PlainQueue:
 
     def fail(self, why: str) -> None:
         """Do nothing: there are no buckets here."""
+
+    def reopen(self) -> None:
+        """Do nothing, as `fail`."""
 
     def close(self, why: str) -> None:
         """End `take`."""

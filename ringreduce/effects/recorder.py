@@ -32,10 +32,10 @@ class FirstError:
 
 
 class Recorder:
-    """What the events of one communicator say.
+    """What the events of one communicator say of one session, the present one.
 
     Attributes:
-        events: which it reads.
+        events: which it reads; calls of former sessions do not count.
         membership: who is in the communicator.
         transport: how they reach each other, once that is known.
         first_error: None while the communicator works.
@@ -53,21 +53,13 @@ class Recorder:
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
         self.pending: Callable[[], Pending | None] | None = None
         self.events = events
+        before = events.current_call()
+        self._calls_before, self._first = before.calls, before.number
 
     @property
     def calls(self) -> int:
         """Collectives completed so far."""
-        return self.events.current_call().calls
-
-    @property
-    def seconds(self) -> float:
-        """Wall time spent in completed collectives."""
-        return self.events.current_call().seconds
-
-    @property
-    def elapsed_s(self) -> float:
-        """Wall time of the last completed one."""
-        return self.events.current_call().elapsed_s
+        return self.events.current_call().calls - self._calls_before
 
     def fail(self, error: BaseException) -> None:
         """Record that the running collective failed, or that the ring broke between two calls.
@@ -81,14 +73,15 @@ class Recorder:
     def current_call(self) -> CurrentCall:
         """This rank's present call; from any thread, takes no lock, never raises."""
         now = self.events.current_call()
-        return CurrentCall(now.calls, now.operation, now.nbytes, now.since_s)
+        calls = now.calls - self._calls_before
+        return CurrentCall(calls, now.operation, now.nbytes, now.since_s)
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""
         error, wall, names = self.events.error, _wall(), _thread_names()
         return [
             Call(
-                number=span.number,
+                number=span.number - self._first,
                 operation=span.operation,
                 nbytes=span.nbytes,
                 started=wall + span.began_s,
@@ -97,6 +90,7 @@ class Recorder:
                 error=None if (text := error(span.number)) is None else cut(text),
             )
             for span in self.events.calls()
+            if span.number >= self._first
         ]
 
     def parts(self) -> list[Part]:
@@ -105,7 +99,7 @@ class Recorder:
         return [
             Part(
                 kind=SpanKind(span.kind).name.lower(),
-                number=span.number,
+                number=span.number - self._first,
                 other=span.other,
                 nbytes=span.nbytes,
                 started=wall + span.began_s,
@@ -113,6 +107,7 @@ class Recorder:
                 thread=names(span.thread),
             )
             for span in self.events.parts()[-PARTS_SHOWN:]
+            if span.number >= self._first
         ]
 
 

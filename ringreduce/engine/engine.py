@@ -107,7 +107,7 @@ class Work(Generic[_Result]):
 
 
 class Owner(Protocol):
-    """The communicator, as the engine and the watcher notify it from their threads."""
+    """The session, as the engine and the watcher notify it from their threads."""
 
     def fail(self, error: RingReduceError) -> object:
         """This rank has failed with `error`: notify all ranks."""
@@ -117,11 +117,9 @@ class Owner(Protocol):
 
 
 class Engine:
-    """The background thread of one communicator.
+    """The background thread of one communicator, which outlives its sessions.
 
-    `close` interrupts `collectives`, since the thread's present call could else wait for another
-    rank until the time limit; `owner` is notified of an error that the engine has found. `events`
-    get how long work waited, and what happens to buckets.
+    `events` get how long work waited, and what happens to buckets. See `follow` for the others.
     """
 
     def __init__(self, name: str, owner: Owner, collectives: Collectives, events: Events) -> None:
@@ -135,6 +133,22 @@ class Engine:
         self._posted = 0
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+
+    def follow(self, owner: Owner, collectives: Collectives) -> None:
+        """Work for a session that has taken the place of one that was left; see `let_go`.
+
+        Plans stay. `close` interrupts `collectives`, since the thread's present call could else
+        wait for another rank until the time limit; `owner` is notified of an error that the engine
+        has found.
+        """
+        self._owner, self._collectives = owner, collectives
+        self._queue.reopen()
+
+    def let_go(self, why: str) -> None:
+        """End what is under way for the present session, which is being left, with `why`."""
+        self._collectives.interrupt()
+        self._queue.fail(why)
+        self.drain()
 
     @property
     def native(self) -> NativeQueue | None:
@@ -184,10 +198,14 @@ class Engine:
         while not self._queue.wait_idle(TIMES.poll_s):
             pass
 
-    def fail(self, error: RingReduceError) -> None:
-        """Fail every bucket that is waited for, now or later, with `error`."""
-        self._queue.fail(str(error))
-        self._forget_unwanted()
+    def fail(self, owner: Owner, error: RingReduceError) -> None:
+        """Fail every bucket that is waited for, now or later, with `error` of the session `owner`.
+
+        Does nothing once another session has taken its place.
+        """
+        if owner is self._owner:
+            self._queue.fail(str(error))
+            self._forget_unwanted()
 
     def close(self, why: str) -> None:
         """End the thread; work not begun fails with ClosedError, a running call is interrupted.
@@ -245,7 +263,7 @@ class Engine:
             _log.exception("the engine could not tell the other ranks")
         finally:
             # In any case, else `finish` would hand out the bucket as reduced.
-            self.fail(error)
+            self.fail(self._owner, error)
 
 
 def _out_of_step() -> MismatchError:

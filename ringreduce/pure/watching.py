@@ -331,7 +331,7 @@ class Watch:
             locked=self._locked(now_s),
             pending=pending,
             stopped_s=stopped_s,
-            sending=flow.sending,
+            sent_to_next=flow.sent_to_next,
         )
 
     def _locked(self, now_s: float) -> tuple[int, ...]:

@@ -25,8 +25,6 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
 _CLOSED = "the communicator was closed"
-_ANEW = "a step was traced for a ring that was formed anew"
-_REBUILD = "Wrap the optimizer and compile the model again, or make a new tf.function."
 
 
 def watch(communicator: Communicator) -> None:
@@ -54,11 +52,8 @@ def _ours(text: str) -> RingReduceError | None:
         failure = communicator.failure
         if failure is not None and str(failure)[:_TELLING] in text:
             return failure
-        for former in communicator.former_failures:
-            if str(former)[:_TELLING] in text:
-                return ClosedError(f"{_ANEW} after it had failed: {former}", remedy=_REBUILD)
     if FORMED_ANEW in text:
-        return ClosedError(_ANEW, remedy=_REBUILD)
+        return ClosedError(FORMED_ANEW, remedy="Make the step again.")
     if _CLOSED in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")
     return None

@@ -19,11 +19,16 @@ _REMEDY = (
 
 
 class AgreedPlans:
-    """The plans that the ranks of a communicator, which calls `explain`, have found equal."""
+    """The plans that the ranks of a communicator, which calls `explain`, have found equal.
+
+    In a ring that is formed anew they are compared anew: a comparison that the failure cut short
+    may have ended well on some ranks alone.
+    """
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._plans: dict[int, BucketPlan] = {}
+        self._epoch = communicator.epoch
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
         communicator.explain_with(self)
@@ -34,6 +39,8 @@ class AgreedPlans:
         Raises:
             MismatchError: they differ; on all ranks.
         """
+        if self._epoch != communicator.epoch:
+            self._epoch, self._plans = communicator.epoch, {}
         if plan.signature in self._plans:
             return
         own: dict[str, Any] = {

@@ -515,7 +515,7 @@ def test_an_abort_after_a_failure_answers_background_work_with_that_failure(monk
     """Two texts would be two errors: that of the call, and that of an op that waits."""
     with ringreduce.Communicator(Config()) as communicator:
         told = []
-        monkeypatch.setattr(communicator.engine, "fail", told.append)
+        monkeypatch.setattr(communicator.engine, "fail", lambda _, error: told.append(error))
         first = communicator.fail(ringreduce.ConfigError("found here"))
         communicator._session.ring_ended(ringreduce.ConfigError("heard of later"))
         assert told == [first, first]

@@ -74,7 +74,8 @@ def test_a_signal_handler_may_close_the_ring_while_the_engine_waits_for_a_call(
             while ring._session.calls.caller is None:
                 os.sched_yield()
             work = ring.all_reduce(np.ones(10), async_op=True)
-            while not ring._session._engine._queue.wait_idle(0.01) and ring._session._engine._work:
+            engine = ring._session.lasting.engine
+            while not engine._queue.wait_idle(0.01) and engine._work:
                 pass  # It has not taken it yet.
             os.kill(os.getpid(), signal.SIGALRM)
             attempt("work", work.wait)

@@ -21,6 +21,7 @@ from ringreduce.vocabulary.errors import (
     ClosedError,
     MismatchError,
     RendezvousError,
+    RingReduceError,
 )
 from tests.rings import Ring
 
@@ -131,15 +132,21 @@ def test_a_ring_that_has_not_failed_is_formed_anew_with_or_without_all(on_ranks:
     on_ranks(3, work)
 
 
-def test_what_was_begun_in_the_old_ring_is_refused_in_the_new() -> None:
+def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on() -> None:
     def work(comm: Communicator) -> None:
         engine = comm.engine
+        begun = comm.all_reduce(np.ones(3), async_op=True) if comm.rank == 0 else None
         reform(comm, [])
-        with pytest.raises(ClosedError):
-            engine.submit(lambda: None)
+        if begun is not None:
+            with pytest.raises(RingReduceError):
+                begun.wait()
+        assert comm.engine is engine
         assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
         assert comm.failure is None
+        assert comm.statistics().collectives >= 2
         comm.close()
+        with pytest.raises(ClosedError):
+            engine.submit(lambda: None)
         with pytest.raises(ClosedError, match=r"cannot form the ring anew after close\(\)"):
             reform(comm, [])
 

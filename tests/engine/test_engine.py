@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -363,8 +364,9 @@ class TestBuckets:
     def test_reason_that_is_no_text_is_given_all_the_same(self, buckets):
         engine, plan, _ = buckets
         what = None
+        error = MismatchError("odd name \udcff")  # as os.fsdecode makes them
         try:
-            engine.fail(MismatchError("odd name \udcff"))  # as os.fsdecode makes them
+            engine.fail(engine._owner, error)
         except UnicodeError as error:
             what = error.reason
         assert what is None
@@ -372,9 +374,26 @@ class TestBuckets:
 
     def test_long_reason_is_cut_between_characters(self, buckets):
         engine, plan, _ = buckets
-        engine.fail(MismatchError("ab" + "\N{SNOWMAN}" * 1000))
+        engine.fail(engine._owner, MismatchError("ab" + "\N{SNOWMAN}" * 1000))
         why = start(plan.number, 0).why  # which decodes it
         assert why == "ab" + "\N{SNOWMAN}" * ((2047 - 2) // 3)
+
+    def test_plans_go_on_with_the_session_that_takes_the_place_of_one_that_failed(self, buckets):
+        engine, plan, errors = buckets
+        old, anew = engine._owner, []
+        engine.fail(old, PeerLostError("lost rank 3"))
+        engine.let_go("the ring is formed anew")
+        assert start(plan.number, 0).why == "lost rank 3."
+        engine.follow(SimpleNamespace(fail=anew.append), engine._collectives)
+        engine.fail(old, MismatchError("a late one"))
+        start(plan.number, 0, 3.0)
+        answer = wait_for_bucket(plan.number, 0)
+        assert (answer.code, answer.gradients[0][0]) == (DONE, 6.0)
+        error = PeerLostError("lost rank 2")
+        engine.serve(plan.number, lambda _: failing(error)())
+        start(plan.number, 0)
+        engine.drain()
+        assert (errors, anew) == ([], [error])
 
     def test_forgotten_plan_is_refused(self, buckets):
         engine, plan, _ = buckets
@@ -393,7 +412,7 @@ class TestBuckets:
         start(plan.number, 0, 3.0)
         engine.forget(plan.number)
         assert plan.number in engine._plans
-        engine.fail(MismatchError("over"))
+        engine.fail(engine._owner, MismatchError("over"))
         # At once, or when the engine's thread has done what it was in the midst of.
         wait_until(lambda: plan.number not in engine._plans, "the plan to be forgotten")
         assert "over" in wait_for_bucket(plan.number, 0).why

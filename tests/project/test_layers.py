@@ -167,7 +167,6 @@ def test_only_two_modules_read_the_environment() -> None:
 def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
     assert importers_of("zmq") == {
         "ringreduce.bootstrap.rendezvous",
-        "ringreduce.bootstrap.settlement",
         "ringreduce.transport.authenticator",
         "ringreduce.transport.channel",
         "ringreduce.transport.control",

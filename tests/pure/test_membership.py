@@ -47,7 +47,7 @@ def test_each_rank_is_in_the_group_of_its_color_and_in_no_other(
 def test_members_are_ordered_by_key_then_by_place(split: tuple[Membership, list[Choice]]) -> None:
     parent, choices = split
     for group in parent.split(choices):
-        places = [parent.place(rank) for rank in group.members]
+        places = [parent.group_rank(rank) for rank in group.members]
         assert [(choices[p].key, p) for p in places] == sorted((choices[p].key, p) for p in places)
 
 

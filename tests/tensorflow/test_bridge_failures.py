@@ -113,6 +113,47 @@ hold()
             assert ring.workers[rank].wait(20) == 0, ring.workers[rank].stderr
 
 
+def test_a_traced_step_goes_on_in_a_ring_formed_anew_of_the_ranks_that_are_left(
+    tmp_path: Path, bridge: str
+) -> None:
+    program = """
+from ringreduce.communicator.reforming import reform
+from ringreduce.tensorflow import GradientBridge
+
+bridge = GradientBridge(16)  # Each gradient has a bucket.
+own = [tf.fill([5], 3.0 * RANK**2), tf.fill([7], 3.0 * RANK)]
+
+@tf.function(jit_compile=JIT)
+def step():
+    return bridge.mean(ring, own, ["a", "b"])
+
+def check(*means):
+    for found, mean in zip(step(), means, strict=True):
+        assert (found.numpy() == mean).all(), found
+
+def rounds():
+    while True:
+        check(5.0, 3.0)
+
+check(5.0, 3.0)
+say("trains")
+attempt("failed", rounds)
+if RANK == 0:
+    # As if the failure had cut its comparison short, after it had ended well on rank 2.
+    bridge._agreed[1]._plans.clear()
+reform(ring, [1])
+for _ in range(3):
+    check(6.0, 3.0)
+ring.close()
+"""
+    with training_ring(tmp_path, 3, bridge, program) as ring:
+        ring.wait("trains")
+        ring.workers[1].signal(signal.SIGKILL)
+        ring.wait("failed", [0, 2])
+        for rank in (0, 2):
+            assert ring.workers[rank].wait(30) == 0, ring.workers[rank].stderr
+
+
 def test_a_killed_rank_comes_out_of_a_function_as_our_error(tmp_path: Path, bridge: str) -> None:
     program = """
 model = make_model()
