@@ -167,7 +167,7 @@ class Session:
             # Ranks start at different times, and some compile.
             self.events.formed()
         except BaseException:
-            self.leave("")
+            self.leave("", gives_way=True)
             if self.membership.epoch == 0:  # Else it may be tried again.
                 self._close_standby()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.reforming import reform
+from ringreduce.effects.events import Events
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import (
@@ -149,6 +151,29 @@ def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on() -> None:
             engine.submit(lambda: None)
         with pytest.raises(ClosedError, match=r"cannot form the ring anew after close\(\)"):
             reform(comm, [])
+
+    ring_of_threads(2, work)
+
+
+def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formed, failed = Events.formed, threading.local()
+
+    def fail_once(events: Events) -> None:
+        if not getattr(failed, "once", False):
+            failed.once = True
+            raise OSError("no memory")
+        formed(events)
+
+    def work(comm: Communicator) -> None:
+        engine = comm.engine
+        monkeypatch.setattr(Events, "formed", fail_once)
+        with pytest.raises(OSError, match="no memory"):
+            reform(comm, [])
+        reform(comm, [])
+        assert comm.engine is engine
+        assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
 
     ring_of_threads(2, work)
 
