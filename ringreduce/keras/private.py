@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from ringreduce.tensorflow.private import named
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -20,20 +21,11 @@ def _missing(name: str) -> ConfigError:
     )
 
 
-try:
-    from keras.src.saving import object_registration
-
-    # By class, the name under which a user has registered it.
-    registered_names = object_registration.GLOBAL_CUSTOM_NAMES
-except (ImportError, AttributeError) as error:
-    raise _missing("keras.src.saving.object_registration.GLOBAL_CUSTOM_NAMES") from error
-
-
-try:
-    from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
-    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-except ImportError as error:
-    raise _missing("PyDatasetAdapter or get_tensor_spec") from error
+_DATA_ADAPTERS = "keras.src.trainers.data_adapters"
+# By class, the name under which a user has registered it.
+registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
+get_tensor_spec = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
+PyDatasetAdapter = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
 
 def _has(owner: type, name: str) -> bool:

@@ -14,11 +14,11 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.private import graphs_being_traced
 
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
@@ -64,14 +64,10 @@ def _folded(value: Sequence[int], rank: int) -> int:
 
 def seed_states_in_use() -> list[Any]:
     """The generators' states that the function being traced has used so far; [] eagerly."""
-    if tf.executing_eagerly():
-        return []
-    graph: Any = tf.compat.v1.get_default_graph()
     found: dict[int, Any] = {}
-    while graph is not None:
-        # Plain graphs have no such attribute; without it generators are left to `fold_seeds`.
+    for graph in graphs_being_traced():
+        # A later TensorFlow may have no such attribute; generators are left to `fold_seeds` then.
         for variable in getattr(graph, "_watched_variables", ()):
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)
-        graph = getattr(graph, "outer_graph", None)
     return list(found.values())

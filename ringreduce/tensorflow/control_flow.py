@@ -15,6 +15,7 @@ from ringreduce.tensorflow.private import (
     FuncGraph,
     WhileBodyFuncGraph,
     WhileCondFuncGraph,
+    graphs_being_traced,
     orders_its_ops,
 )
 from ringreduce.vocabulary.errors import ConfigError
@@ -31,12 +32,7 @@ def vouch_for_branch() -> None:
 
 def is_in_loop() -> bool:
     """Whether the graph being traced, or one around it, is the body of a loop."""
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, FuncGraph):
-        if isinstance(graph, WhileBodyFuncGraph):
-            return True
-        graph = graph.outer_graph
-    return False
+    return any(isinstance(graph, WhileBodyFuncGraph) for graph in graphs_being_traced())
 
 
 def refuse_unreachable(

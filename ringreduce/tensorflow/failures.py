@@ -1,49 +1,66 @@
 """Makes errors of the ring leave a TensorFlow function as ours, and not as TensorFlow's alone.
 
-An op fails with a code and a text, of which TensorFlow makes a `tf.errors.UnknownError`, in C++ or
-in Python. Here that class gets a ``__new__`` which reads the text. If it is that of an error that
-has broken a communicator of this process, the instance is of both classes: ``except
-ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``.
+An op fails with a code and a text, of which TensorFlow makes an exception in C++, by a fixed table,
+with none of our code on the stack. So the functions that hold our ops, and no others, are called
+through `_call`; TensorFlow says when it has traced one, as its debugger needs. If the text is that
+of an error that has broken a communicator of this process, the exception is of both classes:
+``except ringreduce.PeerLostError`` catches it, and so does ``except tf.errors.OpError``.
 
-This is the only change to TensorFlow. Nothing else can convert the error of `model.fit`: TensorFlow
-makes the exception from a status, by a fixed table of codes, with none of our code on the stack.
+After Ctrl-C the op may fail too, since another rank has ended first. If Python then raises
+KeyboardInterrupt in the constructor of TensorFlow's exception, C++ makes a RuntimeError of both.
 """
 
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.session import FORMED_ANEW
+from ringreduce.tensorflow import private
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# Those being traced, or traced, whose functions end with our errors.
+_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
 _CLOSED = "the communicator was closed"
+_INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
 def watch(communicator: Communicator) -> None:
-    """From now on errors of `communicator` leave TensorFlow functions as they are."""
+    """From now on errors of `communicator` leave the function that is being traced as they are."""
     _communicators.add(communicator)
-    _teach_unknown_error()
+    _graphs.update(private.graphs_being_traced())
+    if _look not in private.called_with_traced:
+        private.called_with_traced.append(_look)
 
 
-@cache
-def _teach_unknown_error() -> None:
-    unknown = tf.errors.UnknownError
+def _look(function: Any) -> None:
+    if function.graph in _graphs:
+        private.call_through(function, _call)
 
-    def make(cls: type, *arguments: Any, **options: Any) -> Any:
-        text = options.get("message", arguments[2] if len(arguments) > 2 else None)
-        ours = _ours(str(text)) if cls is unknown else None
-        return Exception.__new__(cls, *arguments, **options) if ours is None else _both(ours)
 
-    # The class defines no `__new__`, and C++ calls one that is set on it too.
-    unknown.__new__ = make
+def _call(call: partial[Any]) -> Any:
+    """Call a function that was traced, and raise ours if it fails with our text."""
+    if not tf.executing_eagerly():
+        # In another one, which is being traced.
+        _graphs.update(private.graphs_being_traced())
+    try:
+        return call()
+    except tf.errors.OpError as error:
+        ours = None if isinstance(error, RingReduceError) else _ours(error.message)
+        if ours is None:
+            raise
+        raise _both(ours) from None
+    except RuntimeError as error:
+        if _INTERRUPTED not in str(error):
+            raise
+        raise KeyboardInterrupt from None
 
 
 def _ours(text: str) -> RingReduceError | None:
@@ -64,10 +81,9 @@ def _both(error: RingReduceError) -> Exception:
     kind = _class_of_both(type(error))  # type: ignore[arg-type]
     made: Exception = kind.__new__(kind)
     made.args = error.args
-    # Set what the two constructors, which do not run, would have set.
-    made.__dict__.update(error.__dict__)
-    made.__dict__.update(_node_def=None, _op=None, _error_code=tf.errors.UNKNOWN)
-    made.__dict__.update(_message=str(error), _experimental_payloads={})
+    # With what the two constructors, which do not run, would have set.
+    theirs = {"_node_def": None, "_op": None, "_error_code": tf.errors.UNKNOWN}
+    vars(made).update(vars(error), **theirs, _message=str(error), _experimental_payloads={})
     return made
 
 
@@ -76,9 +92,6 @@ def _class_of_both(kind: type[RingReduceError]) -> type[Exception]:
     members = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        # Python calls it with TensorFlow's arguments on what `make` returned.
-        "__init__": lambda self, *arguments, **options: None,
         # Ours is an attribute, TensorFlow's a property without a setter.
         "message": "",
         # Pickled and copied as the plain error, which every process knows.

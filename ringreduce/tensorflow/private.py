@@ -1,12 +1,16 @@
 """All private names of TensorFlow that this package uses, checked on import.
 
-This file changes nothing in TensorFlow. A name that a later version has moved is reported when
-`ringreduce.tensorflow` is imported, and not during training.
+This file replaces nothing in TensorFlow, and changes only a function that it is given. A name that
+a later version has moved is reported when `ringreduce.tensorflow` is imported, and not during
+training.
 """
 
 from __future__ import annotations
 
 import importlib
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -21,31 +25,37 @@ def _missing(name: str) -> ConfigError:
     )
 
 
-def _named(module: str, name: str) -> Any:
+def named(module: str, name: str, missing: Callable[[str], ConfigError] = _missing) -> Any:
+    """What has that private name; the error that `missing` makes if there is none."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise _missing(f"{module}.{name}") from error
+        raise missing(f"{module}.{name}") from error
 
+
+_FUNCTIONS = "tensorflow.python.eager.polymorphic_function"
+_ConcreteFunction = named(f"{_FUNCTIONS}.concrete_function", "ConcreteFunction")
+# TensorFlow calls these with each function that it has traced.
+called_with_traced = named(f"{_FUNCTIONS}.transform", "CONCRETE_FUNCTION_CALLBACKS")
 
 _CONTROL_FLOW = "tensorflow.python.ops.control_flow_v2_func_graphs"
 # Graphs of functions, branches and loops; `outer_graph` is the graph around one.
-FuncGraph = _named("tensorflow.python.framework.func_graph", "FuncGraph")
-ControlFlowFuncGraph = _named(_CONTROL_FLOW, "ControlFlowFuncGraph")
-CondBranchFuncGraph = _named(_CONTROL_FLOW, "CondBranchFuncGraph")
-WhileBodyFuncGraph = _named(_CONTROL_FLOW, "WhileBodyFuncGraph")
-WhileCondFuncGraph = _named(_CONTROL_FLOW, "WhileCondFuncGraph")
-_LoopGradient = _named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph")
+FuncGraph = named("tensorflow.python.framework.func_graph", "FuncGraph")
+ControlFlowFuncGraph = named(_CONTROL_FLOW, "ControlFlowFuncGraph")
+CondBranchFuncGraph = named(_CONTROL_FLOW, "CondBranchFuncGraph")
+WhileBodyFuncGraph = named(_CONTROL_FLOW, "WhileBodyFuncGraph")
+WhileCondFuncGraph = named(_CONTROL_FLOW, "WhileCondFuncGraph")
+_LoopGradient = named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph")
 
-_graphs_being_traced = _named("tensorflow.python.framework.ops", "_default_graph_stack")
+_graph_stack = named("tensorflow.python.framework.ops", "_default_graph_stack")
 
 # What is traced within such a context counts as compiled by XLA.
-XLAControlFlowContext = _named("tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext")
-is_compiled_by_xla = _named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
+XLAControlFlowContext = named("tensorflow.python.ops.control_flow_ops", "XLAControlFlowContext")
+is_compiled_by_xla = named("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext")
 # Adds the op XlaCallModule, a module of StableHLO, to the graph that is being traced.
-call_module = _named("tensorflow.compiler.tf2xla.python.xla", "call_module")
+call_module = named("tensorflow.compiler.tf2xla.python.xla", "call_module")
 # Adds an op by its name, including ops registered at run time.
-apply_op = _named("tensorflow.python.framework.op_def_library", "apply_op")
+apply_op = named("tensorflow.python.framework.op_def_library", "apply_op")
 
 
 def _check_attributes() -> None:
@@ -53,7 +63,8 @@ def _check_attributes() -> None:
     captures = getattr(graph, "function_captures", None)
     for owner, owners, names in (
         (graph, "FuncGraph", ("_add_control_dependencies", "outer_graph", "function_captures")),
-        (_graphs_being_traced, "_default_graph_stack", ("stack",)),
+        (_graph_stack, "_default_graph_stack", ("stack",)),
+        (_ConcreteFunction, "ConcreteFunction", ("_call_flat", "graph")),
         (captures, "FunctionCaptures", ("by_val_internal", "pop", "add_or_replace")),
     ):
         for name in names:
@@ -62,6 +73,23 @@ def _check_attributes() -> None:
 
 
 _check_attributes()
+
+
+def graphs_being_traced() -> list[Any]:
+    """The graph that is being traced and those around it, functions and parts of them; or none."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    found = []
+    while isinstance(graph, FuncGraph):
+        found.append(graph)
+        graph = graph.outer_graph
+    return found
+
+
+def call_through(function: Any, around: Callable[[partial[Any]], Any]) -> None:
+    """From now on `around` makes the calls of `function`, this one that was traced and no other."""
+    owner = weakref.ref(function)
+    call = _ConcreteFunction._call_flat
+    function._call_flat = lambda *args, **options: around(partial(call, owner(), *args, **options))
 
 
 def orders_its_ops(graph: Any) -> bool:
@@ -81,7 +109,7 @@ def is_for_shapes(graph: Any) -> bool:
 def capture_once(graph: Any, resource: Any) -> Any:
     """The tensor for the eager tensor `resource` in `graph`: the same one at each call."""
     # A loop's gradient that `graph` is traced for could not capture it later by itself.
-    for around in _graphs_being_traced.stack:
+    for around in _graph_stack.stack:
         if isinstance(around, _LoopGradient):
             _capture_in_loop(around, resource)
     if isinstance(graph, _LoopGradient):

@@ -49,20 +49,10 @@ def call(
     if xla.is_compiling():
         return compiled.call(communicator, what, run, arguments, results)
 
-    def as_op(*arrays: Any) -> Sequence[Any]:
-        try:
-            return run(*arrays)
-        except ValueError as error:
-            # TensorFlow makes no UnknownError of a ValueError, such as a ConfigError;
-            # `ringreduce.tensorflow.failures` recognizes only that.
-            if communicator.failure is None:
-                raise
-            raise RuntimeError(str(error)) from error
-
     # This runs on the CPU; TensorFlow copies arguments there from any device.
     with order.in_order(communicator):
         dtypes = [dtype for _, dtype in results]
-        tensors = tf.numpy_function(as_op, arguments, dtypes, stateful=True)
+        tensors = tf.numpy_function(run, arguments, dtypes, stateful=True)
     order.done(communicator, tensors)
     for tensor, (shape, _) in zip(tensors, results, strict=True):
         tensor.set_shape(shape)

@@ -62,7 +62,10 @@ def bridge(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def training_ring(directory: Path, size: int, bridge: str, program: str, **options: object) -> Ring:
+def training_ring(
+    directory: Path, size: int, bridge: str, program: str, alone: bool = False, **options: object
+) -> Ring:
+    """A ring that runs `program` after `TRAINING`, or `alone`."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     if bridge == "python":
         environment["RINGREDUCE_NATIVE"] = "0"
@@ -71,7 +74,7 @@ def training_ring(directory: Path, size: int, bridge: str, program: str, **optio
     return Ring(
         directory,
         size,
-        preamble + program,
+        program if alone else preamble + program,
         transport="auto",
         environment=environment,
         **options,
@@ -192,6 +195,55 @@ hold()
         [fact] = ring.wait("result", [1])
         assert fact["kind"] == "PeerTimeoutError"
         assert fact["peer"] == 0
+
+
+STOPS = """
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3:
+            stop()
+
+def stop():
+    if RANK == 0:
+        say("stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+model = make_model()
+
+@tf.function(jit_compile=JIT)
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.optimizer.apply(gradients, model.trainable_variables)
+
+def rounds():
+    for number in range(10**9):
+        step(ones)
+        if number == 3:
+            stop()
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "model.fit(endless, steps_per_epoch=10**9, verbose=0, callbacks=[Stop()])",
+        "rounds()",
+    ],
+    ids=["fit", "loop"],
+)
+def test_ctrl_c_is_a_keyboard_interrupt_though_the_step_fails(
+    tmp_path: Path, bridge: str, call: str
+) -> None:
+    """Of ranks that were interrupted together one ends first, while others wait for it."""
+    program = f"{STOPS}\nattempt('result', lambda: {call})\nhold()\n"
+    with training_ring(tmp_path, 2, bridge, program) as ring:
+        ring.wait("stops", [0])
+        ring.workers[1].signal(signal.SIGINT)
+        ring.workers[0].signal(signal.SIGKILL)
+        [fact] = ring.wait("result", [1])
+        assert fact["kind"] == "KeyboardInterrupt", fact
 
 
 # Fails in the backward pass of the second layer on rank 1, when buckets of the layers behind it

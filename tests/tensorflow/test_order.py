@@ -118,6 +118,7 @@ def test_gradients_that_tensorflow_does_not_order_are_never_silently_wrong(case,
     assert {fact["rank"] for fact in facts} == set(range(size))
     for fact in facts:
         if fact["error"]:
-            assert fact["error"] == "MismatchError"
+            # Of the backward pass of a function the error is TensorFlow's, with our text.
+            assert fact["error"] == "MismatchError" or "tensor collective number" in fact["text"]
         else:
             assert fact["found"] == expected["second" if case == "second" else "outside"]
