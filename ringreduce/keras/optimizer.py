@@ -42,7 +42,7 @@ from ringreduce.keras.untrained import warn_of_different_weights
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
-from ringreduce.keras.wrapper import Wrapper, put_loss_scale_inside
+from ringreduce.keras.wrapper import Wrapper
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
@@ -131,7 +131,6 @@ class DistributedOptimizer(Wrapper):
         if accumulate_steps < 1:
             raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
         how = gradient_op(op)
-        put_loss_scale_inside()
         super().__init__(inner)
         self._communicator = communicator
         of_bridge: dict[str, Any] = {

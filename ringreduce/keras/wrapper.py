@@ -6,8 +6,8 @@ so files are those of the plain one. A subclass defines what differs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from inspect import isfunction
 from typing import Any
 
@@ -15,13 +15,15 @@ import keras
 from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.keras.copying import built_like
+from ringreduce.vocabulary.errors import ConfigError
 
 
 class Wrapper(keras.optimizers.Optimizer):
     """Forwards everything to the optimizer that it wraps, but for what a subclass defines."""
 
-    # A subclass has a property of this name.
+    # A subclass has a property and a method of these names.
     communicator: Any
+    around: Callable[[Any], Wrapper]
 
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.
@@ -71,7 +73,36 @@ class Wrapper(keras.optimizers.Optimizer):
         names = {*dir(type(self))} - {"inner_optimizer"}
         return sorted(names | {*dir(self._inner)})
 
+    def _go_around(self, outer: Any) -> None:
+        """Turn `outer`, a LossScaleOptimizer made around this wrapper, into a wrapper around one.
+
+        ``compile`` wraps the optimizer of a mixed_float16 model in a LossScaleOptimizer, which
+        skips a step whose gradients are not finite. If it stayed outside, a rank with an infinity
+        would skip the reduction and the others would wait forever (tensorflow#46863). Inside, it
+        sees means: one rank's infinity is in all of them, so all ranks skip the same steps and keep
+        equal scales.
+        """
+        if type(outer) is not LossScaleOptimizer:
+            kind = type(outer).__name__
+            raise ConfigError(
+                f"got a {kind} around a DistributedOptimizer, whose steps some ranks would skip",
+                remedy=f"Write DistributedOptimizer({kind}(...)).",
+            )
+        wrapper = self
+        if not isinstance(self._inner, LossScaleOptimizer):
+            options = (outer.initial_scale, outer.dynamic_growth_steps, outer.name)
+            wrapper = self.around(LossScaleOptimizer(self._inner, *options))
+        # `outer` is what its maker gets, so it becomes the wrapper.
+        object.__setattr__(outer, "__class__", type(wrapper))
+        object.__setattr__(outer, "__dict__", vars(wrapper))
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor":
+            # The last that the constructor of a LossScaleOptimizer does. It calls nothing of ours.
+            maker = sys._getframe(1).f_locals.get("self")
+            if isinstance(maker, LossScaleOptimizer):
+                self._go_around(maker)
+                return
         inner = vars(self).get("_inner")
         ours = name in vars(self) or hasattr(type(self), name)
         if inner is None or ours or not hasattr(inner, name):
@@ -106,26 +137,3 @@ for _base in keras.optimizers.Optimizer.__mro__:
 for _name in _methods:
     if not _name.startswith("__") and _name not in vars(Wrapper):
         setattr(Wrapper, _name, _forwarding(_name))
-
-
-@cache
-def put_loss_scale_inside() -> None:
-    """From now on ``LossScaleOptimizer(distributed)`` returns a DistributedOptimizer around it.
-
-    ``compile`` wraps the optimizer of a mixed_float16 model in a `LossScaleOptimizer`, which skips
-    a step whose gradients are not finite. If it were outside, a rank with an infinity would skip
-    the reduction and the others would wait forever (tensorflow#46863). Inside, it sees means: one
-    rank's infinity is in all of them, so all ranks skip the same steps and keep equal scales.
-    """
-    plain_new = LossScaleOptimizer.__new__
-
-    def make(cls: type, inner_optimizer: Any = None, *arguments: Any, **options: Any) -> Any:
-        if not isinstance(inner_optimizer, Wrapper):
-            return plain_new(cls)
-        inner = inner_optimizer._inner
-        if isinstance(inner, LossScaleOptimizer):
-            return inner_optimizer
-        # The result is no instance of `cls`, so Python does not call `__init__` on it.
-        return inner_optimizer.around(cls(inner, *arguments, **options))
-
-    LossScaleOptimizer.__new__ = make

@@ -293,6 +293,15 @@ def test_a_copy_that_is_not_built_gets_no_loss_scale(world_of_one):
         keras.optimizers.LossScaleOptimizer(copy.deepcopy(model.optimizer))
 
 
+def test_another_loss_scale_around_the_wrapper_is_refused():
+    class Careful(keras.optimizers.LossScaleOptimizer):
+        pass
+
+    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    with pytest.raises(ringreduce.ConfigError, match=r"DistributedOptimizer\(Careful"):
+        Careful(optimizer)
+
+
 def test_local_variables_may_have_other_names_and_numbers_on_each_rank():
     def work(comm):
         shared = keras.Variable([1.0], name="shared")

@@ -100,7 +100,7 @@ def wrapped_by_hand():
         scale=outer.initial_scale,
         rate=float(outer.learning_rate),
         options=outer._options["compression"],
-        same=again is outer,
+        same=again._inner is outer._inner,
         plain=type(plain) is keras.optimizers.LossScaleOptimizer,
     )
 

@@ -246,6 +246,49 @@ def test_ctrl_c_is_a_keyboard_interrupt_though_the_step_fails(
         assert fact["kind"] == "KeyboardInterrupt", fact
 
 
+def test_nothing_of_tensorflow_or_keras_is_replaced(tmp_path: Path) -> None:
+    """Of neither their classes nor their modules, by training in half precision."""
+    program = """
+import keras
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import concrete_function
+
+def theirs():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("keras.", "tensorflow.python.")):
+            for owner in (module, *(v for v in vars(module).values() if isinstance(v, type))):
+                if getattr(owner, "__module__", name).startswith(("keras", "tensorflow")):
+                    found[owner] = {k: v for k, v in vars(owner).items() if callable(v)}
+    return found
+
+before = theirs()
+import ringreduce.keras as rr_keras
+
+ring = join()
+keras.config.set_dtype_policy("mixed_float16")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8)])
+optimizer = rr_keras.DistributedOptimizer(keras.optimizers.SGD(0.0), communicator=ring)
+model.compile(optimizer=optimizer, loss="mse")
+model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0)
+ring.close()
+attempt("result", lambda: model.fit(np.ones((4, 8)), np.ones((4, 8)), verbose=0))
+after = theirs()
+changed = [
+    f"{owner.__name__}.{name}"
+    for owner, members in before.items()
+    for name in {*members, *(after[owner] if isinstance(owner, type) else ())}
+    if after[owner].get(name) is not members.get(name)
+]
+say("changed", names=changed, number=len(before))
+"""
+    with training_ring(tmp_path, 2, "native", program, alone=True) as ring:
+        for fact in ring.wait("changed"):
+            assert fact["names"] == []
+            assert fact["number"] > 1000
+        assert {fact["kind"] for fact in ring.wait("result")} == {"ClosedError"}
+
+
 # Fails in the backward pass of the second layer on rank 1, when buckets of the layers behind it
 # have been handed over and those before it have not.
 FAILING = """
