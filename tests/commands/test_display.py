@@ -226,13 +226,16 @@ def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: bad data") == 1
 
 
-def test_tracebacks_of_an_interrupted_job_are_shown(tmp_path: Path) -> None:
+def test_ctrl_c_shows_where_each_rank_was_in_a_line(tmp_path: Path) -> None:
     name = script(tmp_path, "print('ready', flush=True)\nimport signal\nsignal.pause()")
     with launcher(tmp_path, "run", "-n", "2", name) as job:
         job.wait_shown("ready", times=2)
         job.signal(2)
         assert job.wait() == 130
-        assert job.stderr.count("KeyboardInterrupt") == 2
+        place = f"KeyboardInterrupt in {tmp_path / name}, line 3: signal.pause()"
+        *lines, last = job.stderr.splitlines()
+        assert sorted(lines) == [f"[{rank}] {place}" for rank in range(2)]
+        assert last == "ringreduce: stopped by SIGINT"
 
 
 # --- With Keras -----------------------------------------------------------------------------
@@ -249,6 +252,39 @@ model.compile("sgd", "mse")
 data = numpy.ones((64, 3), "float32")
 model.fit(data, data[:, :1], batch_size=8, callbacks=[Waits()])
 """
+
+
+@pytest.mark.tensorflow
+def test_ctrl_c_in_training_reaches_each_ranks_handler_and_shows_few_lines(tmp_path: Path) -> None:
+    text = """
+import keras, numpy
+import ringreduce.keras as rr
+rr.init()
+class Say(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 9:
+            print("trains", flush=True)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+data = numpy.ones((1 << 20, 3), "float32")
+try:
+    rr.fit(model, data, data[:, :1], batch_size=8, verbose=0, callbacks=[Say()])
+except KeyboardInterrupt:
+    print("saves", flush=True)
+    raise
+"""
+    environment = clean_environment(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
+    with launcher(
+        tmp_path, "run", "-n", "2", script(tmp_path, text), environment=environment
+    ) as job:
+        job.wait_shown("trains", times=2)
+        shown = len(job.stderr.splitlines())
+        job.signal(2)
+        assert job.wait() == 130
+        assert sorted(job.stdout.splitlines()[-2:]) == ["[0] saves", "[1] saves"]
+        lines = job.stderr.splitlines()[shown:-1]
+        assert len(lines) == 2, job.stderr
+        assert all(": rr.fit(model" in line for line in lines)
 
 
 @pytest.mark.full
