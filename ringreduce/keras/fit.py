@@ -17,7 +17,7 @@ from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, weigh_steps
-from ringreduce.keras.own_data import own_feed, own_validation
+from ringreduce.keras.own_data import own_batches, own_feed
 from ringreduce.keras.parity import warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import require_same_settings, settings_in
@@ -26,6 +26,7 @@ from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import (
     refuse_other_optimizer,
     refuse_other_ring,
+    require_compiled,
     require_distributed,
 )
 from ringreduce.vocabulary.errors import ConfigError
@@ -119,11 +120,7 @@ def fit(
             something on some ranks only.
     """
     ring = communicator or default_communicator()
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ConfigError(
-            f"got {model!r} to train, which is no compiled model",
-            remedy="Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first.",
-        )
+    require_compiled(model)
     require_distributed(model, ring)
     refuse_other_ring(model, "rr.fit", ring)
     if check:
@@ -192,7 +189,7 @@ def fit(
         )
     validation = None
     if validation_data is not None and sharded:
-        validation = own_validation(validation_data)
+        validation = own_batches(validation_data, "validation_data")
     elif validation_data is not None:
         given = validation_data
         parts = given if isinstance(given, (tuple, list)) else (given,)

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.step import WrapOrder, put_around
+from ringreduce.keras.wrappable import require_compiled
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -35,10 +35,7 @@ def compile_gradients(model: Any) -> None:
         ConfigError: `model` is not compiled, has no `DistributedOptimizer`, or is compiled with
             ``jit_compile=True``; in training, its step applies no gradients, or several times.
     """
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ConfigError(
-            f"got {model!r}, which is no compiled model", remedy="Call model.compile(...) first."
-        )
+    require_compiled(model)
     _require_wrapped(model)
     if model.jit_compile:
         raise ConfigError(

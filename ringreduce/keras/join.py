@@ -30,6 +30,7 @@ from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     refuse_other_ring,
+    require_compiled,
     warn_of_plain_optimizer,
 )
 from ringreduce.tensorflow.agreement import Difference, agree
@@ -83,11 +84,7 @@ def join(
     ring = communicator or default_communicator()
     if weighting not in WEIGHTINGS:
         raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ConfigError(
-            f"got {model!r} to train, which is no compiled model",
-            remedy="Call model.compile(...) first; for a loop of your own use rr.joined(dataset).",
-        )
+    require_compiled(model, " For a loop of your own use rr.joined(dataset).")
     refuse_other_ring(model, "rr.join", ring)
     empty = empty_batch(dataset)
     if ring.size == 1:

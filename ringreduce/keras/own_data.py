@@ -25,17 +25,13 @@ def own_feed(data: Any, model: Any, ring: Communicator, **arguments: Any) -> Fee
             remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched; an epoch "
             "is one pass over it.",
         )
-    feed = _own(data, "x")
+    feed = own_batches(data, "x")
     feed.dataset = join(feed.dataset, model, communicator=ring)
     return feed
 
 
-def own_validation(data: Any) -> Feed:
-    """The same for validation, whose steps need no other rank."""
-    return _own(data, "validation_data")
-
-
-def _own(data: Any, name: str) -> Feed:
+def own_batches(data: Any, name: str) -> Feed:
+    """The same as they are, for validation: its steps need no other rank. `name` is for errors."""
     if not isinstance(data, tf.data.Dataset):
         raise ConfigError(
             f"got {type(data).__name__} as {name} with sharded=True",

@@ -128,6 +128,15 @@ def warn_of_plain_optimizer(model: Any, where: str, communicator: Communicator) 
     )
 
 
+def require_compiled(model: Any, more: str = "") -> None:
+    """Return if `model` is a model that was compiled; ConfigError, which ends with `more`."""
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ConfigError(
+            f"got {model!r}, which is no compiled model",
+            remedy="Call model.compile(optimizer=rr.DistributedOptimizer(...), ...) first." + more,
+        )
+
+
 def require_distributed(model: Any, communicator: Communicator) -> None:
     """Return if `model` averages gradients, or may do so in a `train_step` of its own.
 
