@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.launched_rank import LaunchedRank
-from ringreduce.vocabulary.nodelist import expand_counts, expand_hosts
+from ringreduce.vocabulary.nodelist import count_of, first_host
 from ringreduce.vocabulary.tf_config import read_tf_config
 
 Variables = Mapping[str, str]
@@ -215,11 +215,10 @@ def _slurm(variables: Variables) -> Variables:
     """The first node of the step, which has task 0, and the number of tasks on this node."""
     derived = {}
     if nodes := variables.get("SLURM_STEP_NODELIST"):
-        derived["first of SLURM_STEP_NODELIST"] = expand_hosts(nodes)[0]
-    counts = expand_counts(variables.get("SLURM_STEP_TASKS_PER_NODE") or "0")
-    node = variables.get("SLURM_NODEID", "")
-    if node.isdecimal() and int(node) < len(counts) and counts[int(node)]:
-        derived["SLURM_STEP_TASKS_PER_NODE of this node"] = str(counts[int(node)])
+        derived["first of SLURM_STEP_NODELIST"] = first_host(nodes)
+    node, counts = variables.get("SLURM_NODEID", ""), variables.get("SLURM_STEP_TASKS_PER_NODE")
+    if node.isdecimal() and counts and (count := count_of(counts, int(node))):
+        derived["SLURM_STEP_TASKS_PER_NODE of this node"] = str(count)
     return derived
 
 

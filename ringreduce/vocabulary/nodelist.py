@@ -1,69 +1,35 @@
-"""Slurm's short forms, expanded: lists of hosts, and counts per host."""
+"""Slurm's short forms: the first of a list of hosts, and the count of one of them."""
 
 from __future__ import annotations
 
 import re
-from itertools import product
 
 from ringreduce.vocabulary.errors import ConfigError
 
-# Longer ranges than any cluster has are a mistake, and would fill the memory.
-_MEMBERS_MAX = 100_000
-_PART = re.compile(r"[^][,]+|\[[^][]+\]")
-_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+_RANGE = r"\d+(?:-\d+)?"
+# Of a list, as gpu[08-10,12],login: the first host's name, in which brackets hold ranges.
+_FIRST = re.compile(rf"(?:[^][,\s]|\[{_RANGE}(?:,{_RANGE})*\])+(?=,|$)", re.ASCII)
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
-def expand_hosts(text: str) -> list[str]:
-    """The hosts in `text`, in its order: ``gpu[08-10],login`` is gpu08, gpu09, gpu10, login.
-
-    Raises:
-        ConfigError: `text` is no list of hosts, or has more than 100,000.
-    """
-    hosts: list[str] = []
-    for name in _split(text):
-        parts = _PART.findall(name)
-        if "".join(parts) != name or not parts:
-            raise _unreadable(text)
-        choices = [_numbers(part, text) if part[0] == "[" else [part] for part in parts]
-        for combination in product(*choices):
-            hosts.append("".join(combination))
-            if len(hosts) > _MEMBERS_MAX:
-                raise _unreadable(text)
-    return hosts
+def first_host(text: str) -> str:
+    """The first host: of ``gpu[08-10],login``, gpu08. Raises ConfigError for what is no list."""
+    found = _FIRST.match(text)
+    if not found:
+        raise _unreadable(text)
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found[0])
 
 
-def expand_counts(text: str) -> list[int]:
-    """The number on each host: ``2(x3),1`` is 2, 2, 2, 1. Raises ConfigError as `expand_hosts`."""
-    counts: list[int] = []
+def count_of(text: str, host: int) -> int:
+    """The number on a host: ``2(x3),1`` is 2, 2, 2, 1; 0 beyond them. Raises as `first_host`."""
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if not found:
             raise _unreadable(text)
-        times = int(found[2] or 1)
-        if len(counts) + times > _MEMBERS_MAX:
-            raise _unreadable(text)
-        counts += [int(found[1])] * times
-    return counts
-
-
-def _split(text: str) -> list[str]:
-    """`text` at its commas outside brackets."""
-    return re.split(r",(?![^\[]*\])", text)
-
-
-def _numbers(part: str, text: str) -> list[str]:
-    """The numbers in ``[08-10,12]``, with their leading zeros."""
-    numbers: list[str] = []
-    for each in part[1:-1].split(","):
-        found = _RANGE.fullmatch(each)
-        if not found:
-            raise _unreadable(text)
-        first, last = found[1], found[2] or found[1]
-        if not 0 <= int(last) - int(first) < _MEMBERS_MAX:
-            raise _unreadable(text)
-        numbers += [f"{each:0{len(first)}}" for each in range(int(first), int(last) + 1)]
-    return numbers
+        host -= int(found[2] or 1)
+        if host < 0:
+            return int(found[1])
+    return 0
 
 
 def _unreadable(text: str) -> ConfigError:
