@@ -454,7 +454,9 @@ def test_records_of_an_earlier_job_are_skipped(tmp_path: Path) -> None:
 
 def test_the_log_of_a_rank_without_a_record_is_looked_at(tmp_path: Path) -> None:
     write(tmp_path, lost(0, 1))
-    (tmp_path / "rank-1.log").write_text("step 1\n" * 10_000 + "out of \x1b[31mmemory\n\n  \n")
+    warning = "W0000 00:00:17.17 9482 op_kernel.cc:1845] UNKNOWN\n"
+    text = "step 1\n" * 10_000 + "out of \x1b[31mmemory\n\n  \n" + warning
+    (tmp_path / "rank-1.log").write_text(text)
     records = read_records(tmp_path)
     assert records.log_tails == {1: "out of [31mmemory"}
 

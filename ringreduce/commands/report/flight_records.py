@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.commands.launch.tracebacks import last_words
 from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump
 from ringreduce.pure.membership import Membership
 from ringreduce.vocabulary.errors import ConfigError
 
 _FILES = re.compile(r"flight-rank(\d{1,7})\.json")
 _LOG_TAIL_BYTES = 1 << 14
+_WARNING = re.compile(r"\b\w*Warning: |^\s*warnings\.warn\(|^W\d{4} |: W ")
 # What a dump says of the whole job and of each group.
 _PARTS = sorted({*Group.__struct_fields__} & {*Dump.__struct_fields__})
 
@@ -118,7 +118,7 @@ def read_records(folder: Path) -> Records:
     kept = {d.rank: d for d in dumps if (d.job, d.size) == (last.job, last.size)}
     tails = {}
     for rank in range(last.size):
-        if rank not in kept and (line := _last_words(folder / f"rank-{rank}.log")):
+        if rank not in kept and (line := _last_line(folder / f"rank-{rank}.log")):
             tails[rank] = line
     return Records(last.size, kept, skipped, tails)
 
@@ -130,7 +130,8 @@ def _read(path: Path) -> Dump:
         return decode_dump(file.read(FILE_BYTES_MAX + 1))
 
 
-def _last_words(path: Path) -> str:
+def _last_line(path: Path) -> str:
+    """The last line of a log that says something and is no warning; empty for none."""
     try:
         if not path.is_file():
             return ""
@@ -139,7 +140,8 @@ def _last_words(path: Path) -> str:
             lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return shorten(last_words(lines))
+    telling = [line for line in lines if line.strip() and not _WARNING.search(line)]
+    return shorten(telling[-1]) if telling else ""
 
 
 def shorten(text: str, length: int = 240) -> str:
