@@ -18,7 +18,13 @@ from typing import Any
 
 from ringreduce.vocabulary.endpoints import are_patterns, host_and_port, port_range
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.launched import find_launched_rank, take_launched_rank, warn_of_misspelt
+from ringreduce.vocabulary.launched import (
+    checked,
+    find_launched_rank,
+    misspelt,
+    take_launched_rank,
+    warn_of_misspelt,
+)
 from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
 
@@ -251,7 +257,6 @@ class Config:
                 some launch variables are set, or two launchers contradict each other.
         """
         variables = os.environ if environment is None else environment
-        warn_of_misspelt(variables, {*map(variable_of, SETTINGS), *_FURTHER})
         if unknown := sorted(set(arguments) - set(SETTINGS)):
             raise ConfigError(
                 f"got the unknown setting {', '.join(unknown)}",
@@ -260,12 +265,18 @@ class Config:
         values = {name: value for name, value in arguments.items() if value is not None}
         is_ours = any(name in values or variable_of(name) in variables for name in ("rank", "size"))
         place = None if is_ours else find_launched_rank(variables)
-        if place is None:
-            _refuse_half_a_launch(values, variables)
         for name, setting in SETTINGS.items():
             text = variables.get(variable_of(name))
             if name not in values and text is not None:
                 values[name] = _read(variable_of(name), text, setting)
+        # Once for each host, where ranks know which of its ranks they are.
+        rank, local = values.get("rank", 0), values.get("local_rank")
+        if place is not None:
+            rank, local = place.rank, place.local_rank
+        if (rank if local is None else local) == 0:
+            warn_of_misspelt(variables, _known_variables())
+        if place is None:
+            _refuse_half_a_launch(values, variables)
         if not values.get("secret"):
             values["secret"] = configured_secret(variables)
         if place is not None:
@@ -312,6 +323,20 @@ Config.__doc__ = f"{Config.__doc__}\n    Attributes:\n{describe(SETTINGS)}\n    
 def variable_of(setting: str) -> str:
     """The variable of a setting."""
     return f"RINGREDUCE_{setting.upper()}"
+
+
+def misspelt_variables(more: Mapping[str, str]) -> list[str]:
+    """What to say of this process's variables, and of `more`, that nothing reads; once of each."""
+    return misspelt({**os.environ, **more}, _known_variables())
+
+
+def note_launched() -> None:
+    """Note that a launcher has said of this process's variables what `misspelt_variables` does."""
+    checked.update(os.environ)
+
+
+def _known_variables() -> set[str]:
+    return {*map(variable_of, SETTINGS), *_FURTHER}
 
 
 def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, str]) -> None:

@@ -16,6 +16,8 @@ _log = logging.getLogger(__name__)
 _PREFIX = "RINGREDUCE_"
 # TIMEOUT is like TIMEOUT_S, and PORT like PORTS.
 _LIKENESS = 0.8
+# Variables of which it was said whether they are misspelt, here or by the launcher.
+checked: set[str] = set()
 
 
 def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
@@ -38,19 +40,28 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     return place
 
 
-def warn_of_misspelt(variables: Mapping[str, str], known: Collection[str]) -> None:
-    """Log a warning of variables that nothing reads, and that look like one of those `known`."""
-    for name in sorted(variables.keys() - set(known)):
+def misspelt(variables: Collection[str], known: Collection[str]) -> list[str]:
+    """What to say of variables that nothing reads, and that look like one of those `known`.
+
+    Of each once in a process.
+    """
+    texts = []
+    for name in sorted({*variables} - {*known} - checked):
         if not name.startswith(_PREFIX):
             continue
         import difflib  # Rarely needed.
 
+        checked.add(name)
         ends = [each.removeprefix(_PREFIX) for each in known]
         if close := difflib.get_close_matches(name.removeprefix(_PREFIX), ends, 1, _LIKENESS):
-            _log_once(
-                logging.WARNING,
-                f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?",
-            )
+            texts.append(f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?")
+    return texts
+
+
+def warn_of_misspelt(variables: Collection[str], known: Collection[str]) -> None:
+    """Log what `misspelt` says, as a warning."""
+    for text in misspelt(variables, known):
+        _log.warning("%s", text)
 
 
 def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str) -> None:

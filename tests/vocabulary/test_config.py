@@ -17,6 +17,7 @@ from ringreduce.vocabulary.endpoints import host_and_port
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.times import Times, milliseconds
 from ringreduce.vocabulary.worker_environment import worker_environment
+from tests.vocabulary import launched_environments as seen
 
 LAUNCH = {
     "RINGREDUCE_RANK": "1",
@@ -395,16 +396,45 @@ def test_no_color_is_respected(monkeypatch, value, wanted):
     ],
 )
 def test_a_misspelt_variable_is_a_warning(name, meant, caplog):
-    launched._log_once.cache_clear()
+    launched.checked.clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment({f"RINGREDUCE_{name}": "on"})
     (record,) = caplog.records
     assert f"RINGREDUCE_{name}; is RINGREDUCE_{meant} meant?" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [
+        (LAUNCH | {"RINGREDUCE_RANK": "0"}, 1),
+        (LAUNCH, 0),
+        (LAUNCH | {"RINGREDUCE_LOCAL_RANK": "0", "RINGREDUCE_LOCAL_SIZE": "1"}, 1),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}, 0),
+        (seen.SRUN, int(seen.SRUN["SLURM_LOCALID"] == "0")),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning_of_one_rank_of_each_host(variables, count, caplog):
+    launched.checked.clear()
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        Config.from_environment(
+            variables | {"RINGREDUCE_TIMEOUT": "5", "RINGREDUCE_SECRET": SECRET}
+        )
+    assert (
+        len([one for one in caplog.records if "RINGREDUCE_TIMEOUT;" in one.getMessage()]) == count
+    )
+
+
+def test_a_misspelt_variable_without_which_a_launch_is_incomplete_is_a_warning(caplog):
+    launched.checked.clear()
+    with caplog.at_level(logging.WARNING, "ringreduce"), pytest.raises(ConfigError):
+        Config.from_environment({"RINGREDUCE_RANK": "0", "RINGREDUCE_SIZES": "2"})
+    assert "RINGREDUCE_SIZES; is RINGREDUCE_SIZE meant?" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["OTHER", "BENCH_LINE", "TEST_FRESH", "TEST_SLOW_S", "COMPLETE"])
 def test_variables_of_others_are_theirs(name, caplog):
-    launched._log_once.cache_clear()
+    launched.checked.clear()
     with caplog.at_level(logging.WARNING, "ringreduce"):
         Config.from_environment({f"RINGREDUCE_{name}": "on"})
     assert not caplog.records
