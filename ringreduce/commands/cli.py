@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch import supervisor
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
 from ringreduce.commands.launch.hosts import Host, parse_hosts, share_out
-from ringreduce.commands.launch.meeting import Node
 from ringreduce.commands.launch.nodes import node_of
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.spread import read_hostfile, spread_over
-from ringreduce.vocabulary.config import SETTINGS, Config, log_dir_wanted
+from ringreduce.commands.launch.supervisor import supervise
+from ringreduce.vocabulary.config import SETTINGS, TIMES, Config
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.worker_environment import chosen_variables, forwarded_environment
 
@@ -29,71 +31,87 @@ app = typer.Typer(
     help="Data-parallel training over a ring of processes.",
 )
 
+# Options of launchers that say how many workers there are, and where.
+_COUNTS = re.compile(r"-np?\d*|-H|--(np|nproc|workers|num-proc|nproc.per.node|hosts)(=.*)?")
 
-_SEVERAL_HOSTS = "Several hosts"
 
-
-def _number(
+def _option(
     metavar: str,
-    least: int,
     help: str,
     *flags: str,
-    default: str | None = None,
+    default: str | bool = True,
+    accepts: Callable[[Any], bool] = lambda value: True,
+    accepted: str = "",
+    values: Sequence[str] = (),
     panel: str | None = None,
+    parser: Callable[[str], Any] | None = None,
 ) -> Any:
-    """An option that is a whole number of at least `least`; `default` in words, if it has none."""
+    """An option.
+
+    Args:
+        default: in words, where the signature has none.
+        accepts, accepted: whether a value is possible, and what is, in words.
+        values: all possible ones, if they are few.
+    """
+
     # typer's own check would show as a wide column of the help.
-    check = _checked(lambda value: value >= least, f"{least} or more")
-    shown = True if default is None else default
-    return typer.Option(
-        *flags,
-        help=help,
-        metavar=metavar,
-        callback=check,
-        show_default=shown,
-        rich_help_panel=panel,
-    )
-
-
-def _of_hosts(metavar: str, help: str, *flags: str, default: str = "none") -> Any:
-    """An option for jobs of several hosts; `default` in words."""
-    return typer.Option(
-        *flags, help=help, metavar=metavar, show_default=default, rich_help_panel=_SEVERAL_HOSTS
-    )
-
-
-def _one_of(values: Sequence[str], help: str) -> Any:
-    """An option that is one of `values`."""
-    return typer.Option(
-        help=help,
-        metavar="|".join(values),
-        callback=_checked(values.__contains__, ", ".join(values)),
-        autocompletion=lambda: list(values),
-    )
-
-
-def _setting(name: str, *flags: str, metavar: str = "", help: str = "") -> Any:
-    """The option for the setting `name`, by default with the help and values of `SETTINGS`."""
-    setting, default = SETTINGS[name], getattr(Config, name)
-    return typer.Option(
-        *flags,
-        help=help or f"{setting.help[0].upper()}{setting.help[1:]}.",
-        metavar=metavar or "|".join(setting.values),
-        callback=_checked(setting.accepts, setting.accepted),
-        autocompletion=(lambda: list(setting.values)) if setting.values else None,
-        show_default=f"{default:g}" if isinstance(default, float) else default or "none",
-    )
-
-
-def _checked(accepts: Callable[[Any], bool], accepted: str) -> Callable[[Any], Any]:
-    """A callback that refuses what `accepts` does not hold for; `accepted` says what it does."""
-
     def check(value: Any) -> Any:
         if value is not None and not accepts(value):
             raise typer.BadParameter(f"{value}; accepted: {accepted}")
         return value
 
-    return check
+    return typer.Option(
+        *flags,
+        help=help,
+        metavar=metavar or "|".join(values),
+        callback=check,
+        autocompletion=(lambda: list(values)) if values else None,
+        show_default=default,
+        rich_help_panel=panel,
+        parser=parser,
+    )
+
+
+def _number(metavar: str, least: int, help: str, *flags: str, **more: Any) -> Any:
+    """An option that is a number of at least `least`."""
+    accepted = f"{least} or more"
+    return _option(
+        metavar, help, *flags, accepts=lambda value: value >= least, accepted=accepted, **more
+    )
+
+
+def _one_of(values: Sequence[str], help: str) -> Any:
+    """An option that is one of `values`."""
+    accepted = ", ".join(values)
+    return _option("", help, accepts=values.__contains__, accepted=accepted, values=values)
+
+
+def _setting(name: str, metavar: str = "", help: str = "") -> Any:
+    """The option for the setting `name`, by default with the help and values of `SETTINGS`."""
+    setting, default = SETTINGS[name], getattr(Config, name)
+    return _option(
+        metavar,
+        help or f"{setting.help[0].upper()}{setting.help[1:]}.",
+        default=f"{default:g}" if isinstance(default, float) else default or "none",
+        accepts=setting.accepts,
+        accepted=setting.accepted,
+        values=setting.values,
+    )
+
+
+# Options for jobs of several hosts.
+_of_hosts = partial(_option, panel="Several hosts", default="none")
+_number_of_hosts = partial(_number, panel="Several hosts", default="none")
+
+
+def _worker_count(text: str) -> int:
+    if text.startswith("p"):
+        raise typer.BadParameter(
+            f"-n{text} is read as -n with {text!r}; for 2 workers write `ringreduce run -n 2 ...`"
+        )
+    if not text.lstrip("-").isdecimal():
+        raise typer.BadParameter(f"{text} is no whole number")
+    return int(text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -133,7 +151,13 @@ def run(
     workers: Annotated[
         int | None,
         _number(
-            "N", 1, "Workers to start.", "-n", "--workers", default="1, or all slots of the hosts"
+            "N",
+            1,
+            "Workers to start.",
+            "-n",
+            "--workers",
+            default="1, or all slots of the hosts",
+            parser=_worker_count,
         ),
     ] = None,
     hosts: Annotated[
@@ -153,25 +177,16 @@ def run(
     ] = None,
     nnodes: Annotated[
         int | None,
-        _number(
+        _number_of_hosts(
             "N",
             1,
             "Hosts, on each of which this command is run; -n counts one host's workers.",
-            "--nnodes",
             default="1",
-            panel=_SEVERAL_HOSTS,
         ),
     ] = None,
     node_rank: Annotated[
         int | None,
-        _number(
-            "I",
-            0,
-            "Which of the N hosts this one is; 0 is that of --rendezvous.",
-            "--node-rank",
-            default="none",
-            panel=_SEVERAL_HOSTS,
-        ),
+        _number_of_hosts("I", 0, "Which of the N hosts this one is; 0 is that of --rendezvous."),
     ] = None,
     module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
@@ -187,6 +202,16 @@ def run(
             "How often all workers are started again after a failure; RINGREDUCE_RESTART counts.",
         ),
     ] = 0,
+    grace: Annotated[
+        float,
+        _number(
+            "SECONDS",
+            0,
+            "How long workers have to end, after Ctrl-C, SIGTERM or the failure of another, until "
+            "they are killed. A second Ctrl-C kills them at once.",
+            default=f"{TIMES.grace_s:g}",
+        ),
+    ] = TIMES.grace_s,
     output: Annotated[
         str,
         _one_of(
@@ -209,10 +234,8 @@ def run(
             default="none",
         ),
     ] = None,
-    timeout: Annotated[float | None, _setting("timeout_s", "--timeout", metavar="SECONDS")] = None,
-    busy_timeout: Annotated[
-        float | None, _setting("busy_timeout_s", "--busy-timeout", metavar="SECONDS")
-    ] = None,
+    timeout: Annotated[float | None, _setting("timeout_s", metavar="SECONDS")] = None,
+    busy_timeout: Annotated[float | None, _setting("busy_timeout_s", metavar="SECONDS")] = None,
     transport: Annotated[str | None, _setting("transport")] = None,
     log_dir: Annotated[
         Path | None,
@@ -265,58 +288,50 @@ def run(
         _refuse("only with", ("--ssh", ssh), ("--python", python))
         check_program(program)
         size, variables = workers or 1, chosen_variables(env or ())
-        node = _node(nnodes, node_rank, rendezvous, size, max_restarts, timeout)
+        if workers is None:
+            _hint_at_misplaced(script, arguments or ())
+        node = node_of(nnodes, node_rank, rendezvous, size, max_restarts, timeout)
     if stdin is not None and node is not None:
         raise typer.BadParameter("not with --nnodes", param_hint="--stdin")
     if stdin is not None and stdin >= size:
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
-    code = supervisor.run(
+    plan = Plan(
         program,
         size,
-        spread=spread,
-        node=node,
-        variables=variables,
+        {
+            "timeout_s": timeout,
+            "busy_timeout_s": busy_timeout,
+            "transport": transport,
+            "log_dir": log_dir,
+            "encryption": encryption,
+        },
         threads=threads_per_worker,
         max_restarts=max_restarts,
+        grace_s=grace,
         output=output,
         tracebacks=tracebacks,
         stdin_rank=stdin,
-        timeout_s=timeout,
-        busy_timeout_s=busy_timeout,
-        transport=transport,
-        log_dir=str(log_dir or log_dir_wanted()) or None,
-        encryption=encryption,
+        variables=variables,
+        spread=spread,
     )
-    raise typer.Exit(code)
+    raise typer.Exit(supervise(plan, node=node).conclude())
+
+
+def _hint_at_misplaced(script: str, arguments: Sequence[str]) -> None:
+    """Say so if the script gets an option that may have been meant for the launcher."""
+    meant = next((each for each in arguments if _COUNTS.fullmatch(each)), None)
+    if meant is not None:
+        typer.echo(
+            f"ringreduce: starts 1 worker, and {script} gets {meant}, which stands after it; for "
+            f"2 workers write `ringreduce run -n 2 {script} ...`",
+            err=True,
+        )
 
 
 def _refuse(when: str, *options: tuple[str, object]) -> None:
     for name, value in options:
         if value is not None:
             raise typer.BadParameter(f"{when} -H or --hostfile", param_hint=name)
-
-
-def _node(
-    nnodes: int | None,
-    node_rank: int | None,
-    rendezvous: str | None,
-    count: int,
-    max_restarts: int,
-    timeout: float | None,
-) -> Node | None:
-    """Which of several launchers this is, if the options say that there are others."""
-    if nnodes is None and node_rank is None and rendezvous is None:
-        return None
-    if nnodes is None or node_rank is None or rendezvous is None:
-        raise typer.BadParameter(
-            "--nnodes, --node-rank and --rendezvous HOST:PORT are given together; or hosts by -H",
-            param_hint="--nnodes",
-        )
-    if node_rank >= nnodes:
-        raise typer.BadParameter(
-            f"{node_rank}; accepted: 0 to {nnodes - 1}", param_hint="--node-rank"
-        )
-    return node_of(nnodes, node_rank, count, rendezvous, max_restarts, timeout)
 
 
 def _hosts(names: str | None, file: Path | None) -> list[Host]:

@@ -142,7 +142,7 @@ def _results(running: Sequence[Any]) -> list[Any]:
                 failures.append(Failure(rank, 1, time.monotonic(), found, lost=how))
                 cause = find_cause(failures, size)
                 is_certain = cause is not None and cause.is_certain
-                end = 0.0 if is_certain else end or time.monotonic() + TIMES.grace_s
+                end = 0.0 if is_certain else end or time.monotonic() + 2 * TIMES.cause_s
     cause = find_cause(failures, size)
     if cause is None:
         return results

@@ -93,8 +93,11 @@ class Times:
 
     # The launcher: a failure that reports another rank's waits this long for that one.
     cause_s: float = 1.5
-    # From SIGTERM to SIGKILL.
-    grace_s: float = 3.0
+    # By default, from the signal that is to end workers to SIGKILL: as torchrun, Slurm and
+    # Kubernetes have it, enough for a handler that saves a model ...
+    grace_s: float = 30.0
+    # ... and after this much of it the launcher says for whom it waits.
+    grace_said_s: float = 3.0
     # Before SIGTERM, for the other ranks to write their flight records, where these are kept.
     record_s: float = 1.5
     # The traceback of a program that an exception has ended is shown after this, if its process

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import IO
 
 from ringreduce.commands.launch.exchange import (
+    MAGIC,
     Assignment,
     Ended,
     Order,
     Ready,
     Report,
-    Reports,
     Signal,
     Start,
-    encode,
 )
+from ringreduce.commands.launch.frames import Records, encode
 from tests.launching import WAITS, script
 from tests.processes import DEADLINE_S, clean_environment
 
@@ -60,7 +60,7 @@ def order(process: subprocess.Popen[bytes], *orders: Order) -> None:
 def reports(output: IO[bytes] | None) -> Iterator[Report]:
     """What the agent reports, until it ends."""
     assert output is not None
-    found = Reports()
+    found = Records[Report](Report, after=MAGIC)
     while data := output.read1():  # type: ignore[attr-defined]
         yield from found.feed(data)
 

@@ -226,16 +226,37 @@ def test_a_traceback_that_was_only_logged_is_shown(tmp_path: Path) -> None:
         assert job.stderr.count("ValueError: bad data") == 1
 
 
-def test_ctrl_c_shows_where_each_rank_was_in_a_line(tmp_path: Path) -> None:
-    name = script(tmp_path, "print('ready', flush=True)\nimport signal\nsignal.pause()")
-    with launcher(tmp_path, "run", "-n", "2", name) as job:
-        job.wait_shown("ready", times=2)
+INTERRUPTED = """
+import signal
+try:
+    print("ready", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    if rank == 2:
+        raise OSError("no space")
+    raise
+"""
+
+
+@pytest.mark.parametrize("tracebacks", ["cause", "all"])
+def test_of_an_interrupted_job_little_is_shown_but_errors_of_handlers(
+    tmp_path: Path, tracebacks: str
+) -> None:
+    name = script(tmp_path, RANK + INTERRUPTED)
+    with launcher(tmp_path, "run", "-n", "3", "--tracebacks", tracebacks, name) as job:
+        job.wait_shown("ready", times=3)
         job.signal(2)
         assert job.wait() == 130
-        place = f"KeyboardInterrupt in {tmp_path / name}, line 3: signal.pause()"
-        *lines, last = job.stderr.splitlines()
-        assert sorted(lines) == [f"[{rank}] {place}" for rank in range(2)]
-        assert last == "ringreduce: stopped by SIGINT"
+        said = job.stderr.splitlines()
+        assert said[0] == "ringreduce: stopped by SIGINT"
+        if tracebacks == "cause":
+            assert said[1].startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
+            assert said[1].endswith('script.py", line 7, in <module>)')
+            assert said[2] == "ringreduce: rank 2:"
+        else:
+            assert said[1] == "ringreduce: ranks 0, 1:"
+            assert said.count("ringreduce:   KeyboardInterrupt") == 2
+        assert said[-1] == "ringreduce:   OSError: no space"
 
 
 # --- With Keras -----------------------------------------------------------------------------

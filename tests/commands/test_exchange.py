@@ -12,14 +12,14 @@ from ringreduce.commands.launch.exchange import (
     MAGIC,
     Ended,
     Hello,
-    Orders,
+    Order,
     Output,
     Ready,
-    Reports,
+    Report,
     Signal,
     Start,
-    encode,
 )
+from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.vocabulary.errors import ConfigError
 
 REPORTS = [
@@ -37,13 +37,13 @@ def test_reports_arrive_whole_after_what_a_login_shell_wrote(cuts: list[int], no
     assume((noise + MAGIC).index(MAGIC) == len(noise))
     data = noise + MAGIC + b"".join(map(encode, REPORTS))
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    reports = Reports()
+    reports = Records[Report](Report, after=MAGIC)
     found = [each for a, b in pairwise(bounds) for each in reports.feed(data[a:b])]
     assert found == REPORTS
 
 
 def test_orders_arrive_whole_byte_by_byte() -> None:
-    orders = Orders()
+    orders = Records[Order](Order)
     data = b"".join(map(encode, ORDERS))
     assert [one for byte in data for one in orders.feed(bytes([byte]))] == ORDERS
 
@@ -61,11 +61,11 @@ def test_orders_arrive_whole_byte_by_byte() -> None:
 )
 def test_what_no_agent_sends_is_refused(data: bytes) -> None:
     with pytest.raises(ConfigError, match="ringreduce does not send"):
-        Reports().feed(MAGIC + data)
+        Records[Report](Report, after=MAGIC).feed(MAGIC + data)
 
 
 def test_without_an_agent_nothing_is_kept_but_the_last_bytes() -> None:
-    reports = Reports()
+    reports = Records[Report](Report, after=MAGIC)
     for _ in range(100):
         assert reports.feed(b"noise" * 1000) == []
     assert len(reports._before) <= len(MAGIC)

@@ -13,15 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.commands.launch import handover, start
+from ringreduce.commands.launch.frames import Records, encode
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.program import command_of
-from ringreduce.commands.launch.worker_records import (
-    ImportedKeras,
-    Joins,
-    Raised,
-    WorkerRecords,
-    encode,
-)
+from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ConfigError, PeerLostError, PeerTimeoutError
 
@@ -53,7 +48,7 @@ def throw(error):
 def test_records_arrive_whole_and_in_order(cuts: list[int]) -> None:
     data = b"".join(map(encode, RECORDS))
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    reader = WorkerRecords()
+    reader = Records[WorkerRecord](WorkerRecord)
     assert [one for a, b in pairwise(bounds) for one in reader.feed(data[a:b])] == RECORDS
 
 
@@ -139,7 +134,7 @@ def test_the_exception_is_one_line(error: BaseException, exception: str) -> None
     raised = raised_by(throw(error))
     assert raised.exception == exception
     assert bool(raised.traceback) != isinstance(error, SystemExit)
-    assert WorkerRecords().feed(encode(raised)) == [raised]
+    assert Records[WorkerRecord](WorkerRecord).feed(encode(raised)) == [raised]
 
 
 def test_a_huge_text_is_cut_in_the_middle() -> None:
@@ -158,7 +153,7 @@ def test_a_forked_child_and_a_process_without_launcher_tell_nothing(
     monkeypatch.setattr(handover, "_pipe", (writing, os.getpid() + 1))
     assert not handover.tell(Joins(3))
     monkeypatch.setattr(handover, "_pipe", (writing, os.getpid()))
-    assert WorkerRecords().feed(os.read(reading, 1000)) == [Joins(2)]
+    assert Records[WorkerRecord](WorkerRecord).feed(os.read(reading, 1000)) == [Joins(2)]
     os.close(reading)
     assert not handover.tell(Joins(2))
     os.close(writing)

@@ -292,6 +292,8 @@ def test_a_shell_completes_commands_options_and_values(typed: str, offered: set[
     [
         (["-n", "0", "script.py"], "-n"),
         (["-n", "two", "script.py"], "-n"),
+        (["-np", "2", "script.py"], "-np is read as -n with"),
+        (["--grace", "-1", "script.py"], "accepted: 0 or more"),
         (["-n", "2"], "SCRIPT"),
         (["--timeout", "0", "script.py"], "--timeout"),
         (["--transport", "tcp", "script.py"], "accepted: auto, shm, zmq"),
@@ -307,6 +309,33 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], complaint: str) -
     assert done.returncode == 2
     assert "Usage: ringreduce run" in done.stderr
     assert complaint in done.stderr
+
+
+@pytest.mark.parametrize("misplaced", [["-n", "2"], ["-np", "2"], ["-n2"], ["-H", "a:2"]])
+def test_an_option_that_the_script_gets_is_a_hint_if_there_is_none_before_it(
+    tmp_path: Path, misplaced: list[str]
+) -> None:
+    name = script(tmp_path, "import sys\nprint(sys.argv[1:])")
+    done = run(tmp_path, name, "--epochs", "3", *misplaced)
+    assert done.stdout == f"[0] {['--epochs', '3', *misplaced]}\n"
+    assert done.stderr == (
+        f"ringreduce: starts 1 worker, and script.py gets {misplaced[0]}, which stands after it; "
+        "for 2 workers write `ringreduce run -n 2 script.py ...`\n"
+    )
+    assert run(tmp_path, "-n", "1", name, *misplaced).stderr == ""
+    assert run(tmp_path, name, "--epochs", "3", "-v").stderr == ""
+
+
+@pytest.mark.parametrize("joins", ["", "import ringreduce\nringreduce.init()\n"])
+def test_a_misspelt_variable_is_said_once(tmp_path: Path, joins: str) -> None:
+    text = RANK + "os.environ['RINGREDUCE_PORT'] = '7'\n" + joins
+    done = run(tmp_path, "-n", "2", script(tmp_path, text), RINGREDUCE_TIMEOUT="5")
+    said = "ringreduce: nothing reads the variable RINGREDUCE_TIMEOUT; is RINGREDUCE_TIMEOUT_S "
+    first, *more = done.stderr.splitlines()
+    assert first.startswith(said)
+    # That of the program itself only a rank can see.
+    assert len(more) == bool(joins)
+    assert all("RINGREDUCE_PORT; is RINGREDUCE_PORTS meant?" in line for line in more)
 
 
 @pytest.mark.parametrize(
@@ -554,8 +583,11 @@ def test_a_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     ignore = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     fail = "    open('ready', 'w').close()\nelse:\n"
     fail += "    while not os.path.exists('ready'): pass\n    raise SystemExit(3)\n"
-    done = run(tmp_path, "-n", "2", script(tmp_path, RANK + ignore + fail + WAITS))
+    name = script(tmp_path, RANK + ignore + fail + WAITS)
+    done = run(tmp_path, "-n", "2", "--grace", "0.5", name)
     assert done.returncode == 3
+    said = "killed rank 0, which had not ended 0.5 s after SIGTERM; --grace SECONDS gives more"
+    assert f"ringreduce: {said}\n" in done.stderr
     wait_gone(numbers(done.stdout))
 
 
@@ -626,6 +658,59 @@ def test_a_repeated_signal_kills_at_once(tmp_path: Path) -> None:
         # Well below the grace that a first signal gives.
         assert job.wait(2.5) == 130
         wait_gone(numbers(job.stdout))
+
+
+SAVES = """
+import pathlib, signal
+try:
+    print("ready", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    while not pathlib.Path("end").exists():
+        pass
+    print("saved", flush=True)
+"""
+
+
+def test_a_handler_has_its_grace_and_the_launcher_says_that_it_waits(tmp_path: Path) -> None:
+    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    options = ("-n", "2", "--grace", "60")
+    name = script(tmp_path, SAVES)
+    with launcher(tmp_path, "run", *options, name, environment=environment) as job:
+        job.wait_shown("ready", times=2)
+        job.signal(signal.SIGINT)
+        job.wait_error("waits up to 60 s for ranks 0, 1 to end; Ctrl-C now kills at once\n")
+        (tmp_path / "end").touch()
+        assert job.wait() == 130
+        assert job.stdout.count("saved") == 2
+        assert job.stderr.count("waits up to") == 1
+        assert "killed" not in job.stderr
+
+
+def test_ctrl_c_after_a_failure_kills_at_once_and_the_failure_is_shown(tmp_path: Path) -> None:
+    deaf = "import signal\nif rank == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    fails = "    open('ready', 'w').close()\nelse:\n"
+    fails += "    while not os.path.exists('ready'): pass\n    raise SystemExit(3)\n"
+    environment = clean_environment(RINGREDUCE_TIME_SCALE="0.02")
+    options = ("-n", "2", "--grace", "60", "--max-restarts", "1")
+    name = script(tmp_path, RANK + deaf + fails + WAITS)
+    with launcher(tmp_path, "run", *options, name, environment=environment) as job:
+        job.wait_error("waits up to 60 s for rank 0 to end")
+        job.signal(signal.SIGINT)
+        assert job.wait() == 3
+        assert "rank 1 failed first (exit code 3)" in job.stderr
+        assert "starting again" not in job.stderr
+        wait_gone(numbers(job.stdout))
+
+
+def test_a_stopped_worker_ends_with_ctrl_c(tmp_path: Path) -> None:
+    name = script(tmp_path, WAITS)
+    with launcher(tmp_path, "run", "-n", "1", "--grace", "60", name) as job:
+        job.wait_shown("pid")
+        os.kill(numbers(job.stdout)[0], signal.SIGSTOP)
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert "killed" not in job.stderr
 
 
 def test_sigusr1_reaches_every_worker_and_the_job_goes_on(tmp_path: Path) -> None:

@@ -200,6 +200,23 @@ def test_a_killed_worker_ends_the_others(tmp_path: Path) -> None:
     wait_gone(int((tmp_path / name).read_text()) for name in "01")
 
 
+def test_workers_that_do_not_end_are_killed_after_their_grace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        if os.environ["RINGREDUCE_RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (tmp_path / "ready").touch()
+            signal.pause()
+        while not (tmp_path / "ready").exists():
+            pass
+        raise ValueError("no luck")
+
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed first"):
+        ringreduce.launch(work, 2, grace_s=0.2)
+    assert "killed rank 0, which had not ended 0.2 s after SIGTERM" in capsys.readouterr().err
+
+
 def test_a_result_that_cannot_be_pickled_is_an_error_that_names_the_rank(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

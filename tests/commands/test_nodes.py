@@ -33,7 +33,6 @@ from ringreduce.commands.launch.node_messages import (
     NONCE_BYTES,
     Channel,
     Done,
-    Failed,
     Join,
     Placed,
     Record,
@@ -48,7 +47,7 @@ SECRET = "a secret that all launchers have"
 RECORDS = [
     Join("1.0", 2, 0, 1, 4, "b"),
     Placed(4, 8, "job", 0, 4000),
-    Failed("b", 5, -9),
+    Failure(5, -9, 0.0, host="b"),
     Done(),
     Alive(),
 ]
@@ -183,7 +182,12 @@ def test_who_comes_after_the_start_is_refused() -> None:
         first.result()
         one.result()
         with meeting(node(port, 1)) as (late,):
-            wait_until(lambda: first.result().poll() or late.done(), "a refusal")
+
+            def is_refused() -> bool:
+                first.result().poll()
+                return late.done()
+
+            wait_until(is_refused, "a refusal")
             with pytest.raises(ConfigError, match="the job has started already"):
                 late.result()
 
@@ -202,7 +206,7 @@ def test_who_comes_for_the_next_attempt_is_not_refused(monkeypatch: pytest.Monke
         other.close()
         again = threads.submit(one.meet, 1)
         wait_until(lambda: select.select([zero._listener], [], [], 0)[0], "it to come again")
-        assert first.poll() == []
+        first.poll()
         assert not again.done()
         first.close()
         second, anew = zero.meet(1), again.result()
@@ -300,6 +304,21 @@ def test_a_failure_before_the_ring_forms_ends_all_hosts_and_all_name_it(tmp_path
         name = f"rank 2 on {socket.gethostname()} failed first (exit code 3)"
         assert f"ringreduce: {name}" in first.stderr
         assert f"ringreduce: {name}" in other.stderr
+        wait_gone(numbers(first.stdout))
+
+
+def test_ranks_of_other_launchers_have_a_grace_too(tmp_path: Path) -> None:
+    deaf = "import signal\nif rank < 2:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    fails = "if rank == 2:\n    while not os.path.exists('../ready'): pass\n    exit(3)\n"
+    script(tmp_path, RANK + deaf + fails + WAITS)
+    port = free_port()
+    options = ("-n", "2", "--grace", "0.2")
+    with job(tmp_path, port, 1) as other, job(tmp_path, port, 0, *options) as first:
+        first.wait_shown("pid", times=2)
+        (tmp_path / "ready").touch()
+        assert (first.wait(), other.wait()) == (3, 3)
+        assert "killed ranks 0, 1, which had not ended 0.2 s after SIGTERM" in first.stderr
+        assert "killed" not in other.stderr
         wait_gone(numbers(first.stdout))
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringreduce.commands.launch.exchange import MAGIC, Hello, encode
+from ringreduce.commands.launch.exchange import MAGIC, Hello
+from ringreduce.commands.launch.frames import encode
 from tests.launching import RANK, WAITS, numbers, script
 from tests.processes import Process, clean_environment, launcher, wait_gone
 
@@ -113,8 +114,19 @@ def test_only_the_ranks_know_the_secret_and_ctrl_c_ends_all(tmp_path: Path) -> N
         run.signal(signal.SIGINT)
         assert run.wait() == 128 + signal.SIGINT
         assert "ringreduce: stopped by SIGINT" in run.stderr
-        assert run.stderr.count("KeyboardInterrupt") == 4
+        (said,) = (line for line in run.stderr.splitlines() if "KeyboardInterrupt" in line)
+        assert said.startswith("ringreduce: ranks 0, 1, 2, 3: KeyboardInterrupt (File ")
         wait_gone(everybody)
+
+
+def test_ranks_of_all_hosts_have_the_grace_and_no_more(tmp_path: Path) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with job(tmp_path, *HOSTS, "--grace", "0.5", script(tmp_path, deaf + WAITS)) as run:
+        run.wait_shown("pid", times=4)
+        run.signal(signal.SIGINT)
+        assert run.wait() == 128 + signal.SIGINT
+        assert "killed ranks 0, 1, 2, 3, which had not ended 0.5 s after SIGINT" in run.stderr
+        wait_gone([*started(tmp_path), *numbers(run.stdout)])
 
 
 def test_a_users_own_secret_reaches_the_ranks_but_not_ssh(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import (
@@ -25,16 +26,12 @@ from ringreduce.commands.launch.exchange import (
     Event,
     Hello,
     Order,
-    Orders,
-    Output,
     Ready,
     Report,
     Signal,
     Start,
-    Told,
-    encode,
 )
-from ringreduce.commands.launch.frames import Refused
+from ringreduce.commands.launch.frames import Records, Refused, encode
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
 from ringreduce.commands.launch.program import check_program
@@ -42,6 +39,7 @@ from ringreduce.vocabulary.config import TIMES, ports_wanted
 from ringreduce.vocabulary.errors import RingReduceError
 
 _PIECE_BYTES = 1 << 16
+_Order = TypeVar("_Order")
 
 
 class _EndedError(Exception):
@@ -56,7 +54,7 @@ class _Connection:
         self._output = os.dup(1)
         os.dup2(2, 1)
         os.set_blocking(self._output, False)
-        self._orders = Orders()
+        self._orders: Records[Order] = Records(Order)
         # Those that have arrived and were not taken.
         self._arrived: deque[Order] = deque()
         self._received_s = time.monotonic()
@@ -79,7 +77,7 @@ class _Connection:
         while self._arrived:
             yield self._arrived.popleft()
 
-    def wait(self, kind: type[Order]) -> Order:
+    def wait(self, kind: type[_Order]) -> _Order:
         """The next order of this kind. Raises `_EndedError`."""
         while True:
             for order in self.take():
@@ -116,7 +114,6 @@ def main() -> None:
     with contextlib.suppress(_EndedError):
         connection = _Connection()
         assignment = connection.wait(Assignment)
-        assert isinstance(assignment, Assignment)
         try:
             check_program(assignment.arguments)
             listener = _listen(assignment)
@@ -124,9 +121,7 @@ def main() -> None:
             connection.send(Refused(str(error)))
             return
         connection.send(Ready(listener.getsockname()[1] if listener else 0))
-        start = connection.wait(Start)
-        assert isinstance(start, Start)
-        _run(connection, assignment, start.port, listener)
+        _run(connection, assignment, connection.wait(Start).port, listener)
 
 
 def _run(
@@ -166,7 +161,6 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
         for event in events:
             if isinstance(event, Ended):
                 running.discard(event.rank)
-            assert isinstance(event, Output | Told | Ended)
             connection.send(event)
         connection.check()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ringreduce.commands.launch.failure import Cause, Failure
+from ringreduce.commands.launch.worker_records import Raised
+from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.words import named
 
 TRACEBACKS = ("cause", "all")
@@ -15,6 +17,11 @@ _LEFT = (
 _REMEDY = "call rr.init() and wrap the optimizer, rr.DistributedOptimizer(optimizer)"
 APART_SO_FAR = f"{{}} imported Keras, and no rank has joined a ring yet; for one model, {_REMEDY}"
 APART = f"{{}} imported Keras and joined no ring, so each ran by itself; for one model, {_REMEDY}"
+
+WAITING = "waits up to {grace_s:g} s for {ranks} to end; Ctrl-C now kills at once"
+KILLED = (
+    "killed {ranks}, which had not ended {grace_s:g} s after {signal}; --grace SECONDS gives more"
+)
 
 
 def conclude(
@@ -58,6 +65,31 @@ def others(first: Failure, failures: Sequence[Failure], tracebacks: str) -> list
             lines += [f"{line}:", *_indented(failure.traceback(whole=True))]
         else:
             lines.append(f"{line}: {failure.exception}" if failure.exception else line)
+    return lines
+
+
+def interrupted(signal: str, raised: Mapping[int, Raised | None], tracebacks: str) -> list[str]:
+    """The lines after a signal has ended the job: where each rank was, those of one line together.
+
+    An exception that the signal did not cause, as in a handler that saves, is shown in full.
+
+    Args:
+        raised: what ended each rank, if it said so.
+        tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
+    """
+    lines, ranks = [f"stopped by {signal}"], dict[tuple[str, ...], list[int]]()
+    for rank, each in sorted(raised.items()):
+        if each is None or not each.traceback:
+            continue
+        is_expected = each.kind == "KeyboardInterrupt" or each.kind in errors.__all__
+        if is_expected and tracebacks != "all":
+            # The first frame is in the program.
+            shown = [f"{each.exception} ({''.join(each.traceback[1:2]).strip()})"]
+        else:
+            shown = ["", *_indented(each.whole or each.traceback)]
+        ranks.setdefault(tuple(shown), []).append(rank)
+    for (first, *rest), them in ranks.items():
+        lines += [f"{named('rank', them)}: {first}".rstrip(), *rest]
     return lines
 
 

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ringreduce.commands.launch.exchange import Output
 from ringreduce.commands.launch.logs import Logs
+from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.screen import Screen, Source
 from ringreduce.commands.launch.startup import is_startup_line
 from ringreduce.vocabulary.config import TIMES
@@ -26,67 +28,72 @@ class Display:
 
     Args:
         output: one of `OUTPUTS`, whose lines are shown as they come.
-        terminal_rank: the rank that has the launcher's terminal, if any; it is always shown.
+        keyboard_rank: the rank that has the launcher's standard input, if any; it is always shown.
+        has_terminal: whether that rank's standard output is a terminal of its own.
     """
 
     def __init__(
-        self, screen: Screen, logs: Logs | None, size: int, output: str, terminal_rank: int | None
+        self,
+        screen: Screen,
+        logs: Logs | None,
+        size: int,
+        output: str,
+        keyboard_rank: int | None,
+        *,
+        has_terminal: bool,
     ) -> None:
         self._screen, self._logs = screen, logs
-        self._live_rank = terminal_rank or 0
+        self._live_rank = keyboard_rank or 0
+        self._raw_rank = keyboard_rank if has_terminal else None
         shown = {"all": range(size), "rank0": range(1), "failed": range(0)}[output]
         self._hidden = {
             rank: deque[tuple[Source, str]](maxlen=_KEPT_LINES)
             for rank in range(size)
-            if rank not in shown and rank != terminal_rank
+            if rank not in shown and rank != keyboard_rank
         }
-        self._partials: dict[Source, _Partial] = {}
+        self._streams: dict[tuple[int, bool], _Stream] = {}
 
-    def update(self, source: Source, lines: Sequence[str], partial: str) -> None:
-        """Take what a worker has written: whole lines, and the one that is not whole yet."""
-        now_s = time.monotonic()
-        self.keep(source.rank, lines)
-        self.show(source, lines)
-        if lines or source not in self._partials:
-            self._partials[source] = _Partial(now_s)
-        self._partials[source].text = partial
-        if source.rank == self._live_rank and self._can_be_live(source):
-            self._screen.show_live(source, partial)
+    def take(self, output: Output) -> None:
+        """Take what a worker has written."""
+        stream = self._streams.get((output.rank, output.is_error))
+        if stream is None:
+            is_raw = output.rank == self._raw_rank and not output.is_error
+            source = Source(output.rank, output.is_error, is_raw)
+            stream = _Stream(source, LineBuffer(is_raw=is_raw), time.monotonic())
+            self._streams[output.rank, output.is_error] = stream
+        lines = stream.buffer.feed(output.data)
+        self._add(stream.source, lines)
+        if lines:
+            stream.since_s, stream.shown = time.monotonic(), ""
+        stream.partial = stream.buffer.partial
+        if self._is_live(stream.source):
+            self._screen.show_live(stream.source, stream.partial)
 
     def tick(self) -> None:
         """Show what has waited long enough."""
         now_s = time.monotonic()
-        for source, partial in self._partials.items():
-            if partial.is_due(now_s):
-                self.keep(source.rank, [partial.text])
-                if source.rank == self._live_rank and not self._can_be_live(source):
-                    self.show(source, [partial.text])
-                partial.shown, partial.since_s = partial.text, now_s
+        for stream in self._streams.values():
+            if stream.is_due(now_s):
+                self.keep(stream.source.rank, [stream.partial])
+                if stream.source.rank == self._live_rank and not self._is_live(stream.source):
+                    self._show(stream.source, [stream.partial])
+                stream.shown, stream.since_s = stream.partial, now_s
 
     def end_lines(self) -> None:
         """Show as lines what workers have not ended, as when a child holds an output open."""
-        for source, partial in self._partials.items():
-            if partial.text:
-                self.keep(source.rank, [partial.text])
-                self.show(source, [partial.text])
-        self._partials.clear()
+        for stream in self._streams.values():
+            if stream.partial:
+                self._add(stream.source, [stream.partial])
+        self._streams.clear()
 
     def reveal(self, rank: int) -> None:
         """Show the last lines of a rank whose output was not shown."""
         for source, line in self._hidden.pop(rank, ()):
             self._screen.show(source, [line])
 
-    def _can_be_live(self, source: Source) -> bool:
-        return source.rank not in self._hidden and self._screen.can_be_live(source)
-
-    def show(self, source: Source, lines: Sequence[str]) -> None:
-        """Show whole lines of a worker, if its output is shown."""
-        if source.rank in self._hidden:
-            self._hidden[source.rank].extend((source, line) for line in lines)
-            return
-        # Of all ranks, rank 0 is enough for what TensorFlow says as it starts.
-        is_once = source.rank > 0 and source.is_error
-        self._screen.show(source, [x for x in lines if not (is_once and is_startup_line(x))])
+    def show_error(self, rank: int, lines: Sequence[str]) -> None:
+        """Show lines as if a worker had written them to its standard error, if that is shown."""
+        self._show(Source(rank, is_error=True), lines)
 
     def keep(self, rank: int, lines: Sequence[str]) -> None:
         """Add whole lines of a worker to the logs."""
@@ -99,21 +106,41 @@ class Display:
             self._screen.say(f"no longer keeps the workers' output: {error}")
             self._logs = None
 
+    def _add(self, source: Source, lines: Sequence[str]) -> None:
+        self.keep(source.rank, lines)
+        self._show(source, lines)
+
+    def _show(self, source: Source, lines: Sequence[str]) -> None:
+        if source.rank in self._hidden:
+            self._hidden[source.rank].extend((source, line) for line in lines)
+            return
+        # Of all ranks, rank 0 is enough for what TensorFlow says as it starts.
+        is_once = source.rank > 0 and source.is_error
+        self._screen.show(source, [x for x in lines if not (is_once and is_startup_line(x))])
+
+    def _is_live(self, source: Source) -> bool:
+        """Whether a line of `source` that is not whole is the live line."""
+        is_shown = source.rank == self._live_rank and source.rank not in self._hidden
+        return is_shown and self._screen.can_be_live(source)
+
 
 @dataclass
-class _Partial:
-    """A line that is not whole yet.
+class _Stream:
+    """Standard output, or error, of a worker.
 
     Attributes:
-        since_s: when the last whole line came, or its state was last written.
-        shown: the state that was written.
+        since_s: when the last whole line came, or the state of the next was last written.
+        partial: the line that is not whole yet.
+        shown: its state that was written.
     """
 
+    source: Source
+    buffer: LineBuffer
     since_s: float
-    text: str = ""
+    partial: str = ""
     shown: str = ""
 
     def is_due(self, now_s: float) -> bool:
-        """Whether its state is to be written now."""
+        """Whether the state of the line is to be written now."""
         waited = now_s - self.since_s >= TIMES.partial_line_s
-        return waited and bool(self.text) and self.text != self.shown
+        return waited and bool(self.partial) and self.partial != self.shown

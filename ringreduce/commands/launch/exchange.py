@@ -12,14 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ringreduce.commands.launch.failure import Failure
-from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
+from ringreduce.commands.launch.frames import Alive, Refused
 from ringreduce.commands.launch.worker_records import WorkerRecord
-from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce agent\n"
-# An environment may be large; output comes in pieces of 64 KiB.
-_FRAME_BYTES_MAX = 1 << 24
 
 
 class Assignment(msgspec.Struct, tag=True, frozen=True):
@@ -105,73 +101,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     returncode: int
 
 
-class Said(msgspec.Struct, tag=True, frozen=True):
-    """A line from ssh, or from the agent's standard error. Never sent."""
-
-    host: str
-    text: str
-
-
-class Lost(msgspec.Struct, tag=True, frozen=True):
-    """The agent is gone, and why. Never sent."""
-
-    host: str
-    why: str
-
-
-class FailedElsewhere(msgspec.Struct, tag=True, frozen=True):
-    """What another launcher of the job says. Never sent in this form."""
-
-    failure: Failure
-
-
-class JoinsElsewhere(msgspec.Struct, frozen=True):
-    """A rank of another launcher waits in the ring of all ranks. Never sent in this form."""
-
-
 Order = Assignment | Start | Signal | Alive
-Report = Hello | Refused | Ready | Output | Told | Ended
-Event = Report | Said | Lost | FailedElsewhere | JoinsElsewhere
-
-_ORDERS = msgspec.msgpack.Decoder(Order)
-_REPORTS = msgspec.msgpack.Decoder(Report)
-
-
-def encode(record: Order | Report) -> bytes:
-    """One frame."""
-    return frame(msgspec.msgpack.encode(record))
-
-
-class Orders:
-    """Makes records of the launcher's bytes."""
-
-    def __init__(self) -> None:
-        self._frames = Frames(_FRAME_BYTES_MAX)
-
-    def feed(self, data: bytes) -> list[Order]:
-        """The records that `data` completes. Raises ConfigError for what is none."""
-        return [_decode(_ORDERS, each) for each in self._frames.feed(data)]
-
-
-class Reports:
-    """Makes records of an agent's bytes, from `MAGIC` on."""
-
-    def __init__(self) -> None:
-        self._frames, self._before, self._has_begun = Frames(_FRAME_BYTES_MAX), b"", False
-
-    def feed(self, data: bytes) -> list[Report]:
-        """The records that `data` completes. Raises ConfigError for what is none."""
-        if not self._has_begun:
-            before, magic, data = (self._before + data).partition(MAGIC)
-            if not magic:
-                self._before = before[-len(MAGIC) :]
-                return []
-            self._has_begun = True
-        return [_decode(_REPORTS, each) for each in self._frames.feed(data)]
-
-
-def _decode(decoder: Any, data: bytes) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"got a record that ringreduce does not send: {error}") from None
+# What ranks do, on whichever host.
+Event = Output | Told | Ended
+Report = Hello | Refused | Ready | Event

@@ -12,14 +12,17 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
 from ringreduce.vocabulary.words import named
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, tag=True, frozen=True):
     """A worker that ended with an exit code other than 0, or is about to.
+
+    Launchers of several hosts send each other the first one.
 
     Attributes:
         returncode: its exit code, or minus the signal that killed it.

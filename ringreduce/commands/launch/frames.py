@@ -1,15 +1,20 @@
-"""Records on a connection of the launcher's: what every kind of connection has. Pure.
+"""Records on a connection of the launcher's, as msgpack: what every connection has. Pure.
 
 A frame is its length in four bytes and its data.
 """
 
 from __future__ import annotations
 
+from typing import Any, Generic, TypeVar
+
 import msgspec
 
 from ringreduce.vocabulary.errors import ConfigError
 
 _LENGTH_BYTES = 4
+# An environment may be large; output comes in pieces of 64 KiB, and a failure is cut.
+_FRAME_BYTES_MAX = 1 << 24
+_Record = TypeVar("_Record")
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
@@ -27,10 +32,15 @@ def frame(data: bytes) -> bytes:
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
+def encode(record: msgspec.Struct) -> bytes:
+    """A record as one frame."""
+    return frame(msgspec.msgpack.encode(record))
+
+
 class Frames:
     """Cuts bytes into the data of frames, which are at most `bytes_max` long."""
 
-    def __init__(self, bytes_max: int) -> None:
+    def __init__(self, bytes_max: int = _FRAME_BYTES_MAX) -> None:
         self._data, self._bytes_max = bytearray(), bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -46,3 +56,30 @@ class Frames:
             frames.append(bytes(self._data[_LENGTH_BYTES:end]))
             del self._data[:end]
         return frames
+
+
+class Records(Generic[_Record]):
+    """Makes records of one direction's bytes.
+
+    Args:
+        kinds: the type of the records, or the union of their types.
+        after: what stands before the first one; what comes before that is passed over.
+    """
+
+    def __init__(self, kinds: Any, after: bytes = b"") -> None:
+        self._decoder = msgspec.msgpack.Decoder(kinds)
+        self._frames, self._after, self._before = Frames(), after, b""
+
+    def feed(self, data: bytes) -> list[_Record]:
+        """The records that `data` completes. Raises ConfigError for what is none."""
+        if self._after:
+            before, found, data = (self._before + data).partition(self._after)
+            if not found:
+                self._before = before[-len(self._after) :]
+                return []
+            self._after = b""
+        frames = self._frames.feed(data)
+        try:
+            return [self._decoder.decode(each) for each in frames]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ConfigError(f"got a record that ringreduce does not send: {error}") from None

@@ -24,8 +24,9 @@ import cloudpickle
 from ringreduce.commands.launch import call
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.supervisor import supervise
-from ringreduce.vocabulary.config import SETTINGS, log_dir_wanted
+from ringreduce.vocabulary.config import SETTINGS, TIMES
 from ringreduce.vocabulary.errors import ConfigError, WorkerError
 
 _Result = TypeVar("_Result")
@@ -37,6 +38,7 @@ def launch(
     *args: Any,
     threads_per_worker: int | None = None,
     max_restarts: int = 0,
+    grace_s: float = TIMES.grace_s,
     output: str = "all",
     tracebacks: str = "cause",
     **settings: Any,
@@ -63,9 +65,10 @@ def launch(
             datasets are best made within it.
         n: number of workers.
         threads_per_worker: compute threads of each; by default the cores shared out.
-        max_restarts, output, tracebacks: as options of ``ringreduce run``: how often all workers
-            are started again after a failure; whose lines are shown (``all``, ``rank0``,
-            ``failed``); whose tracebacks an error has (of the ``cause``, or of ``all``).
+        max_restarts, grace_s, output, tracebacks: as options of ``ringreduce run``: how often all
+            workers are started again after a failure; how long they have to end before they are
+            killed; whose lines are shown (``all``, ``rank0``, ``failed``); whose tracebacks an
+            error has (of the ``cause``, or of ``all``).
         settings: what a user chooses of `Config`, such as ``timeout_s``, ``transport`` or
             ``log_dir``; by default as the environment has it.
 
@@ -85,7 +88,7 @@ def launch(
     if unknown := sorted(set(settings) - choices):
         raise ConfigError(
             f"launch got the unknown option {', '.join(unknown)}",
-            remedy="Known are threads_per_worker, max_restarts, output, tracebacks, "
+            remedy="Known are threads_per_worker, max_restarts, grace_s, output, tracebacks, "
             f"{', '.join(sorted(choices))}; arguments of the function stand after the number "
             "of workers, without names.",
         )
@@ -95,22 +98,24 @@ def launch(
     ):
         if value not in accepted:
             raise ConfigError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
-    settings["log_dir"] = str(settings.get("log_dir") or log_dir_wanted()) or None
     with contextlib.ExitStack() as stack:
         sent = stack.enter_context(tempfile.TemporaryFile())
         _write(sent, function, args)
         results = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        job = supervise(
+        plan = Plan(
             [str(Path(call.__file__))],
             size,
-            inherited=[(sent.fileno(), result.fileno()) for result in results],
+            settings,
             threads=threads_per_worker,
             max_restarts=max_restarts,
+            grace_s=grace_s,
             output=output,
             tracebacks=tracebacks,
-            **settings,
+            inherited=[(sent.fileno(), result.fileno()) for result in results],
         )
+        job = supervise(plan)
         if job.ended_by is not None:
+            job.conclude()
             signal.raise_signal(job.ended_by)
             # The caller's handler returned.
             name = signal.Signals(job.ended_by).name

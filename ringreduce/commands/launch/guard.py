@@ -1,4 +1,4 @@
-"""OpenedSockets the workers if the launcher was killed. Runs as a script, stdlib only.
+"""Ends the workers if the launcher was killed. Runs as a script, stdlib only.
 
 Standard input is a pipe that only the launcher holds open. It sends ``+pid`` for each worker
 (leader of a process group of that number) and ``-pid`` when that has ended. When the pipe closes,

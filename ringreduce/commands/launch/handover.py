@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from traceback import StackSummary, TracebackException, extract_tb
 
-from ringreduce.commands.launch.worker_records import Raised, WorkerRecord, encode
+from ringreduce.commands.launch.frames import encode
+from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
 from ringreduce.vocabulary.errors import RingReduceError
 
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"

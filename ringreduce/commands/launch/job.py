@@ -12,29 +12,21 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
 
 import msgspec
 
 from ringreduce.commands.launch.conclusion import (
     APART,
     APART_SO_FAR,
+    KILLED,
+    WAITING,
     conclude,
+    interrupted,
     others,
     wanted_keyboard,
 )
 from ringreduce.commands.launch.display import Display
-from ringreduce.commands.launch.exchange import (
-    Assignment,
-    Ended,
-    Event,
-    FailedElsewhere,
-    JoinsElsewhere,
-    Lost,
-    Output,
-    Said,
-    Told,
-)
+from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
 from ringreduce.commands.launch.local import LocalHost
 from ringreduce.commands.launch.logs import Logs
@@ -75,21 +67,29 @@ class Job:
     ) -> None:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
-        self._display = Display(screen, logs, plan.size, plan.output, plan.stdin_rank)
+        self._display = Display(
+            screen,
+            logs,
+            plan.size,
+            plan.output,
+            plan.stdin_rank,
+            has_terminal=plan.stdin_rank is not None and Terminal.is_possible(),
+        )
         # Whether SIGUSR1 asks workers for flight records.
-        self._keeps_records = "log_dir" in plan.choices
+        self._keeps_records = plan.log_dir is not None
         self._hosts: list[Host] = []
         self._agents: list[RemoteHost] = []
         self._workers: dict[int, Worker] = {}
-        # What launchers of other hosts say.
-        self._elsewhere: list[Failure] = []
-        self._joins_elsewhere = False
-        # Whether it was said that workers have not joined.
-        self._has_warned = False
+        # What was said: that workers have not joined, for which the launcher waits.
+        self._has_warned = self._has_said = False
         self._own_name = "" if plan.meeting is None else socket.gethostname()
         self._selector = selectors.DefaultSelector()
         self.ended_by: int | None = None
+        # The signal that workers were to end by, and when those that have not are killed.
+        self._stopped_by = signal.SIGTERM
         self._stop_s: float | None = None
+        # Whether a further signal to the launcher has cut their grace short.
+        self._is_hurried = self._is_killed = False
         self._asked_s: float | None = None
 
     def run(self) -> None:
@@ -111,11 +111,9 @@ class Job:
             self._selector.close()
         self._display.end_lines()
         cause = self.cause
-        if self.ended_by is not None:
-            self._show_tracebacks(self._workers.values())
-        elif cause is not None:
+        if cause is not None and self.ended_by is None:
             self._display.reveal(cause.first.rank)
-        else:
+        elif cause is None and self.ended_by is None:
             self._warn_of_ranks_apart(APART)
 
     def give_up(self) -> None:
@@ -135,6 +133,7 @@ class Job:
         return (
             cause is not None
             and self.ended_by is None
+            and not self._is_hurried
             and not any(number in STOPPING for number in self._signals)
             and cause.first.returncode != -signal.SIGINT
             and not cause.first.is_final
@@ -149,7 +148,8 @@ class Job:
             choices["secret"] = plan.meeting.node.secret
         elif not secret or plan.spread is not None:
             choices["secret"] = secret or secrets.token_hex(32)
-        placed = self._placed()
+        here = Placed(0, plan.count, secrets.token_hex(8), self._attempt, port=0)
+        placed = here if plan.meeting is None else plan.meeting.placed
         assignment = Assignment(
             arguments=list(plan.arguments),
             first_rank=placed.first_rank,
@@ -163,29 +163,18 @@ class Job:
             columns=self._screen.columns,
             keeps_records=self._keeps_records,
         )
-        if plan.spread is None:
-            self._start_here(assignment)
-        else:
+        if plan.spread is not None:
             self._reach(assignment, plan.spread)
-
-    def _placed(self) -> Placed:
-        plan = self._plan
-        if plan.meeting is not None:
-            return plan.meeting.placed
-        return Placed(0, plan.count, secrets.token_hex(8), self._attempt, 0)
-
-    def _start_here(self, assignment: Assignment) -> None:
-        meeting = self._plan.meeting
-        if meeting is not None:
-            meeting.register(self._selector)
-            own = msgspec.structs.replace(assignment, meeting_host=meeting.node.host)
-            self._start_ranks(own, meeting.placed.port, meeting.listener)
-            return
-        # Rank 0 inherits the listening socket, so that no other program can take the port, and a
-        # rank that connects early waits instead of being refused.
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, self._plan.count)) as listener:
-            listener.setblocking(False)
-            self._start_ranks(assignment, listener.getsockname()[1], listener)
+        elif plan.meeting is not None:
+            plan.meeting.register(self._selector)
+            own = msgspec.structs.replace(assignment, meeting_host=plan.meeting.node.host)
+            self._start_ranks(own, placed.port, plan.meeting.listener)
+        else:
+            # Rank 0 inherits the listening socket, so that no other program can take the port, and
+            # a rank that connects early waits instead of being refused.
+            with socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.count)) as listener:
+                listener.setblocking(False)
+                self._start_ranks(assignment, listener.getsockname()[1], listener)
 
     def _start_ranks(
         self, assignment: Assignment, port: int, listener: socket.socket | None
@@ -193,7 +182,6 @@ class Job:
         plan = self._plan
         host = LocalHost(assignment, self._selector, self._guard)
         self._hosts.append(host)
-        has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
         try:
             host.start(
                 port,
@@ -204,8 +192,7 @@ class Job:
             )
         finally:
             for rank in host.started:
-                is_raw = has_terminal and rank == plan.stdin_rank
-                self._workers[rank] = Worker(rank, host, self._own_name, is_raw=is_raw)
+                self._workers[rank] = Worker(rank, host, self._own_name)
 
     def _reach(self, assignment: Assignment, spread: Spread) -> None:
         """Connect with an agent on each host; `_start_agents` goes on once all are ready."""
@@ -218,7 +205,9 @@ class Job:
                 meeting_port=spread.meeting_port,
                 is_reached_by_others=spread.is_wide,
             )
-            host = RemoteHost(share.host, own, spread.reach, self._selector, self._guard)
+            host = RemoteHost(
+                share.host, own, spread.reach, self._selector, self._guard, self._screen
+            )
             self._hosts.append(host)
             self._agents.append(host)
             self._workers |= {rank: Worker(rank, host, host.name) for rank in host.ranks}
@@ -252,10 +241,10 @@ class Job:
             self._display.tick()
             self._show_late()
             self._warn_of_ranks_apart(APART_SO_FAR, TIMES.remind_s)
-            if self._stop_s is None and self._is_doomed() and self._have_recorded():
-                self._stop(TIMES.grace_s)
-            elif self._stop_s is not None and time.monotonic() >= self._stop_s:
-                self._end(signal.SIGKILL)
+            if self._stop_s is not None:
+                self._limit_grace(self._stop_s)
+            elif self._is_doomed() and self._have_recorded():
+                self._stop(self._plan.grace_s)
         deadline = time.monotonic() + TIMES.drain_s
         while self._selector.get_map() and time.monotonic() < deadline:
             self._read_all()
@@ -272,10 +261,11 @@ class Job:
         for host in self._hosts:
             for event in host.poll():
                 self._take(event)
-
+        for agent in self._agents:
+            if agent.lost:
+                self._lose(agent)
         if self._plan.meeting is not None:
-            for event in self._plan.meeting.poll():
-                self._take(event)
+            self._plan.meeting.poll()
 
     def _report(self) -> None:
         """Send the launchers of other hosts the failure of this one, once it is known."""
@@ -292,20 +282,11 @@ class Job:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
-            source, lines, partial = self._workers[event.rank].take(event)
-            self._display.update(source, lines, partial)
+            self._display.take(event)
         elif isinstance(event, Ended):
             self._workers[event.rank].end(event.returncode)
-        elif isinstance(event, Said):
-            self._screen.say(f"{event.host}: {event.text}")
-        elif isinstance(event, Lost):
-            self._lose(event)
-        elif isinstance(event, Told):
+        else:
             self._note(self._workers[event.rank], event.record)
-        elif isinstance(event, FailedElsewhere):
-            self._elsewhere.append(event.failure)
-        elif isinstance(event, JoinsElsewhere):
-            self._joins_elsewhere = True
 
     def _note(self, worker: Worker, record: WorkerRecord) -> None:
         worker.note(record)
@@ -314,31 +295,49 @@ class Job:
         if self._plan.meeting is not None and self._plan.size in worker.joins:
             self._plan.meeting.note_joins()
 
-    def _lose(self, event: Lost) -> None:
+    def _lose(self, agent: RemoteHost) -> None:
         """Note that an agent is gone, and its ranks with it."""
-        agent = next(agent for agent in self._agents if agent.name == event.host)
         for rank in agent.ranks:
             if self._workers[rank].alive:
-                self._workers[rank].end(_LOST_CODE, f"its host was lost: {event.why}")
+                self._workers[rank].end(_LOST_CODE, f"its host was lost: {agent.lost}")
         if not agent.has_started and self._stop_s is None:
-            raise ConfigError(f"cannot start on {event.host}: {event.why}")
+            raise ConfigError(f"cannot start on {agent.name}: {agent.lost}")
 
     def _pass_on(self, number: int) -> None:
-        repeated = self.ended_by is not None and number in STOPPING
+        if number in STOPPING and self._stop_s is not None:
+            self._stop_s, self._is_hurried = time.monotonic(), True
+            return
         for worker in self._running():
             if number == signal.SIGUSR1 and self._keeps_records:
                 worker.ask_for_record()
             else:
-                worker.send(signal.SIGKILL if repeated else number)
-        if number in STOPPING and not repeated:
-            self.ended_by = number
-            self._stop_s = time.monotonic() + TIMES.grace_s
+                worker.send(number)
+        if number in STOPPING:
+            self.ended_by, self._stopped_by = number, signal.Signals(number)
+            self._stop_s = time.monotonic() + self._plan.grace_s
+
+    def _limit_grace(self, end_s: float) -> None:
+        """Kill workers that have not ended by `end_s`; say so, and before that which those are."""
+        left_s, grace_s = end_s - time.monotonic(), self._plan.grace_s
+        running = [worker.rank for worker in self._running()]
+        fields = {"ranks": named("rank", running), "grace_s": grace_s}
+        if left_s <= 0:
+            if running and not self._is_hurried and not self._is_killed:
+                self._screen.say(KILLED.format(**fields, signal=self._stopped_by.name))
+            self._is_killed = True
+            self._end(signal.SIGKILL)
+        elif running and not self._has_said and grace_s - left_s >= TIMES.grace_said_s:
+            self._has_said = True
+            self._screen.say(WAITING.format(**fields))
 
     def _failures(self) -> list[Failure]:
-        size, workers = self._plan.size, self._workers.values()
-        waits = self._joins_elsewhere or any(size in worker.joins for worker in workers)
-        found = [worker.failure(size if waits else 0) for worker in workers]
-        return [failure for failure in found if failure is not None] + self._elsewhere
+        size, meeting = self._plan.size, self._plan.meeting
+        waits = any(size in worker.joins for worker in self._workers.values())
+        elsewhere: list[Failure] = []
+        if meeting is not None:
+            waits, elsewhere = waits or meeting.has_joined, meeting.failures
+        found = [worker.failure(size if waits else 0) for worker in self._workers.values()]
+        return [failure for failure in found if failure is not None] + elsewhere
 
     def _is_doomed(self) -> bool:
         """Whether a worker has failed and the cause is known, or has had time to show."""
@@ -354,18 +353,17 @@ class Job:
         """Show tracebacks of programs that do not end though an exception has ended them."""
         if not any(failure.has_ended for failure in self._failures()):
             due_s = time.monotonic() - TIMES.hold_s
-            self._show_tracebacks([w for w in self._running() if w.raised_s <= due_s])
-
-    def _show_tracebacks(self, workers: Iterable[Worker]) -> None:
-        for worker in workers:
-            if worker.raised is not None and not worker.is_shown:
-                worker.is_shown = True
-                self._display.show(worker.error_source, worker.raised.traceback)
+            for worker in self._running():
+                if worker.raised is not None and worker.raised_s <= due_s and not worker.is_shown:
+                    worker.is_shown = True
+                    self._display.show_error(worker.rank, worker.raised.traceback)
 
     def _warn_of_ranks_apart(self, text: str, after_s: float = 0.0) -> None:
         """Say `text` of the workers that have imported Keras so long ago, if no rank has joined."""
         workers, now_s = self._workers.values(), time.monotonic()
-        if self._plan.size == 1 or self._joins_elsewhere or any(w.joins for w in workers):
+        meeting = self._plan.meeting
+        has_joined = meeting is not None and meeting.has_joined
+        if self._plan.size == 1 or has_joined or any(worker.joins for worker in workers):
             return
         apart = [w.rank for w in workers if w.keras_s is not None and now_s - w.keras_s >= after_s]
         if apart and (not after_s or not self._has_warned):
@@ -409,7 +407,10 @@ class Job:
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
         if self.ended_by is not None:
-            self._screen.say(f"stopped by {signal.Signals(self.ended_by).name}")
+            name = signal.Signals(self.ended_by).name
+            raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}
+            for line in interrupted(name, raised, self._plan.tracebacks):
+                self._screen.say(line)
             return 128 + self.ended_by
         cause = self.cause
         if cause is None:
@@ -418,7 +419,7 @@ class Job:
         for line in conclude(cause, self._failures(), self._plan.tracebacks, ended):
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
-            folder = self._plan.choices["log_dir"]
+            folder = self._plan.log_dir
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
         rank = cause.first.rank
         if wanted_keyboard(cause) and self._plan.stdin_rank is None:

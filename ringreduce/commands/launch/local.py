@@ -13,10 +13,11 @@ from functools import partial
 from typing import IO
 
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
+from ringreduce.commands.launch.frames import Records
 from ringreduce.commands.launch.processes import Guard, Process
 from ringreduce.commands.launch.program import command_of
 from ringreduce.commands.launch.terminal import Terminal
-from ringreduce.commands.launch.worker_records import WorkerRecords
+from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import usable_cores
 from ringreduce.vocabulary.errors import ConfigError
@@ -38,7 +39,7 @@ class LocalHost:
         self._assignment, self._selector, self._guard = assignment, selector, guard
         self._processes: dict[int, Process] = {}
         # What each rank writes its records into.
-        self._pipes: dict[int, tuple[IO[bytes], WorkerRecords]] = {}
+        self._pipes: dict[int, tuple[IO[bytes], Records[WorkerRecord]]] = {}
         self._terminal: Terminal | None = None
         self._terminal_rank: int | None = None
         self._columns: Callable[[], int | None] = lambda: None
@@ -94,7 +95,7 @@ class LocalHost:
             terminal = self._open_terminal(rank) if has_stdin and Terminal.is_possible() else None
             pipe, theirs = os.pipe()
             os.set_blocking(pipe, False)
-            self._pipes[rank] = os.fdopen(pipe, "rb", 0), WorkerRecords()
+            self._pipes[rank] = os.fdopen(pipe, "rb", 0), Records(WorkerRecord)
             try:
                 process = Process(
                     [sys.executable, *command_of(given.arguments, theirs), *map(str, own)],

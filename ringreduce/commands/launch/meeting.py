@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from ringreduce._version import __version__
-from ringreduce.commands.launch.exchange import Event, FailedElsewhere, JoinsElsewhere
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import address
-from ringreduce.commands.launch.node_messages import Done, Failed, Joined, Placed, Record
+from ringreduce.commands.launch.node_messages import Done, Joined, Placed, Record
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
@@ -63,6 +64,8 @@ class Meeting:
         node: this launcher.
         placed: this launcher's ranks, and where they meet.
         listener: of that port on node 0's host; elsewhere None.
+        failures: what the others have said of theirs.
+        has_joined: whether a rank waits in the ring of all ranks, here or elsewhere.
         is_over: whether the ranks of all nodes have ended well.
     """
 
@@ -79,43 +82,42 @@ class Meeting:
         self._late: list[Peer] = []
         # Since when launchers have been waiting at the door; None: there are none.
         self._waiting_since_s: float | None = None
-        self._is_done = self._has_reported = self._has_joined = False
+        self.failures: list[Failure] = []
+        self.has_joined = self._is_done = self._has_reported = False
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have `selector` watch the connections; its data are callables that read them."""
         for peer in self._peers:
             selector.register(peer.end, selectors.EVENT_READ, partial(self._read, peer, selector))
 
-    def poll(self) -> list[Event]:
-        """Keep the connections alive; the ranks of launchers that are gone."""
-        events: list[Event] = []
+    def poll(self) -> None:
+        """Keep the connections alive; note which launchers are gone."""
         for peer in self._peers:
             if not peer.is_gone:
                 peer.keep_alive()
             # A launcher that is done, or that knows of a failure, may leave.
             elif not (peer.is_done or peer.has_failed or self._has_reported or self.is_over):
                 lost = "its launcher is gone, or the network to it"
-                events += self._take_failure(peer, Failed(peer.host, peer.first_rank, 255, lost))
+                gone = Failure(peer.first_rank, 255, 0.0, host=peer.host, lost=lost)
+                self._take_failure(peer, gone)
         if self.node.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
             self.is_over = True
             self._send_all(Done())
         self._refuse_late()
-        return events
 
     def report(self, failure: Failure) -> None:
         """Send the others, once, which rank of this node has failed first."""
         if not self._has_reported:
             self._has_reported = True
             raised = failure.raised
-            if raised is not None:
+            if raised is not None:  # Without its text, since records are not encrypted.
                 raised = Raised(raised.kind, raised.peer, raised.origin)
-            fields = (failure.rank, failure.returncode, failure.lost, failure.has_left)
-            self._send_all(Failed(failure.host, *fields, failure.is_final, raised))
+            self._send_all(msgspec.structs.replace(failure, raised=raised))
 
     def note_joins(self, but: Peer | None = None) -> None:
         """A rank waits in the ring of all ranks."""
-        if not self._has_joined:
-            self._has_joined = True
+        if not self.has_joined:
+            self.has_joined = True
             self._send_all(Joined(), but)
 
     def note_done(self) -> None:
@@ -139,40 +141,31 @@ class Meeting:
         if self.listener is not None:
             self.listener.close()
 
-    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> list[Event]:
+    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> tuple[()]:
+        """Take what a launcher has sent; no rank of this host has done anything."""
         try:
             records = peer.read()
         except ConfigError:
             peer.is_gone, records = True, []
         if peer.is_gone:
             selector.unregister(peer.end)
-        events: list[Event] = []
         for record in records:
             if isinstance(record, Done):
                 peer.is_done = True
                 self.is_over = self.node.node > 0
             elif isinstance(record, Joined):
                 self.note_joins(peer)
-                events.append(JoinsElsewhere())
-            elif isinstance(record, Failed):
-                events += self._take_failure(peer, record)
-        return events
+            elif isinstance(record, Failure):
+                self._take_failure(peer, record)
+        return ()
 
-    def _take_failure(self, peer: Peer, record: Failed) -> list[Event]:
+    def _take_failure(self, peer: Peer, failure: Failure) -> None:
         peer.has_failed = True
         # Node 0 passes on what it learns; the others know only node 0.
-        self._send_all(record, but=peer)
-        failure = Failure(
-            record.rank,
-            record.returncode,
-            time.monotonic(),
-            record.raised,
-            host=record.host,
-            lost=record.lost,
-            has_left=record.has_left,
-            is_final=record.is_final,
+        self._send_all(failure, but=peer)
+        self.failures.append(
+            msgspec.structs.replace(failure, time_s=time.monotonic(), has_ended=True)
         )
-        return [FailedElsewhere(failure)]
 
     def _refuse_late(self) -> None:
         """On node 0: answer launchers for which there is no place, with the reason."""

@@ -2,7 +2,7 @@
 
     node 1, 2, ... -- Join ---------------> node 0
                    <- Placed, or Refused --
-                   <- Joined, Failed, Done, Alive ->
+                   <- Joined, Failure, Done, Alive ->
 
 Each end begins with `MAGIC` and a random nonce. A frame has a record, after a code that only a
 launcher that knows the secret can make for this connection, direction and frame. Records are not
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive, Frames, Refused, frame
-from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.errors import ConfigError
 
 MAGIC = b"\0ringreduce node\n"
@@ -49,18 +49,6 @@ class Placed(msgspec.Struct, tag=True, frozen=True):
     port: int
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The rank that failed first on a node; fields as of `Failure`, without an exception's text."""
-
-    host: str
-    rank: int
-    returncode: int
-    lost: str = ""
-    has_left: bool = False
-    is_final: bool = False
-    raised: Raised | None = None
-
-
 class Joined(msgspec.Struct, tag=True, frozen=True):
     """A rank of this node waits in the ring of all ranks."""
 
@@ -69,7 +57,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """All ranks of this node have ended well; from node 0: those of all nodes."""
 
 
-Record = Join | Placed | Refused | Joined | Failed | Done | Alive
+Record = Join | Placed | Refused | Joined | Failure | Done | Alive
 
 _DECODER = msgspec.msgpack.Decoder(Record)
 

@@ -31,13 +31,27 @@ _REFUSALS_MAX = 3
 
 
 def node_of(
-    nodes: int, node: int, count: int, rendezvous: str, max_restarts: int, timeout_s: float | None
-) -> Node:
-    """What the options say, with the user's secret and time limit.
+    nodes: int | None,
+    node: int | None,
+    rendezvous: str | None,
+    count: int,
+    max_restarts: int,
+    timeout_s: float | None,
+) -> Node | None:
+    """What the options say, with the user's secret and time limit; None: there are no others.
 
     Raises:
-        ConfigError: `rendezvous` is not ``host:port``, or there is no secret.
+        ConfigError: only some of the first three are given, or `node` is too large; `rendezvous`
+            is not ``host:port``, or there is no secret.
     """
+    if nodes is None and node is None and rendezvous is None:
+        return None
+    if nodes is None or node is None or rendezvous is None:
+        raise ConfigError(
+            "--nnodes, --node-rank and --rendezvous HOST:PORT are given together; or hosts by -H"
+        )
+    if node >= nodes:
+        raise ConfigError(f"--node-rank is {node}; accepted: 0 to {nodes - 1}")
     try:
         host, port = host_and_port(rendezvous)
     except ConfigError as error:

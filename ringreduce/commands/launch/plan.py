@@ -1,4 +1,4 @@
-"""What a job runs, and where."""
+"""What a job runs, where, and how it is shown and ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ringreduce.commands.launch.meeting import Meeting
 from ringreduce.commands.launch.spread import Spread
+from ringreduce.vocabulary.config import TIMES
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,21 @@ class Plan:
     """What a job runs, in every attempt.
 
     Attributes:
-        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own.
+        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own; for
+            all ranks alike.
         count: the number of ranks, here and on the hosts of `spread`.
+        choices: fields of `Config` for the workers; where absent, as the environment has them.
+            With `log_dir` their lines are also written there, to ``rank-0.log`` and so on; what is
+            kept of the k-th restart goes to its folder ``restart-k``.
         threads: compute threads of each worker; None: its host's cores shared out.
-        output: whose lines are shown as they come (`display.OUTPUTS`).
+        max_restarts: how often all workers are started again after a failure, with another job
+            id and secret; ``RINGREDUCE_RESTART`` counts. A signal to the launcher ends the job.
+        grace_s: how long workers have from the signal that is to end them until they are killed.
+        output: whose lines are shown as they come (`display.OUTPUTS`). Of the rank that failed
+            first the last ones are always shown.
         tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
-        stdin_rank: the rank that gets the launcher's standard input, or its terminal.
-        choices: fields of `Config` that the user chose.
+        stdin_rank: the rank that gets the launcher's standard input. If that is a terminal, the
+            rank has it to itself, with Ctrl-C, until it ends.
         inherited: for each rank, descriptors that its process gets, and whose numbers stand after
             the command's arguments; empty: none.
         variables: added to the workers' environment.
@@ -31,11 +40,13 @@ class Plan:
 
     arguments: Sequence[str]
     count: int
-    threads: int | None
-    output: str
-    tracebacks: str
-    stdin_rank: int | None
-    choices: Mapping[str, Any]
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    max_restarts: int = 0
+    grace_s: float = TIMES.grace_s
+    output: str = "all"
+    tracebacks: str = "cause"
+    stdin_rank: int | None = None
     inherited: Sequence[Sequence[int]] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     spread: Spread | None = None
@@ -51,3 +62,8 @@ class Plan:
         """The ranks of this launcher."""
         first = 0 if self.meeting is None else self.meeting.placed.first_rank
         return range(first, first + self.count)
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the records of ranks are kept, if they are."""
+        return self.choices.get("log_dir")

@@ -19,23 +19,22 @@ from typing import IO
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import (
+    MAGIC,
     Assignment,
     Ended,
     Event,
     Hello,
-    Lost,
     Order,
     Ready,
-    Reports,
-    Said,
+    Report,
     Signal,
     Start,
-    encode,
 )
-from ringreduce.commands.launch.frames import Alive, Refused
+from ringreduce.commands.launch.frames import Alive, Records, Refused, encode
 from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.ssh import Reach
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
@@ -50,11 +49,13 @@ class RemoteHost:
 
     Args:
         selector: gets its outputs, and a callable that returns what they bring.
+        screen: shows lines from ssh, and from the agent's standard error.
 
     Attributes:
         name: the host's, for people.
         port: where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
         has_started: whether its ranks were started.
+        lost: why the connection has ended before its ranks; empty if it has not.
 
     Raises:
         ConfigError: there is no such program as ssh.
@@ -67,16 +68,18 @@ class RemoteHost:
         reach: Reach,
         selector: selectors.BaseSelector,
         guard: Guard,
+        screen: Screen,
     ) -> None:
         self.name, self._login = host.name, host.login
         self._assignment, self._reach = assignment, reach
         self.port: int | None = None
-        self.has_started = False
+        self.has_started, self.lost = False, ""
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
-        self._selector, self._guard = selector, guard
+        self._selector, self._guard, self._screen = selector, guard, screen
         self._running = set(assignment.ranks)
         self._killed: set[int] = set()
-        self._reports, self._lines = Reports(), LineBuffer()
+        self._reports: Records[Report] = Records(Report, after=MAGIC)
+        self._lines = LineBuffer()
         self._unsent = b""
         self._begun_s = self._sent_s = time.monotonic()
         self._is_over = False
@@ -136,7 +139,7 @@ class RemoteHost:
         self._send(Signal(rank, number, alone))
 
     def poll(self) -> list[Event]:
-        """Keep the connection alive; whether it was lost."""
+        """Keep the connection alive; what it brought last, once it has ended."""
         if self._is_over:
             return []
         now_s = time.monotonic()
@@ -152,7 +155,8 @@ class RemoteHost:
         self._is_over = True
         events = self._drain()
         self._guard.remove(self._process.pid)
-        return [*events, Lost(self.name, self._describe_end())] if self._running else events
+        self.lost = self._describe_end() if self._running else ""
+        return events
 
     def leave(self) -> None:
         """Begin to close; the ranks have ended."""
@@ -206,31 +210,36 @@ class RemoteHost:
         return take(data)
 
     def _take_reports(self, data: bytes) -> list[Event]:
+        events: list[Event] = []
         try:
-            events = self._reports.feed(data)
+            reports = self._reports.feed(data)
         except ConfigError as error:
             self._abandon(error.message)
             return []
-        for event in events:
-            if isinstance(event, Ended):
-                self._running.discard(event.rank)
-            elif isinstance(event, Hello) and event.version != __version__:
+        for report in reports:
+            if isinstance(report, Hello) and report.version != __version__:
                 self._abandon(
-                    f"it has ringreduce {event.version}, and this host has {__version__}. Install "
+                    f"it has ringreduce {report.version}, and this host has {__version__}. Install "
                     "the same version on all"
                 )
-            elif isinstance(event, Hello):
+            elif isinstance(report, Hello):
                 self._send(self._assignment)
-            elif isinstance(event, Refused):
-                self._abandon(event.text)
-            elif isinstance(event, Ready):
-                self.port = event.port
-        return list(events)
+            elif isinstance(report, Refused):
+                self._abandon(report.text)
+            elif isinstance(report, Ready):
+                self.port = report.port
+            else:
+                events.append(report)
+                if isinstance(report, Ended):
+                    self._running.discard(report.rank)
+        return events
 
     def _take_lines(self, data: bytes) -> list[Event]:
         lines = self._lines.feed(data)
         self._said.extend(lines)
-        return [Said(self.name, line) for line in lines if line.strip()]
+        for line in filter(str.strip, lines):
+            self._screen.say(f"{self.name}: {line}")
+        return []
 
     def _send(self, order: Order) -> None:
         self._sent_s = time.monotonic()

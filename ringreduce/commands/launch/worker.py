@@ -1,37 +1,17 @@
-"""What the launcher knows of a worker, on whichever host: its lines, what it told, its end."""
+"""What the launcher knows of a worker, on whichever host: what it told, and how it ended."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
-from ringreduce.commands.launch.exchange import Event, Output
 from ringreduce.commands.launch.failure import Failure
-from ringreduce.commands.launch.output import LineBuffer
-from ringreduce.commands.launch.screen import Source
+from ringreduce.commands.launch.local import LocalHost
+from ringreduce.commands.launch.remote import RemoteHost
+from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.worker_records import ImportedKeras, Joins, Raised, WorkerRecord
 
-
-class Host(Protocol):
-    """Where ranks run: this host or another one."""
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that run there."""
-
-    def poll(self) -> Sequence[Event]:
-        """What has happened besides what its files in the selector bring."""
-
-    def send(self, rank: int, number: int, *, alone: bool = False) -> None:
-        """Send a signal to a rank's processes, or to the rank `alone`."""
-
-    def leave(self) -> None:
-        """Begin to close; the ranks have ended."""
-
-    def close(self) -> None:
-        """Leave no process behind."""
+Host = LocalHost | RemoteHost
 
 
 class Worker:
@@ -39,7 +19,6 @@ class Worker:
 
     Args:
         host_name: empty where all ranks are on this host.
-        is_raw: whether its standard output is a terminal of its own.
 
     Attributes:
         exit_s: when it ended, on `time.monotonic`; None until then.
@@ -49,7 +28,7 @@ class Worker:
         is_shown: whether its traceback was.
     """
 
-    def __init__(self, rank: int, host: Host, host_name: str = "", *, is_raw: bool = False) -> None:
+    def __init__(self, rank: int, host: Host, host_name: str = "") -> None:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None
         self._returncode = 0
@@ -59,19 +38,11 @@ class Worker:
         self.keras_s: float | None = None
         self.raised: Raised | None = None
         self.raised_s, self.is_shown = 0.0, False
-        self._sources = (Source(rank, is_error=False, is_raw=is_raw), Source(rank, is_error=True))
-        self._lines = (LineBuffer(is_raw=is_raw), LineBuffer())
 
     @property
     def alive(self) -> bool:
         """Whether it is not known to have ended."""
         return self.exit_s is None
-
-    def take(self, output: Output) -> tuple[Source, list[str], str]:
-        """What it wrote, as whole lines, and the line that is not whole yet."""
-        buffer = self._lines[output.is_error]
-        lines = buffer.feed(output.data)
-        return self._sources[output.is_error], lines, buffer.partial
 
     def note(self, record: WorkerRecord) -> None:
         """Note what it has told."""
@@ -81,11 +52,6 @@ class Worker:
             self.keras_s = time.monotonic()
         else:
             self.raised, self.raised_s = record, time.monotonic()
-
-    @property
-    def error_source(self) -> Source:
-        """Its standard error."""
-        return self._sources[1]
 
     def end(self, returncode: int, lost: str = "") -> None:
         """Note that it has ended; `lost` says how its host was lost, if it was."""
@@ -98,8 +64,11 @@ class Worker:
         return not self.alive and self._returncode == 0 and self._stopped_s is None
 
     def send(self, number: int) -> None:
-        """Send a signal to its processes."""
+        """Send a signal to its processes; one that ends them also to those that are stopped."""
         self._host.send(self.rank, number)
+        if number in STOPPING:
+            # A process that is stopped takes no other signal but SIGKILL.
+            self._host.send(self.rank, signal.SIGCONT)
 
     def ask_for_record(self) -> None:
         """Have it write its flight record; the signal would kill its children."""
@@ -110,8 +79,6 @@ class Worker:
         if self._stopped_s is None:
             self._stopped_s = time.monotonic()
         self.send(number)
-        # A process that is stopped takes no other signal but SIGKILL.
-        self.send(signal.SIGCONT)
 
     def failure(self, ring_of: int = 0) -> Failure | None:
         """How it failed; None if it did not, or only after the launcher has stopped it.

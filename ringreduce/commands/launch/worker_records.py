@@ -1,17 +1,12 @@
 """What a worker tells its launcher: that it joins a ring, what it imports, why it fails. Pure.
 
-Records as msgpack, in frames, over a pipe that only the two have (`handover`); an agent passes them
-on, and Ray carries the last one as a result.
+In frames, over a pipe that only the two have (`handover`); an agent passes them on, and Ray carries
+the last one as a result.
 """
 
 from __future__ import annotations
 
 import msgspec
-
-from ringreduce.commands.launch.frames import Frames, frame
-
-# A failure is cut to less.
-_FRAME_BYTES_MAX = 1 << 22
 
 
 class Joins(msgspec.Struct, tag=True, frozen=True):
@@ -44,21 +39,3 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
 
 
 WorkerRecord = Joins | ImportedKeras | Raised
-
-_DECODER = msgspec.msgpack.Decoder(WorkerRecord)
-
-
-def encode(record: WorkerRecord) -> bytes:
-    """One frame."""
-    return frame(msgspec.msgpack.encode(record))
-
-
-class WorkerRecords:
-    """Makes records of a worker's bytes."""
-
-    def __init__(self) -> None:
-        self._frames = Frames(_FRAME_BYTES_MAX)
-
-    def feed(self, data: bytes) -> list[WorkerRecord]:
-        """The records that `data` completes."""
-        return [_DECODER.decode(each) for each in self._frames.feed(data)]
