@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -39,17 +39,17 @@ def _option(
     metavar: str,
     help: str,
     *flags: str,
-    default: str | bool = True,
+    default: Any = None,
+    shown: str | bool = True,
     accepts: Callable[[Any], bool] = lambda value: True,
     accepted: str = "",
     values: Sequence[str] = (),
-    panel: str | None = None,
-    parser: Callable[[str], Any] | None = None,
+    **more: Any,
 ) -> Any:
     """An option.
 
     Args:
-        default: in words, where the signature has none.
+        shown: the default in words.
         accepts, accepted: whether a value is possible, and what is, in words.
         values: all possible ones, if they are few.
     """
@@ -61,18 +61,18 @@ def _option(
         return value
 
     return typer.Option(
+        default,
         *flags,
         help=help,
         metavar=metavar or "|".join(values),
         callback=check,
         autocompletion=(lambda: list(values)) if values else None,
-        show_default=default,
-        rich_help_panel=panel,
-        parser=parser,
+        show_default=shown,
+        **more,
     )
 
 
-def _number(metavar: str, least: int, help: str, *flags: str, **more: Any) -> Any:
+def _number(metavar: str, help: str, *flags: str, least: int = 0, **more: Any) -> Any:
     """An option that is a number of at least `least`."""
     accepted = f"{least} or more"
     return _option(
@@ -81,9 +81,15 @@ def _number(metavar: str, least: int, help: str, *flags: str, **more: Any) -> An
 
 
 def _one_of(values: Sequence[str], help: str) -> Any:
-    """An option that is one of `values`."""
-    accepted = ", ".join(values)
-    return _option("", help, accepts=values.__contains__, accepted=accepted, values=values)
+    """An option that is one of `values`, by default the first."""
+    return _option(
+        "",
+        help,
+        default=values[0],
+        accepts=values.__contains__,
+        accepted=", ".join(values),
+        values=values,
+    )
 
 
 def _setting(name: str, metavar: str = "", help: str = "") -> Any:
@@ -92,7 +98,7 @@ def _setting(name: str, metavar: str = "", help: str = "") -> Any:
     return _option(
         metavar,
         help or f"{setting.help[0].upper()}{setting.help[1:]}.",
-        default=f"{default:g}" if isinstance(default, float) else default or "none",
+        shown=f"{default:g}" if isinstance(default, float) else default or "none",
         accepts=setting.accepts,
         accepted=setting.accepted,
         values=setting.values,
@@ -100,8 +106,8 @@ def _setting(name: str, metavar: str = "", help: str = "") -> Any:
 
 
 # Options for jobs of several hosts.
-_of_hosts = partial(_option, panel="Several hosts", default="none")
-_number_of_hosts = partial(_number, panel="Several hosts", default="none")
+_of_hosts = partial(_option, rich_help_panel="Several hosts", shown="none")
+_number_of_hosts = partial(_number, rich_help_panel="Several hosts", shown="none")
 
 
 def _worker_count(text: str) -> int:
@@ -122,15 +128,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            help="Print the version and leave.",
-            callback=_print_version,
-            is_eager=True,
-        ),
-    ] = False,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version and leave.",
+        callback=_print_version,
+        is_eager=True,
+    ),
 ) -> None:
     pass
 
@@ -144,137 +148,96 @@ def _root(
     "and the first failure in time is shown and gives the exit code.",
 )
 def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        _number(
-            "N",
-            1,
-            "Workers to start.",
-            "-n",
-            "--workers",
-            default="1, or all slots of the hosts",
-            parser=_worker_count,
-        ),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        _of_hosts(
-            "HOST:SLOTS,...",
-            "Hosts, and how many workers each has. They are reached by ssh, and have the same "
-            "folder, Python and ringreduce.",
-            "-H",
-            "--hosts",
-            default="this one",
-        ),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        _of_hosts("FILE", "A file with a host on each line, as HOST slots=N or HOST:N."),
-    ] = None,
-    nnodes: Annotated[
-        int | None,
-        _number_of_hosts(
-            "N",
-            1,
-            "Hosts, on each of which this command is run; -n counts one host's workers.",
-            default="1",
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None,
-        _number_of_hosts("I", 0, "Which of the N hosts this one is; 0 is that of --rendezvous."),
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module's name, as in python -m.")
-    ] = False,
-    threads_per_worker: Annotated[
-        int | None, _number("K", 1, "Compute threads of each worker.", default="cores / N")
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        _number(
-            "K",
-            0,
-            "How often all workers are started again after a failure; RINGREDUCE_RESTART counts.",
-        ),
-    ] = 0,
-    grace: Annotated[
-        float,
-        _number(
-            "SECONDS",
-            0,
-            "How long workers have to end, after Ctrl-C, SIGTERM or the failure of another, until "
-            "they are killed. A second Ctrl-C kills them at once.",
-            default=f"{TIMES.grace_s:g}",
-        ),
-    ] = TIMES.grace_s,
-    output: Annotated[
-        str,
-        _one_of(
-            OUTPUTS,
-            "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of "
-            "the rank that failed first. --log-dir keeps all.",
-        ),
-    ] = "all",
-    tracebacks: Annotated[
-        str,
-        _one_of(TRACEBACKS, "Whose tracebacks are shown after a failure: its cause's, or all."),
-    ] = "cause",
-    stdin: Annotated[
-        int | None,
-        _number(
-            "RANK",
-            0,
-            "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there and is "
-            "skipped elsewhere. Time limits then are a week.",
-            default="none",
-        ),
-    ] = None,
-    timeout: Annotated[float | None, _setting("timeout_s", metavar="SECONDS")] = None,
-    busy_timeout: Annotated[float | None, _setting("busy_timeout_s", metavar="SECONDS")] = None,
-    transport: Annotated[str | None, _setting("transport")] = None,
-    log_dir: Annotated[
-        Path | None,
-        _setting(
-            "log_dir",
-            metavar="DIR",
-            help="Folder for each worker's lines and, when the ring breaks, flight records "
-            "(`ringreduce report`); made if needed.",
-        ),
-    ] = None,
-    encryption: Annotated[str | None, _setting("encryption")] = None,
-    env: Annotated[
-        list[str] | None,
-        _of_hosts(
-            "NAME=VALUE",
-            "A variable for the workers; NAME alone: as it is here. Other hosts get those of "
-            "ringreduce, and PYTHONPATH, in any case.",
-        ),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        _of_hosts(
-            "HOST:PORT",
-            "Where the ranks meet: an address of the first host that all hosts reach, and a port, "
-            "which only -H and --hostfile can do without.",
-            default="the first host's name, any free port",
-        ),
-    ] = None,
-    ssh: Annotated[
-        str | None,
-        _of_hosts(
-            "COMMAND",
-            "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
-            default="ssh",
-        ),
-    ] = None,
-    python: Annotated[
-        str | None, _of_hosts("PROGRAM", "Python on the hosts.", default="this one's path")
-    ] = None,
+    script: str = typer.Argument(metavar="SCRIPT", help="The program."),
+    arguments: list[str] | None = typer.Argument(None, metavar="ARGS", help="Its arguments."),
+    workers: int | None = _number(
+        "N",
+        "Workers to start.",
+        "-n",
+        "--workers",
+        least=1,
+        shown="1, or all slots of the hosts",
+        parser=_worker_count,
+    ),
+    hosts: str | None = _of_hosts(
+        "HOST:SLOTS,...",
+        "Hosts, and how many workers each has. They are reached by ssh, and have the same folder, "
+        "Python and ringreduce.",
+        "-H",
+        "--hosts",
+        shown="this one",
+    ),
+    hostfile: Path | None = _of_hosts(
+        "FILE", "A file with a host on each line, as HOST slots=N or HOST:N."
+    ),
+    nnodes: int | None = _number_of_hosts(
+        "N",
+        "Hosts, on each of which this command is run; -n counts one host's workers.",
+        least=1,
+        shown="1",
+    ),
+    node_rank: int | None = _number_of_hosts(
+        "I", "Which of the N hosts this one is; 0 is that of --rendezvous."
+    ),
+    module: bool = typer.Option(
+        False, "-m", "--module", help="SCRIPT is a module's name, as in python -m."
+    ),
+    threads_per_worker: int | None = _number(
+        "K", "Compute threads of each worker.", least=1, shown="cores / N"
+    ),
+    max_restarts: int = _number(
+        "K",
+        "How often all workers are started again after a failure; RINGREDUCE_RESTART counts.",
+        default=0,
+    ),
+    grace: float = _number(
+        "SECONDS",
+        "How long workers have to end, after Ctrl-C, SIGTERM or the failure of another, until they "
+        "are killed. A second Ctrl-C kills them at once.",
+        default=TIMES.grace_s,
+        shown=f"{TIMES.grace_s:g}",
+    ),
+    output: str = _one_of(
+        OUTPUTS,
+        "Whose lines are shown: all ranks'; rank 0's; or, after a failure, the last ones of the "
+        "rank that failed first. --log-dir keeps all.",
+    ),
+    tracebacks: str = _one_of(
+        TRACEBACKS, "Whose tracebacks are shown after a failure: its cause's, or all."
+    ),
+    stdin: int | None = _number(
+        "RANK",
+        "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there and is "
+        "skipped elsewhere. Time limits then are a week.",
+        shown="none",
+    ),
+    timeout: float | None = _setting("timeout_s", "SECONDS"),
+    busy_timeout: float | None = _setting("busy_timeout_s", "SECONDS"),
+    transport: str | None = _setting("transport"),
+    log_dir: Path | None = _setting(
+        "log_dir",
+        "DIR",
+        "Folder for each worker's lines and, when the ring breaks, flight records (`ringreduce "
+        "report`); made if needed.",
+    ),
+    encryption: str | None = _setting("encryption"),
+    env: list[str] | None = _of_hosts(
+        "NAME=VALUE",
+        "A variable for the workers; NAME alone: as it is here. Other hosts get those of "
+        "ringreduce, and PYTHONPATH, in any case.",
+    ),
+    rendezvous: str | None = _of_hosts(
+        "HOST:PORT",
+        "Where the ranks meet: an address of the first host that all hosts reach, and a port, "
+        "which only -H and --hostfile can do without.",
+        shown="the first host's name, any free port",
+    ),
+    ssh: str | None = _of_hosts(
+        "COMMAND",
+        "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
+        shown="ssh",
+    ),
+    python: str | None = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path"),
 ) -> None:
     """Start the workers, and leave with the job's exit code."""
     program = ["-m"] * module + [script, *(arguments or [])]
@@ -347,7 +310,7 @@ def _hosts(names: str | None, file: Path | None) -> list[Host]:
     "\n\nRanks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.",
 )
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What --log-dir was.")],
+    folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was."),
 ) -> None:
     """Read the records of a folder, and print the verdict."""
     # Imported here, since `run` does not need it.
