@@ -702,8 +702,8 @@ BREAKAGES = (
     Breakage(
         "launcher-keyboard-kept",
         "ringreduce/commands/launch/local.py",
-        "if rank == self._terminal_rank:\n                    self._take_terminal_back()",
-        "if False:\n                    self._take_terminal_back()",
+        "if rank == self._terminal_rank:\n                    self.leave()",
+        "if False:\n                    self.leave()",
         "Once the rank that had the keyboard has ended, Ctrl-C does nothing.",
         ("tests/commands/test_terminal.py",),
     ),

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ringreduce.commands.launch.failure import Failure, find_cause
+from ringreduce.commands.launch.failure import Failure, find_cause, worker_error
 from ringreduce.commands.launch.function import checked_size
 from ringreduce.commands.launch.handover import described
 from ringreduce.commands.launch.worker_records import Raised
@@ -146,13 +146,7 @@ def _results(running: Sequence[Any]) -> list[Any]:
     cause = find_cause(failures, size)
     if cause is None:
         return results
-    others = "" if size == 1 else "; all workers were stopped"
-    raise WorkerError(
-        f"{cause.describe(f' of {size}')}{others}",
-        size=size,
-        peer=cause.rank,
-        traceback="\n".join(cause.first.traceback(whole=False)),
-    )
+    raise worker_error(cause, size, cause.first.traceback(whole=False))
 
 
 def _in_all(resources: Mapping[str, float]) -> str:

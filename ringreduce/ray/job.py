@@ -19,9 +19,8 @@ import ray
 from ringreduce.commands.launch.local import address, default_threads
 from ringreduce.communicator.process import default_communicator, is_initialized, shutdown
 from ringreduce.transport.listening import Bind, listen
-from ringreduce.vocabulary.config import SETTINGS, Config
+from ringreduce.vocabulary.config import SETTINGS, Config, check_names
 from ringreduce.vocabulary.endpoints import port_range
-from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import enter_job, forwarded_environment, leave_job
 
 # What `form` decides for each job.
@@ -44,12 +43,8 @@ class Choices:
     variables: Mapping[str, str] = field(default_factory=forwarded_environment)
 
     def __post_init__(self) -> None:
-        known = [name for name, one in SETTINGS.items() if one.is_choice and name not in _OWN]
-        if unknown := sorted(set(self.settings) - set(known)):
-            raise ConfigError(
-                f"got the unknown setting {', '.join(unknown)}",
-                remedy=f"Known are {', '.join(sorted(known))}.",
-            )
+        choices = {name for name, one in SETTINGS.items() if one.is_choice}
+        check_names(self.settings, choices - {*_OWN})
         Config(**self.settings)
 
 

@@ -257,11 +257,7 @@ class Config:
                 some launch variables are set, or two launchers contradict each other.
         """
         variables = os.environ if environment is None else environment
-        if unknown := sorted(set(arguments) - set(SETTINGS)):
-            raise ConfigError(
-                f"got the unknown setting {', '.join(unknown)}",
-                remedy=f"Known are {', '.join(sorted(SETTINGS))}.",
-            )
+        check_names(arguments, SETTINGS)
         values = {name: value for name, value in arguments.items() if value is not None}
         is_ours = any(name in values or variable_of(name) in variables for name in ("rank", "size"))
         place = None if is_ours else find_launched_rank(variables)
@@ -318,6 +314,15 @@ def describe(names: Collection[str]) -> str:
 
 
 Config.__doc__ = f"{Config.__doc__}\n    Attributes:\n{describe(SETTINGS)}\n    "
+
+
+def check_names(names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError if one of `names` is no setting that is `known`."""
+    if unknown := sorted({*names} - {*known}):
+        raise ConfigError(
+            f"got the unknown setting {', '.join(unknown)}",
+            remedy=f"Known are {', '.join(sorted(known))}.",
+        )
 
 
 def variable_of(setting: str) -> str:

@@ -29,7 +29,7 @@ REPORTS = [
     Output(0, False, b""),
     Ended(1, -9),
 ]
-ORDERS = [Start(4000), Signal(1, 15), Signal(0, 10, alone=True)]
+ORDERS = [Start(4000), Signal(1, 15)]
 
 
 @given(cuts=st.lists(st.integers(0, 300), max_size=8), noise=st.binary(max_size=40))

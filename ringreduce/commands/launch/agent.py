@@ -156,7 +156,7 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
                 events += key.data()
         for order in connection.take():
             if isinstance(order, Signal):
-                host.send(order.rank, order.number, alone=order.alone)
+                host.send(order.rank, order.number)
         events += host.poll()
         for event in events:
             if isinstance(event, Ended):
@@ -172,7 +172,7 @@ def _listen(assignment: Assignment) -> socket.socket | None:
     """
     if assignment.first_rank > 0 or assignment.size == 1:
         return None
-    listener = listen(
+    return listen(
         assignment.meeting_host,
         assignment.meeting_port,
         assignment.size,
@@ -181,8 +181,6 @@ def _listen(assignment: Assignment) -> socket.socket | None:
         "--rendezvous ADDRESS:PORT.",
         ports=ports_wanted(assignment.variables),
     )
-    listener.setblocking(False)
-    return listener
 
 
 if __name__ == "__main__":

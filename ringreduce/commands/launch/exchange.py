@@ -27,7 +27,7 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
         variables: added to the environment.
         threads: compute threads of each; None: the host's cores shared out.
         columns: width of the terminal that shows their lines; None: there is none.
-        keeps_records: whether they ignore SIGUSR1 until they can write flight records.
+        keeps_records: whether SIGUSR1 asks them for flight records.
         meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
         is_reached_by_others: whether rank 0 must be reached from other hosts.
     """
@@ -60,11 +60,10 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Signal(msgspec.Struct, tag=True, frozen=True):
-    """Send a signal to a rank's processes, or to the rank `alone`."""
+    """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
 
     rank: int
     number: int
-    alone: bool = False
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.pure.blame import Error, Facts, find_culprit
+from ringreduce.vocabulary.errors import WorkerError
 from ringreduce.vocabulary.words import named
 
 
@@ -116,6 +117,17 @@ class Cause:
             f"{named('rank', self.silent)}{of} held up or left the others and did not fail "
             f"{itself}; {self.first.who} was the first to notice ({how})"
         )
+
+
+def worker_error(cause: Cause, size: int, lines: Sequence[str]) -> WorkerError:
+    """What a caller of `launch` gets; below it `lines`."""
+    others = "" if size == 1 else "; all workers were stopped"
+    return WorkerError(
+        f"{cause.describe(f' of {size}')}{others}",
+        size=size,
+        peer=cause.rank,
+        traceback="\n".join(lines),
+    )
 
 
 def find_cause(failures: Sequence[Failure], size: int) -> Cause | None:

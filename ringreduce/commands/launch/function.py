@@ -24,6 +24,7 @@ import cloudpickle
 from ringreduce.commands.launch import call
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
+from ringreduce.commands.launch.failure import worker_error
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.vocabulary.config import SETTINGS, TIMES
@@ -121,14 +122,8 @@ def launch(
             name = signal.Signals(job.ended_by).name
             raise WorkerError(f"the workers were stopped by {name}", size=size)
         if (cause := job.cause) is not None:
-            others = "" if size == 1 else "; all workers were stopped"
             lines = cause.first.traceback(whole=tracebacks == "all")
-            raise WorkerError(
-                f"{cause.describe(f' of {size}')}{others}",
-                size=size,
-                peer=cause.rank,
-                traceback="\n".join([*lines, *job.consequences()]),
-            )
+            raise worker_error(cause, size, [*lines, *job.consequences()])
         return [_read(result, rank, size) for rank, result in enumerate(results)]
 
 

@@ -28,7 +28,7 @@ from ringreduce.commands.launch.conclusion import (
 from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
-from ringreduce.commands.launch.local import LocalHost
+from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
@@ -172,8 +172,7 @@ class Job:
         else:
             # Rank 0 inherits the listening socket, so that no other program can take the port, and
             # a rank that connects early waits instead of being refused.
-            with socket.create_server(("127.0.0.1", 0), backlog=max(128, plan.count)) as listener:
-                listener.setblocking(False)
+            with listen("127.0.0.1", 0, plan.count) as listener:
                 self._start_ranks(assignment, listener.getsockname()[1], listener)
 
     def _start_ranks(
@@ -308,10 +307,7 @@ class Job:
             self._stop_s, self._is_hurried = time.monotonic(), True
             return
         for worker in self._running():
-            if number == signal.SIGUSR1 and self._keeps_records:
-                worker.ask_for_record()
-            else:
-                worker.send(number)
+            worker.send(number)
         if number in STOPPING:
             self.ended_by, self._stopped_by = number, signal.Signals(number)
             self._stop_s = time.monotonic() + self._plan.grace_s
@@ -379,7 +375,7 @@ class Job:
             self._asked_s = now
             # One in user code may not notice the failure, but its stack may explain it.
             for worker in self._running():
-                worker.ask_for_record()
+                worker.send(signal.SIGUSR1)
         return now - self._asked_s >= TIMES.record_s
 
     def _stop(self, grace_s: float) -> None:

@@ -42,7 +42,6 @@ class LocalHost:
         self._pipes: dict[int, tuple[IO[bytes], Records[WorkerRecord]]] = {}
         self._terminal: Terminal | None = None
         self._terminal_rank: int | None = None
-        self._columns: Callable[[], int | None] = lambda: None
 
     @property
     def ranks(self) -> range:
@@ -73,10 +72,7 @@ class LocalHost:
             columns: width of the terminal's part that shows a rank's lines.
         """
         given = self._assignment
-        self._columns = columns
-        # Signals that ask for flight records, and must not kill a rank that has no communicator
-        # yet, and so no handler.
-        ignored = (signal.SIGUSR1,) if given.keeps_records else ()
+        asking = (signal.SIGUSR1,) if given.keeps_records else ()
         for rank in given.ranks:
             meeting = (listener.fileno(),) if listener is not None and rank == 0 else ()
             own = inherited[rank] if inherited else ()
@@ -92,7 +88,10 @@ class LocalHost:
                 **given.choices,
             )
             has_stdin = rank == stdin_rank
-            terminal = self._open_terminal(rank) if has_stdin and Terminal.is_possible() else None
+            terminal = None
+            if has_stdin and Terminal.is_possible():
+                terminal = self._terminal = Terminal(self._selector, columns)
+                self._terminal_rank = rank
             pipe, theirs = os.pipe()
             os.set_blocking(pipe, False)
             self._pipes[rank] = os.fdopen(pipe, "rb", 0), Records(WorkerRecord)
@@ -110,7 +109,7 @@ class LocalHost:
                     has_stdin=has_stdin,
                     terminal=terminal,
                     inherited=(*meeting, *own, theirs),
-                    ignored=ignored,
+                    asking=asking,
                 )
             finally:
                 os.close(theirs)
@@ -136,20 +135,21 @@ class LocalHost:
                 events.append(Ended(rank, process.returncode))
                 self._guard.remove(process.pid)
                 if rank == self._terminal_rank:
-                    self._take_terminal_back()
+                    self.leave()
         if self._terminal is not None:
-            self._terminal.resize(self._columns())
-            self._terminal.pass_keys()
+            self._terminal.poll()
         return events
 
-    def send(self, rank: int, number: int, *, alone: bool = False) -> None:
-        """Send a signal to a rank's processes, or to the rank `alone`."""
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank's processes; one that asks for its flight record to it alone."""
         if rank in self._processes:
-            self._processes[rank].send(number, alone=alone)
+            self._processes[rank].send(number)
 
     def leave(self) -> None:
         """Give the terminal back."""
-        self._take_terminal_back()
+        if self._terminal is not None:
+            self._terminal.close()
+            self._terminal = None
 
     def close(self) -> None:
         """Close what is still open, as when a rank's child has an output."""
@@ -185,22 +185,6 @@ class LocalHost:
                 file.close()
         return events
 
-    def _open_terminal(self, rank: int) -> Terminal:
-        self._terminal, self._terminal_rank = Terminal(self._columns()), rank
-        self._selector.register(self._terminal.keyboard, selectors.EVENT_READ, self._read_keys)
-        return self._terminal
-
-    def _read_keys(self) -> list[Event]:
-        if self._terminal is not None:
-            self._terminal.read_keys()
-        return []
-
-    def _take_terminal_back(self) -> None:
-        if self._terminal is not None:
-            self._selector.unregister(self._terminal.keyboard)
-            self._terminal.close()
-            self._terminal = None
-
 
 def address(host: str, port: int) -> str:
     """``host:port``, with an IPv6 address in brackets."""
@@ -212,11 +196,14 @@ def listen(
     port: int,
     count: int,
     *,
-    is_reached_by_others: bool,
-    remedy: str,
+    is_reached_by_others: bool = False,
+    remedy: str = "",
     ports: range | None = None,
 ) -> socket.socket:
-    """A socket that listens at `host` for `count` others; port 0: any free one of `ports`.
+    """A nonblocking socket that listens at `host` for `count` others.
+
+    Args:
+        port: 0: any free one of `ports`.
 
     Raises:
         ConfigError: the host's name has no address, another host's, or only one that other hosts
@@ -233,7 +220,9 @@ def listen(
             )
         for each in [port] if port or ports is None else ports:
             try:
-                return socket.create_server((found, each), family=family, backlog=max(128, count))
+                made = socket.create_server((found, each), family=family, backlog=max(128, count))
+                made.setblocking(False)
+                return made
             except OSError as error:
                 if port or ports is None or error.errno != errno.EADDRINUSE:
                     raise

@@ -101,7 +101,6 @@ class Nodes:
                 remedy="Give all launchers --rendezvous with an address of node 0's host and a "
                 "free port there. --node-rank 0 belongs on that host, once.",
             )
-            self._listener.setblocking(False)
 
     def __enter__(self) -> Nodes:
         return self
@@ -235,11 +234,9 @@ class Nodes:
             node.host,
             0,
             size,
-            is_reached_by_others=False,  # Checked for the launchers' own port.
             remedy="Give RINGREDUCE_PORTS more ports.",
             ports=ports_wanted(),
         )
-        listener.setblocking(False)
         job_id, port = secrets.token_hex(8), listener.getsockname()[1]
         first = node.count
         for peer in peers:

@@ -38,7 +38,8 @@ class Process:
         has_stdin: whether it gets this process's standard input.
         terminal: its own, for standard input and output instead.
         inherited: descriptors that it gets.
-        ignored: signals that it ignores until it sets a handler.
+        asking: signals that ask for its flight record. It ignores them until it has a communicator,
+            which sets a handler; its children do not get them, since they would die.
 
     Attributes:
         outputs: its standard output and error, nonblocking.
@@ -53,8 +54,9 @@ class Process:
         has_stdin: bool = False,
         terminal: Terminal | None = None,
         inherited: Collection[int],
-        ignored: Sequence[int],
+        asking: Sequence[int],
     ) -> None:
+        self._asking = asking
         self.returncode: int | None = None
         self._process = subprocess.Popen(
             list(command),
@@ -67,7 +69,7 @@ class Process:
             pass_fds=inherited,
             preexec_fn=_prepare(
                 os.getpid(),
-                ignored=ignored,
+                ignored=asking,
                 leads_session=has_stdin or terminal is not None,
                 has_terminal=terminal is not None,
             ),
@@ -88,11 +90,11 @@ class Process:
         """Number of the process and of its group."""
         return self._process.pid
 
-    def send(self, number: int, *, alone: bool = False) -> None:
-        """Send a signal to its group, or to it `alone`; does nothing if it has ended."""
+    def send(self, number: int) -> None:
+        """Send a signal to its group; does nothing if it has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                (os.kill if alone else os.killpg)(self.pid, number)
+                (os.kill if number in self._asking else os.killpg)(self.pid, number)
 
     def reap(self) -> bool:
         """If it has ended, record how and kill the children that it left; return whether."""

@@ -124,8 +124,8 @@ class RemoteHost:
         self.has_started = True
         self._send(Start(port))
 
-    def send(self, rank: int, number: int, *, alone: bool = False) -> None:
-        """Send a signal to a rank's processes, or to the rank `alone`."""
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal, as `LocalHost.send` does."""
         if not self.has_started:
             # Nothing runs yet that could end by itself.
             if number not in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
@@ -136,7 +136,7 @@ class RemoteHost:
                 return
             self._killed.add(rank)
             self._due_s = self._due_s or time.monotonic()
-        self._send(Signal(rank, number, alone))
+        self._send(Signal(rank, number))
 
     def poll(self) -> list[Event]:
         """Keep the connection alive; what it brought last, once it has ended."""

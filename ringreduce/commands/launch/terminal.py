@@ -11,9 +11,11 @@ import contextlib
 import fcntl
 import os
 import pty
+import selectors
 import struct
 import sys
 import termios
+from collections.abc import Callable
 from typing import IO
 
 # What keys do before a program reads them; a terminal's output stays as it is.
@@ -24,48 +26,39 @@ _LOCAL = termios.ICANON | termios.ECHO | termios.ISIG | termios.IEXTEN
 class Terminal:
     """A pseudo-terminal for a worker, and the launcher's, whose keys go there until `close`.
 
+    Args:
+        selector: gets the launcher's standard input, which is a terminal, and what reads it.
+        columns: how wide the worker's terminal is; None: as the launcher's.
+
     Attributes:
-        keyboard: the launcher's standard input, which is a terminal.
         tty: the worker's end; closed here once it has started.
         output: what the worker writes to its terminal.
     """
 
-    def __init__(self, columns: int | None) -> None:
-        self.keyboard = sys.stdin.fileno()
-        self._before = termios.tcgetattr(self.keyboard)
+    def __init__(self, selector: selectors.BaseSelector, columns: Callable[[], int | None]) -> None:
+        self._keyboard, self._selector, self._columns = sys.stdin.fileno(), selector, columns
+        self._before = termios.tcgetattr(self._keyboard)
         end, self.tty = pty.openpty()
         self.output: IO[bytes] = os.fdopen(end, "r+b", 0)
         os.set_blocking(end, False)
         self._keys = b""
         self._size = (0, 0)
         termios.tcsetattr(self.tty, termios.TCSANOW, self._before)
-        self.resize(columns)
-        passing = termios.tcgetattr(self.keyboard)
+        self._resize()
+        passing = termios.tcgetattr(self._keyboard)
         passing[0] &= ~_INPUT
         passing[3] &= ~_LOCAL
-        termios.tcsetattr(self.keyboard, termios.TCSANOW, passing)
+        termios.tcsetattr(self._keyboard, termios.TCSANOW, passing)
+        selector.register(self._keyboard, selectors.EVENT_READ, self._read_keys)
 
     @staticmethod
     def is_possible() -> bool:
         """Whether the launcher's standard input is a terminal."""
         return sys.stdin is not None and sys.stdin.isatty()
 
-    def resize(self, columns: int | None) -> None:
-        """Make the worker's terminal as wide as `columns`, by default as the launcher's."""
-        size = os.get_terminal_size(self.keyboard)
-        wanted = (size.lines, columns or size.columns)
-        if wanted != self._size:
-            self._size = wanted
-            fcntl.ioctl(self.output, termios.TIOCSWINSZ, struct.pack("HHHH", *wanted, 0, 0))
-
-    def read_keys(self) -> None:
-        """Take the keys that were pressed, and pass them on."""
-        with contextlib.suppress(OSError):
-            self._keys += os.read(self.keyboard, 1 << 12)
-        self.pass_keys()
-
-    def pass_keys(self) -> None:
-        """Pass on keys, as far as the worker has room for them."""
+    def poll(self) -> None:
+        """Pass on the launcher's size, and keys, as far as the worker has room for them."""
+        self._resize()
         # It may also have ended.
         with contextlib.suppress(OSError):
             if self._keys:
@@ -73,5 +66,20 @@ class Terminal:
 
     def close(self) -> None:
         """Give the launcher its terminal back; `output` may still be read."""
+        self._selector.unregister(self._keyboard)
         with contextlib.suppress(termios.error):
-            termios.tcsetattr(self.keyboard, termios.TCSANOW, self._before)
+            termios.tcsetattr(self._keyboard, termios.TCSANOW, self._before)
+
+    def _resize(self) -> None:
+        size = os.get_terminal_size(self._keyboard)
+        wanted = (size.lines, self._columns() or size.columns)
+        if wanted != self._size:
+            self._size = wanted
+            fcntl.ioctl(self.output, termios.TIOCSWINSZ, struct.pack("HHHH", *wanted, 0, 0))
+
+    def _read_keys(self) -> tuple[()]:
+        """Take the keys that were pressed, and pass them on; no rank has done anything."""
+        with contextlib.suppress(OSError):
+            self._keys += os.read(self._keyboard, 1 << 12)
+        self.poll()
+        return ()

@@ -70,10 +70,6 @@ class Worker:
             # A process that is stopped takes no other signal but SIGKILL.
             self._host.send(self.rank, signal.SIGCONT)
 
-    def ask_for_record(self) -> None:
-        """Have it write its flight record; the signal would kill its children."""
-        self._host.send(self.rank, signal.SIGUSR1, alone=True)
-
     def stop(self, number: int) -> None:
         """End it; its exit code then is not a failure."""
         if self._stopped_s is None:
