@@ -108,8 +108,10 @@ def free_port() -> int:
 
 
 def node(port: int, number: int, nodes: int = 2, count: int = 1, **fields: Any) -> Node:
-    made = Node(nodes, number, count, "127.0.0.1", port, SECRET, 0, 20.0)
-    return replace(made, **fields)
+    own = {"version": __version__, "nodes": nodes, "max_restarts": 0}
+    own |= {name: fields.pop(name) for name in own.keys() & fields.keys()}
+    join = Join(**own, node=number, count=count, host="b")
+    return replace(Node(join, "127.0.0.1", port, SECRET, 20.0), **fields)
 
 
 @contextlib.contextmanager
@@ -129,7 +131,7 @@ def meeting(*all_nodes: Node) -> Iterator[list[Future[Meeting]]]:
 def test_ranks_are_shared_out_by_node_and_all_meet_at_one_port() -> None:
     port = free_port()
     with meeting(node(port, 2, 3, 1), node(port, 0, 3, 2), node(port, 1, 3, 4)) as found:
-        placed = {one.result().node.node: one.result().placed for one in found}
+        placed = {one.result().node.own.node: one.result().placed for one in found}
         listener = found[1].result().listener
         assert listener is not None
         assert listener.getsockname()[1] == placed[0].port

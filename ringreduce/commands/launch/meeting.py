@@ -13,11 +13,10 @@ from functools import partial
 
 import msgspec
 
-from ringreduce._version import __version__
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import address
-from ringreduce.commands.launch.node_messages import Done, Joined, Placed, Record
+from ringreduce.commands.launch.node_messages import Done, Join, Joined, Placed, Record
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
@@ -33,20 +32,16 @@ class Node:
     """What a launcher was told: which one it is, and where node 0 listens.
 
     Attributes:
-        count: ranks of this host.
+        own: what it says of itself.
         secret: the job's; every launcher has it.
         join_timeout_s: how long node 0 waits for the others, and they for it.
     """
 
-    nodes: int
-    node: int
-    count: int
+    own: Join
     host: str
     port: int
     secret: str
-    max_restarts: int
     join_timeout_s: float
-    version: str = __version__
 
     @property
     def address(self) -> str:
@@ -100,7 +95,7 @@ class Meeting:
                 lost = "its launcher is gone, or the network to it"
                 gone = Failure(peer.first_rank, 255, 0.0, host=peer.host, lost=lost)
                 self._take_failure(peer, gone)
-        if self.node.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
+        if self.node.own.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
             self.is_over = True
             self._send_all(Done())
         self._refuse_late()
@@ -124,7 +119,7 @@ class Meeting:
         """The ranks of this node have ended well."""
         if not self._is_done:
             self._is_done = True
-            if self.node.node > 0:
+            if self.node.own.node > 0:
                 self._send_all(Done())
 
     def close(self) -> None:
@@ -152,7 +147,7 @@ class Meeting:
         for record in records:
             if isinstance(record, Done):
                 peer.is_done = True
-                self.is_over = self.node.node > 0
+                self.is_over = self.node.own.node > 0
             elif isinstance(record, Joined):
                 self.note_joins(peer)
             elif isinstance(record, Failure):

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ringreduce._version import __version__
 from ringreduce.commands.launch.frames import Refused
 from ringreduce.commands.launch.local import is_loopback, listen
 from ringreduce.commands.launch.meeting import Meeting, Node
@@ -59,16 +60,9 @@ def node_of(
             f"--rendezvous is {rendezvous[:80]!r}; accepted: HOST:PORT",
             remedy="An address of node 0's host and a free port there, the same on all nodes.",
         ) from error
-    return Node(
-        nodes,
-        node,
-        count,
-        host,
-        port,
-        shared_secret(is_local=_is_local(host)),
-        max_restarts,
-        join_timeout({"timeout_s": timeout_s}),
-    )
+    own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname())
+    secret = shared_secret(is_local=_is_local(host))
+    return Node(own, host, port, secret, join_timeout({"timeout_s": timeout_s}))
 
 
 def _is_local(host: str) -> bool:
@@ -89,13 +83,13 @@ class Nodes:
         self._node, self._signals, self._say = node, signals, say
         self._reminds_s = math.inf
         self._listener: socket.socket | None = None
-        # Connections that were refused, and what the other end of the last one was.
-        self._strangers, self._last_stranger = 0, ""
-        if node.node == 0:
+        # What was at the other end of connections that were refused.
+        self._strangers: list[str] = []
+        if node.own.node == 0:
             self._listener = listen(
                 node.host,
                 node.port,
-                node.nodes,
+                node.own.nodes,
                 # The user may mean several launchers on this host.
                 is_reached_by_others=not _is_local(node.host),
                 remedy="Give all launchers --rendezvous with an address of node 0's host and a "
@@ -142,7 +136,7 @@ class Nodes:
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             stack.callback(_close_all, connected)
             selector.register(listener, selectors.EVENT_READ)
-            while len(joined) < node.nodes - 1:
+            while len(joined) < node.own.nodes - 1:
                 if self._is_unwanted():
                     return None
                 if time.monotonic() >= deadline:
@@ -179,8 +173,7 @@ class Nodes:
             peer.is_gone = True
             if not self._strangers:
                 self._say(f"refused a connection at {self._node.address}: {error.message}")
-            self._strangers += 1
-            self._last_stranger = error.message
+            self._strangers.append(error.message)
             return
         for record in records:
             if isinstance(record, Join) and peer.join is None:
@@ -195,11 +188,11 @@ class Nodes:
                 joined[record.node] = peer
 
     def _differs(self, join: Join) -> str | None:
-        node = self._node
+        own = self._node.own
         for what, theirs, ours in (
-            ("ringreduce", join.version, node.version),
-            ("--nnodes", join.nodes, node.nodes),
-            ("--max-restarts", join.max_restarts, node.max_restarts),
+            ("ringreduce", join.version, own.version),
+            ("--nnodes", join.nodes, own.nodes),
+            ("--max-restarts", join.max_restarts, own.max_restarts),
         ):
             if theirs != ours:
                 return (
@@ -210,14 +203,15 @@ class Nodes:
 
     def _named(self, joined: dict[int, Peer]) -> str:
         """The nodes that have not come."""
-        return named("node", (k for k in range(1, self._node.nodes) if k not in joined))
+        return named("node", (k for k in range(1, self._node.own.nodes) if k not in joined))
 
     def _missing(self, joined: dict[int, Peer]) -> str:
         node = self._node
         text = f"waited {node.join_timeout_s:g} s at {node.address}, and {self._named(joined)} did "
         text += "not come"
         if self._strangers:
-            text += f" (refused {self._strangers} connections; the last one {self._last_stranger})"
+            last = self._strangers[-1]
+            text += f" (refused {len(self._strangers)} connections; the last one {last})"
         return (
             f"{text}. Start `ringreduce run` there with the same --nnodes, --rendezvous and secret"
         )
@@ -229,7 +223,7 @@ class Nodes:
 
     def _place(self, peers: list[Peer], restart: int) -> Meeting:
         node = self._node
-        size = node.count + sum(peer.join.count for peer in peers if peer.join)
+        size = node.own.count + sum(peer.join.count for peer in peers if peer.join)
         listener = listen(
             node.host,
             0,
@@ -238,7 +232,7 @@ class Nodes:
             ports=ports_wanted(),
         )
         job_id, port = secrets.token_hex(8), listener.getsockname()[1]
-        first = node.count
+        first = node.own.count
         for peer in peers:
             assert peer.join is not None
             peer.first_rank = first
@@ -251,14 +245,6 @@ class Nodes:
     def _join(self, deadline: float) -> Meeting | None:
         """The other nodes' side."""
         node, refusals = self._node, 0
-        join = Join(
-            node.version,
-            node.nodes,
-            node.max_restarts,
-            node.node,
-            node.count,
-            socket.gethostname(),
-        )
         while not self._is_unwanted():
             if time.monotonic() >= deadline:
                 raise ConfigError(
@@ -272,7 +258,7 @@ class Nodes:
                 continue
             with contextlib.ExitStack() as stack:
                 stack.callback(peer.end.close)
-                placed = self._await_place(peer, join, deadline)
+                placed = self._await_place(peer, deadline)
                 if placed is not None:
                     stack.pop_all()
                     peer.host = node.host
@@ -288,9 +274,9 @@ class Nodes:
                 )
         return None
 
-    def _await_place(self, peer: Peer, join: Join, deadline: float) -> Placed | None:
+    def _await_place(self, peer: Peer, deadline: float) -> Placed | None:
         """Node 0's answer; None if there is none."""
-        peer.send(join)
+        peer.send(self._node.own)
         with selectors.DefaultSelector() as selector:
             selector.register(peer.end, selectors.EVENT_READ)
             while not (peer.is_gone or self._is_unwanted() or time.monotonic() >= deadline):
