@@ -21,9 +21,8 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.launched import (
     checked,
     find_launched_rank,
-    misspelt,
+    say_misspelt,
     take_launched_rank,
-    warn_of_misspelt,
 )
 from ringreduce.vocabulary.secret import check_secret, read_secret, users_secret
 from ringreduce.vocabulary.times import Times
@@ -81,11 +80,17 @@ def _place(default: Any, help: str, reads: Callable[[str], object] = int) -> Any
 
 
 def _choice(
-    default: Any, help: str, accepted: str = "", accepts: Any = lambda value: True, **more: Any
+    default: Any,
+    help: str,
+    accepted: str = "",
+    accepts: Any = lambda value: True,
+    *,
+    repr: bool = True,
+    **more: Any,
 ) -> Any:
     """A field of `Config` that the user chooses, of the type of its default."""
     setting = Setting(help, type(default), accepts, accepted, **more)
-    return field(default=default, metadata={"setting": setting})
+    return field(default=default, repr=repr, metadata={"setting": setting})
 
 
 def _one_of(values: tuple[str, ...], help: str) -> Any:
@@ -197,16 +202,11 @@ class Config:
         "", "folder for flight records (`ringreduce report`), made if needed; empty: none"
     )
     # Never shown, logged or passed as an argument of a program.
-    secret: str = field(
-        default="",
+    secret: str = _choice(
+        "",
+        "text of 16 characters or more that only ranks of this job know; needed off the loopback "
+        "interface. Leave it to RINGREDUCE_SECRET_FILE rather than write it into a program",
         repr=False,
-        metadata={
-            "setting": Setting(
-                "text of 16 characters or more that only ranks of this job know; needed off the "
-                "loopback interface. Leave it to RINGREDUCE_SECRET_FILE rather than write it "
-                "into a program"
-            )
-        },
     )
     # Ranks authenticate each other in every case (`ringreduce.transport.security`).
     encryption: str = _one_of(
@@ -270,7 +270,7 @@ class Config:
         if place is not None:
             rank, local = place.rank, place.local_rank
         if (rank if local is None else local) == 0:
-            warn_of_misspelt(variables, _known_variables())
+            say_misspelt(variables, _known_variables())
         if place is None:
             _refuse_half_a_launch(values, variables)
         if not values.get("secret"):
@@ -330,13 +330,13 @@ def variable_of(setting: str) -> str:
     return f"RINGREDUCE_{setting.upper()}"
 
 
-def misspelt_variables(more: Mapping[str, str]) -> list[str]:
-    """What to say of this process's variables, and of `more`, that nothing reads; once of each."""
-    return misspelt({**os.environ, **more}, _known_variables())
+def check_variables(more: Collection[str], say: Callable[[str], None]) -> None:
+    """Say which variables of this process, and of `more`, are misspelt."""
+    say_misspelt({*os.environ, *more}, _known_variables(), say)
 
 
 def note_launched() -> None:
-    """Note that a launcher has said of this process's variables what `misspelt_variables` does."""
+    """Note that the launcher has called `check_variables` with this process's variables."""
     checked.update(os.environ)
 
 

@@ -25,23 +25,6 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
-__all__ = [
-    "ArrayError",
-    "ClosedError",
-    "ConfigError",
-    "CorruptionError",
-    "MismatchError",
-    "NativeError",
-    "NumericsError",
-    "PeerError",
-    "PeerLostError",
-    "PeerTimeoutError",
-    "ProtocolError",
-    "RendezvousError",
-    "RingReduceError",
-    "WorkerError",
-]
-
 
 @dataclass(eq=False, repr=False)
 class RingReduceError(Exception):
@@ -179,6 +162,7 @@ class NativeError(RingReduceError, ImportError):
     """A native library could not be found, loaded or used."""
 
 
+__all__ = [name for name in vars() if name.endswith("Error")]
 for _name in __all__:
     # So that a traceback shows the public name.
     globals()[_name].__module__ = "ringreduce"

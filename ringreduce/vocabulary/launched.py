@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ringreduce.vocabulary.launched_rank import LaunchedRank
 from ringreduce.vocabulary.launchers import find
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 _PREFIX = "RINGREDUCE_"
 # TIMEOUT is like TIMEOUT_S, and PORT like PORTS.
 _LIKENESS = 0.8
-# Variables of which it was said whether they are misspelt, here or by the launcher.
+# Variables that `say_misspelt` has looked at, here or in the launcher.
 checked: set[str] = set()
 
 
@@ -40,12 +40,10 @@ def find_launched_rank(variables: Mapping[str, str]) -> LaunchedRank | None:
     return place
 
 
-def misspelt(variables: Collection[str], known: Collection[str]) -> list[str]:
-    """What to say of variables that nothing reads, and that look like one of those `known`.
-
-    Of each once in a process.
-    """
-    texts = []
+def say_misspelt(
+    variables: Collection[str], known: Collection[str], say: Callable[[str], None] = _log.warning
+) -> None:
+    """Say, once, which variables nothing reads, though they look like one of those `known`."""
     for name in sorted({*variables} - {*known} - checked):
         if not name.startswith(_PREFIX):
             continue
@@ -54,14 +52,7 @@ def misspelt(variables: Collection[str], known: Collection[str]) -> list[str]:
         checked.add(name)
         ends = [each.removeprefix(_PREFIX) for each in known]
         if close := difflib.get_close_matches(name.removeprefix(_PREFIX), ends, 1, _LIKENESS):
-            texts.append(f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?")
-    return texts
-
-
-def warn_of_misspelt(variables: Collection[str], known: Collection[str]) -> None:
-    """Log what `misspelt` says, as a warning."""
-    for text in misspelt(variables, known):
-        _log.warning("%s", text)
+            say(f"nothing reads the variable {name}; is {_PREFIX}{close[0]} meant?")
 
 
 def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str) -> None:

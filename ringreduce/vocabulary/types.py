@@ -30,15 +30,8 @@ class ReduceOp(enum.IntEnum):
 
 # The position is the code on the wire: append only.
 DTYPE_NAMES = (
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
+    *("float16", "bfloat16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64", "uint8"),
 )
 _CODES = {name: code for code, name in enumerate(DTYPE_NAMES, start=1)}
 _HALF_CODES = frozenset({_CODES["float16"], _CODES["bfloat16"]})
