@@ -669,9 +669,9 @@ BREAKAGES = (
     ),
     Breakage(
         "launcher-last-words",
-        "ringreduce/commands/launch/local.py",
-        "while last := self._read(rank, bool(is_error), file):",
-        "while last := []:",
+        "ringreduce/commands/launch/processes.py",
+        "while (some := self.read()) is not None:",
+        "while (some := None) is not None:",
         "The launcher blames a rank that only reported the failure of another.",
         ("tests/commands/test_launch.py",),
     ),

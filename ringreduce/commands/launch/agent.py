@@ -136,7 +136,7 @@ def _run(
             host.start(port, listener)
             if listener is not None:
                 listener.close()
-            selector.register(0, selectors.EVENT_READ)
+            selector.register(0, selectors.EVENT_READ, connection.receive)
             _watch(connection, host, selector)
         finally:
             for rank in host.ranks:
@@ -150,10 +150,7 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
     while running:
         events: list[Event] = []
         for key, _ in selector.select(TIMES.poll_s):
-            if key.fileobj == 0:
-                connection.receive()
-            else:
-                events += key.data()
+            events += key.data() or ()
         for order in connection.take():
             if isinstance(order, Signal):
                 host.send(order.rank, order.number)

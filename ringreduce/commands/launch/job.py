@@ -106,8 +106,6 @@ class Job:
                 host.leave()
             for host in self._hosts:
                 host.close()
-            if self._plan.meeting is not None:
-                self._plan.meeting.close()
             self._selector.close()
         self._display.end_lines()
         cause = self.cause
@@ -253,7 +251,7 @@ class Job:
 
     def _read_all(self) -> None:
         for key, _ in self._selector.select(TIMES.poll_s):
-            for event in key.data():
+            for event in key.data() or ():
                 self._take(event)
 
     def _poll(self) -> None:

@@ -10,11 +10,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import IO
 
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output, Told
 from ringreduce.commands.launch.frames import Records
-from ringreduce.commands.launch.processes import Guard, Process
+from ringreduce.commands.launch.processes import Guard, Pipe, Process
 from ringreduce.commands.launch.program import command_of
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker_records import WorkerRecord
@@ -22,8 +21,6 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import usable_cores
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import worker_environment
-
-_PIECE_BYTES = 1 << 16
 
 
 class LocalHost:
@@ -38,8 +35,8 @@ class LocalHost:
     ) -> None:
         self._assignment, self._selector, self._guard = assignment, selector, guard
         self._processes: dict[int, Process] = {}
-        # What each rank writes its records into.
-        self._pipes: dict[int, tuple[IO[bytes], Records[WorkerRecord]]] = {}
+        # What each rank writes: records first, which decide whether its failure is the cause.
+        self._pipes: dict[int, list[Pipe]] = {}
         self._terminal: Terminal | None = None
         self._terminal_rank: int | None = None
 
@@ -92,9 +89,9 @@ class LocalHost:
             if has_stdin and Terminal.is_possible():
                 terminal = self._terminal = Terminal(self._selector, columns)
                 self._terminal_rank = rank
-            pipe, theirs = os.pipe()
-            os.set_blocking(pipe, False)
-            self._pipes[rank] = os.fdopen(pipe, "rb", 0), Records(WorkerRecord)
+            ours, theirs = os.pipe()
+            take = partial(_told, rank, Records[WorkerRecord](WorkerRecord))
+            self._pipes[rank] = [Pipe(os.fdopen(ours, "rb", 0), self._selector, take)]
             try:
                 process = Process(
                     [sys.executable, *command_of(given.arguments, theirs), *map(str, own)],
@@ -115,22 +112,17 @@ class LocalHost:
                 os.close(theirs)
             self._processes[rank] = process
             self._guard.add(process.pid)
-            self._selector.register(pipe, selectors.EVENT_READ, partial(self._read_records, rank))
-            for is_error, file in enumerate(process.outputs):
-                self._selector.register(
-                    file, selectors.EVENT_READ, partial(self._read, rank, bool(is_error), file)
-                )
+            for is_error, file in zip((False, True), process.outputs, strict=True):
+                take = partial(_written, rank, is_error)
+                self._pipes[rank].append(Pipe(file, self._selector, take))
 
     def poll(self) -> list[Event]:
         """The ranks that have ended, after all that they wrote; passes keys on."""
         events: list[Event] = []
         for rank, process in self._processes.items():
             if process.returncode is None and process.reap():
-                # What it has told decides whether its failure is the cause.
-                events += self._read_records(rank)
-                for is_error, file in enumerate(process.outputs):
-                    while last := self._read(rank, bool(is_error), file):
-                        events += last
+                for pipe in self._pipes[rank]:
+                    events += pipe.drain()
                 assert process.returncode is not None
                 events.append(Ended(rank, process.returncode))
                 self._guard.remove(process.pid)
@@ -153,37 +145,17 @@ class LocalHost:
 
     def close(self) -> None:
         """Close what is still open, as when a rank's child has an output."""
-        for file, _ in self._pipes.values():
-            file.close()
-        for process in self._processes.values():
-            for file in process.outputs:
-                file.close()
+        for pipes in self._pipes.values():
+            for pipe in pipes:
+                pipe.close()
 
-    def _read(self, rank: int, is_error: bool, file: IO[bytes]) -> list[Event]:
-        """What has arrived on a stream, if anything."""
-        if file.closed:
-            return []
-        try:
-            data = file.read(_PIECE_BYTES)
-        except OSError:
-            data = b""  # So a terminal ends that no process has open.
-        if data is None:
-            return []
-        if not data:
-            self._selector.unregister(file)
-            file.close()
-        return [Output(rank, is_error, data)]
 
-    def _read_records(self, rank: int) -> list[Event]:
-        """What a rank has told, if anything."""
-        file, records = self._pipes[rank]
-        events: list[Event] = []
-        while not file.closed and (data := file.read(_PIECE_BYTES)) is not None:
-            events += [Told(rank, record) for record in records.feed(data)]
-            if not data:
-                self._selector.unregister(file)
-                file.close()
-        return events
+def _told(rank: int, records: Records[WorkerRecord], data: bytes) -> list[Event]:
+    return [Told(rank, record) for record in records.feed(data)]
+
+
+def _written(rank: int, is_error: bool, data: bytes) -> list[Event]:
+    return [Output(rank, is_error, data)]
 
 
 def address(host: str, port: int) -> str:

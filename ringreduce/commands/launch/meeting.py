@@ -136,8 +136,7 @@ class Meeting:
         if self.listener is not None:
             self.listener.close()
 
-    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> tuple[()]:
-        """Take what a launcher has sent; no rank of this host has done anything."""
+    def _read(self, peer: Peer, selector: selectors.BaseSelector) -> None:
         try:
             records = peer.read()
         except ConfigError:
@@ -152,7 +151,6 @@ class Meeting:
                 self.note_joins(peer)
             elif isinstance(record, Failure):
                 self._take_failure(peer, record)
-        return ()
 
     def _take_failure(self, peer: Peer, failure: Failure) -> None:
         peer.has_failed = True

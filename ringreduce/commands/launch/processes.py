@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import IO
 
 from ringreduce.commands.launch import guard
+from ringreduce.commands.launch.exchange import Event
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.worker_environment import environment_without_secret
 
+_PIECE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,7 +45,7 @@ class Process:
             which sets a handler; its children do not get them, since they would die.
 
     Attributes:
-        outputs: its standard output and error, nonblocking.
+        outputs: its standard output and error.
         returncode: its exit code, or minus the signal that killed it; None until `reap`.
     """
 
@@ -82,8 +85,6 @@ class Process:
         assert output is not None
         assert self._process.stderr is not None
         self.outputs: tuple[IO[bytes], IO[bytes]] = (output, self._process.stderr)
-        for file in self.outputs:
-            os.set_blocking(file.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -104,6 +105,51 @@ class Process:
         self.send(signal.SIGKILL)
         self.returncode = self._process.wait()
         return True
+
+
+class Pipe:
+    """What a process writes, as events.
+
+    Args:
+        selector: gets it, with `read`.
+        take: makes events of a piece of bytes; of no bytes once the other end is closed.
+    """
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        selector: selectors.BaseSelector,
+        take: Callable[[bytes], Sequence[Event]],
+    ) -> None:
+        self._file, self._selector, self._take = file, selector, take
+        os.set_blocking(file.fileno(), False)
+        selector.register(file, selectors.EVENT_READ, self.read)
+
+    def read(self) -> Sequence[Event] | None:
+        """The events of what has arrived; None: nothing has."""
+        if self._file.closed:
+            return None
+        try:
+            data = self._file.read(_PIECE_BYTES)
+        except OSError:
+            data = b""  # So a terminal ends that no process has open.
+        if data is None:
+            return None
+        if not data:
+            self._selector.unregister(self._file)
+            self.close()
+        return self._take(data)
+
+    def drain(self) -> list[Event]:
+        """The events of all that the process has left, which has ended."""
+        events: list[Event] = []
+        while (some := self.read()) is not None:
+            events += some
+        return events
+
+    def close(self) -> None:
+        """Close this end."""
+        self._file.close()
 
 
 class Guard:

@@ -13,9 +13,6 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import IO
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.exchange import (
@@ -33,14 +30,13 @@ from ringreduce.commands.launch.exchange import (
 from ringreduce.commands.launch.frames import Alive, Records, Refused, encode
 from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
-from ringreduce.commands.launch.processes import Guard
+from ringreduce.commands.launch.processes import Guard, Pipe
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.ssh import Reach
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import environment_without_secret
 
-_PIECE_BYTES = 1 << 16
 _SAID_LINES = 20
 
 
@@ -75,7 +71,7 @@ class RemoteHost:
         self.port: int | None = None
         self.has_started, self.lost = False, ""
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
-        self._selector, self._guard, self._screen = selector, guard, screen
+        self._guard, self._screen = guard, screen
         self._running = set(assignment.ranks)
         self._killed: set[int] = set()
         self._reports: Records[Report] = Records(Report, after=MAGIC)
@@ -109,10 +105,10 @@ class RemoteHost:
         assert process.stderr is not None
         self._stdin = process.stdin
         os.set_blocking(self._stdin.fileno(), False)
-        self._outputs = ((process.stdout, self._take_reports), (process.stderr, self._take_lines))
-        for pipe, take in self._outputs:
-            os.set_blocking(pipe.fileno(), False)
-            selector.register(pipe, selectors.EVENT_READ, partial(self._read, pipe, take))
+        self._pipes = (
+            Pipe(process.stdout, selector, self._take_reports),
+            Pipe(process.stderr, selector, self._take_lines),
+        )
 
     @property
     def ranks(self) -> range:
@@ -153,7 +149,7 @@ class RemoteHost:
         if self._process.poll() is None:
             return []
         self._is_over = True
-        events = self._drain()
+        events = [event for pipe in self._pipes for event in pipe.drain()]
         self._guard.remove(self._process.pid)
         self.lost = self._describe_end() if self._running else ""
         return events
@@ -171,7 +167,7 @@ class RemoteHost:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for pipe, _ in self._outputs:
+        for pipe in self._pipes:
             pipe.close()
         if not self._is_over:
             self._guard.remove(self._process.pid)
@@ -189,27 +185,9 @@ class RemoteHost:
         last = next((line for line in reversed(self._said) if line.strip()), "")
         return f"{last or 'the connection ended'} (exit code {code})"
 
-    def _drain(self) -> list[Event]:
-        """What is left in the pipes, which a process that ssh has started may still have open."""
-        events: list[Event] = []
-        for pipe, take in self._outputs:
-            while not pipe.closed and (data := pipe.read(_PIECE_BYTES)):
-                events += take(data)
-        return events
-
-    def _read(self, pipe: IO[bytes], take: Callable[[bytes], list[Event]]) -> list[Event]:
-        """What a pipe that is readable brings."""
-        data = pipe.read(_PIECE_BYTES)
-        if data is None:
-            return []
-        if not data:
-            self._selector.unregister(pipe)
-            pipe.close()
-            # ssh ends with its streams.
-            self._due_s = self._due_s or time.monotonic()
-        return take(data)
-
     def _take_reports(self, data: bytes) -> list[Event]:
+        if not data:  # ssh ends with its streams.
+            self._due_s = self._due_s or time.monotonic()
         events: list[Event] = []
         try:
             reports = self._reports.feed(data)

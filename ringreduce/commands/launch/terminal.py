@@ -77,9 +77,7 @@ class Terminal:
             self._size = wanted
             fcntl.ioctl(self.output, termios.TIOCSWINSZ, struct.pack("HHHH", *wanted, 0, 0))
 
-    def _read_keys(self) -> tuple[()]:
-        """Take the keys that were pressed, and pass them on; no rank has done anything."""
+    def _read_keys(self) -> None:
         with contextlib.suppress(OSError):
             self._keys += os.read(self._keyboard, 1 << 12)
         self.poll()
-        return ()
