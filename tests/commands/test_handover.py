@@ -61,14 +61,6 @@ def test_an_exception_is_described_with_its_lines() -> None:
     assert raised.whole == []
 
 
-def test_of_an_interrupt_the_line_of_the_program_is_shown() -> None:
-    raised = raised_by(throw(KeyboardInterrupt()))
-    [line] = raised.traceback
-    assert line.startswith(f"KeyboardInterrupt in {__file__}, line ")
-    assert line.endswith(": raise error")
-    assert raised.whole[-1] == "KeyboardInterrupt"
-
-
 def test_what_follows_from_an_error_of_the_ring_is_about_its_peer() -> None:
     for error in (ValueError("bad"), SystemExit(1)):
         raised = raised_by(throw(error), LOST)

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from traceback import StackSummary, TracebackException, extract_tb
+from traceback import StackSummary, TracebackException
 
 from ringreduce.commands.launch.frames import encode
 from ringreduce.commands.launch.worker_records import Raised, WorkerRecord
@@ -69,8 +69,6 @@ def described(error: BaseException) -> Raised:
     if isinstance(error, SystemExit):
         # Of a number, the exit code says it all.
         return Raised(kind, peer, origin, _named(error) if isinstance(error.code, str) else "")
-    if isinstance(error, KeyboardInterrupt):
-        return Raised(kind, peer, origin, _named(error), [_place(error)], _lines(error))
     if not isinstance(error, RingReduceError):
         return Raised(kind, peer, origin, _named(error), _lines(error))
     return Raised(kind, peer, origin, _named(error), _lines(error, hides=_PACKAGE), _lines(error))
@@ -99,15 +97,6 @@ def _lines(error: BaseException, hides: str = "") -> list[str]:
         one.stack = StackSummary.from_list(frames)
         one = one.__cause__ or one.__context__
     return _text(described.format())
-
-
-def _place(error: KeyboardInterrupt) -> str:
-    """Where in the program's first file Ctrl-C came: that says whether it was stuck."""
-    every = extract_tb(error.__traceback__)
-    frames = [frame for frame in every if not frame.filename.startswith(_CALLERS)]
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    where = [f" in {frame.filename}, line {frame.lineno}: {frame.line}" for frame in own]
-    return f"{_named(error)}{''.join(where[-1:])}"
 
 
 def _named(error: BaseException) -> str:
