@@ -56,7 +56,7 @@ class StalledCall(Protocol):
 
 
 class Interruption:
-    """OpenedSockets calls in other threads, when these next check the clock."""
+    """Ends calls in other threads, when these next check the clock."""
 
     def __init__(self) -> None:
         self.is_set = False
