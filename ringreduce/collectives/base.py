@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -10,19 +11,19 @@ import numpy as np
 
 from ringreduce.effects.events import Events
 from ringreduce.pure.liveness import Flow
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
-from ringreduce.transport.pair_ends import Part
 from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import ShmLink
-from ringreduce.transport.shm_pairs import ShmEnd
+from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.errors import RingReduceError
-from ringreduce.vocabulary.types import ReduceOp
+from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Sends memory to a rank, or receives into it: group_rank, header, memory.
 Route = Callable[[int, Header, np.ndarray], None]
@@ -47,14 +48,16 @@ class Collectives(Protocol):
     pairs: ZmqPairs | None = None
     small: SmallCalls | None = None
     _rank: int
+    _job: int
+    _membership: Membership
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
 
-    def teach(self, array: np.ndarray, option: Any, op: ReduceOp) -> None:
-        """Have `small` all-reduce arrays like this one when called with `option`, which means `op`.
+    def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
+        """Have `small` all-reduce arrays like this one when called with `option`.
 
-        Not while a call runs.
+        That means `op` and `signature`. Not while a call runs.
         """
         return  # No such calls here.
 
@@ -134,12 +137,33 @@ class Collectives(Protocol):
 
     def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
         """What sends to the rank at `group_rank`, or receives from it, and its place there."""
-        assert self.pairs is not None
-        return (self.pairs.send if sends else self.pairs.recv), group_rank
+        pairs, place = self._pairs_with(group_rank)
+        return (pairs.send if sends else pairs.recv), place
 
     def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
         """What sends there in C, or receives; None before there was a message."""
-        return None
+        pairs, place = self._pairs_with(group_rank)
+        return pairs.end(place, is_sending=sends) if isinstance(pairs, ShmPairs) else None
+
+    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+        assert self.pairs is not None
+        return self.pairs, group_rank
+
+    def _header(
+        self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0
+    ) -> Header:
+        """Of frames of this rank; their sequence numbers are filled in for each call."""
+        return Header(
+            kind=kind,
+            job=self._job,
+            group=self._membership.group,
+            epoch=self._membership.epoch,
+            rank=self._rank,
+            dtype=dtype_code(dtype),
+            op=op,
+            count=count,
+            signature=signature,
+        )
 
     def _ways(self) -> tuple[ShmLink | ZmqLink | ZmqPairs, ...]:
         return self.links if self.pairs is None else (*self.links, self.pairs)
@@ -155,17 +179,10 @@ class Collectives(Protocol):
 
 def parts_of(
     own: int, counts: np.ndarray, source: np.ndarray, target: np.ndarray
-) -> tuple[list[Part], list[Part]]:
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """What group rank `own` sends in an all-to-all, and what it receives, by group rank."""
-    sent = bounds_of(counts[own].tolist())
-    received = bounds_of(counts[:, own].tolist())
+    sent, received = bounds_of(counts[own].tolist()), bounds_of(counts[:, own].tolist())
     return (
-        [
-            Part(group_rank, source[sent[group_rank] : sent[group_rank + 1]])
-            for group_rank in range(len(counts))
-        ],
-        [
-            Part(group_rank, target[received[group_rank] : received[group_rank + 1]])
-            for group_rank in range(len(counts))
-        ],
+        [source[start:end] for start, end in itertools.pairwise(sent)],
+        [target[start:end] for start, end in itertools.pairwise(received)],
     )

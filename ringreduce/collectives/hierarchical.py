@@ -15,26 +15,22 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from ringreduce.collectives.base import Collectives, Route, parts_of
-from ringreduce.collectives.ring import Ring
+from ringreduce.collectives.base import Collectives, parts_of
+from ringreduce.collectives.ring import HALF_BLOCK, Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
-from ringreduce.pure.wire import Header, Kind, signature_of
-from ringreduce.transport.pair_ends import Part
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.peers import PeerStates
-from ringreduce.transport.shm_pairs import ShmEnd
+from ringreduce.transport.shm_pairs import ShmPairs
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-# Elements of a half-precision buffer that are widened at a time, as in a ring.
-_HALF_BLOCK = 1 << 22
 # A smaller buffer uses one lane: more would only add messages.
 SLICE_BYTES_MIN = 16384
 
@@ -64,8 +60,7 @@ class HierarchicalCollectives(Collectives):
         self._members = self._hosts[self._here]
         self._host_rank = self._members.index(rank)
         self._rank, self._size = rank, sum(len(host) for host in self._hosts)
-        group, epoch = membership.group, membership.epoch
-        self._header = Header(kind=Kind.ALL_TO_ALL, job=job, rank=rank, group=group, epoch=epoch)
+        self._membership, self._job = membership, job
         # Number of all-to-alls so far.
         self._exchanges = 0
 
@@ -77,8 +72,8 @@ class HierarchicalCollectives(Collectives):
         if not is_half(dtype_code(flat.dtype)):
             self._all_reduce(flat, op, signature, kind, flat.dtype)
             return
-        for start in range(0, max(1, flat.size), _HALF_BLOCK):
-            block = flat[start : start + _HALF_BLOCK]
+        for start in range(0, max(1, flat.size), HALF_BLOCK):
+            block = flat[start : start + HALF_BLOCK]
             wide = np.empty(block.size, np.float32)
             kernels.widen(block, wide)
             self._all_reduce(wide, op, signature, kind, flat.dtype)
@@ -173,22 +168,17 @@ class HierarchicalCollectives(Collectives):
         signature: int = 0,
     ) -> None:
         """Send each rank its part of `source`: in shared memory, or over the pairs."""
-        own, size, members = self._rank, self._size, self._members
-        sent, received = parts_of(own, counts, source, target)
-        here = np.concatenate([sent[group_rank].memory for group_rank in members])
-        arrived = np.empty(
-            sum(received[group_rank].memory.size for group_rank in members), target.dtype
-        )
+        members = self._members
+        sent, received = parts_of(self._rank, counts, source, target)
+        here = np.concatenate([sent[group_rank] for group_rank in members])
+        bounds = bounds_of([received[group_rank].size for group_rank in members])
+        arrived = np.empty(bounds[-1], target.dtype)
         within = np.ascontiguousarray(counts[np.ix_(members, members)])
         self._host.all_to_all(kind, here, arrived, within, signature)
-        bounds = bounds_of([received[group_rank].memory.size for group_rank in members])
         for index, group_rank in enumerate(members):
-            received[group_rank].memory[:] = arrived[bounds[index] : bounds[index + 1]]
-            sent[group_rank] = received[group_rank] = Part(group_rank, source[:0])
-        ahead = [sent[(own + distance) % size] for distance in range(1, size)]
-        behind = [received[(own - distance) % size] for distance in range(1, size)]
-        code = dtype_code(source.dtype)
-        header = replace(self._header, kind=kind, dtype=code, signature=signature)
+            received[group_rank][:] = arrived[bounds[index] : bounds[index + 1]]
+            sent[group_rank] = received[group_rank] = source[:0]
+        header = self._header(kind, source.dtype, 0, signature)
         self._exchanges += 1
         assert self.pairs is not None
 
@@ -196,23 +186,17 @@ class HierarchicalCollectives(Collectives):
             if self._ring is not None and self._host_rank == 0:
                 self._ring.compare(kind, source.dtype, signature)
 
-        self.pairs.exchange(header, self._exchanges - 1, ahead, behind, compare)
+        self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
 
     def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
         super().begin(peers)
         self._host.begin(peers)
 
-    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
-        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
+    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
         if group_rank in self._members:
-            return self._host.route(sends, self._members.index(group_rank))
-        return super().route(sends, group_rank)
-
-    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
-        """What sends there in C, or receives; None before there was a message."""
-        is_here = group_rank in self._members
-        return self._host.end(sends, self._members.index(group_rank)) if is_here else None
+            return self._host._pairs_with(self._members.index(group_rank))
+        return super()._pairs_with(group_rank)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -12,14 +12,14 @@ reduce-scatter, but lose the small addends of a large ring.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.pure import kernels, schedule
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.zeromq import ZmqLink
@@ -27,7 +27,7 @@ from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time: a copy of 16 MiB takes little
 # memory and is long enough to fill the pipeline.
-_HALF_BLOCK = 1 << 22
+HALF_BLOCK = 1 << 22
 # Rows up to this many bytes are exchanged: log2(size) steps instead of the ring's 2 (size - 1), and
 # size / 2 times its bytes. With 3 and 4 ranks that is faster up to 256 KiB over loopback, and up to
 # 16 KiB on a link of 1 Gbit/s. Between two ranks it moves the same bytes, so it is never slower on
@@ -105,8 +105,8 @@ class Ring(Collectives):
             call = self._reducing(Kind.ALL_REDUCE, flat.dtype, *named, flat.size, op, signature)
             self._run(call, flat)
             return
-        for start in range(0, flat.size, _HALF_BLOCK):
-            block = flat[start : start + _HALF_BLOCK]
+        for start in range(0, flat.size, HALF_BLOCK):
+            block = flat[start : start + HALF_BLOCK]
             self.reduce_scatter(block, op, signature)
             bounds = schedule.chunk_bounds(block.size, self._size)
             self.all_gather(Kind.ALL_REDUCE, block, bounds, signature)
@@ -187,17 +187,12 @@ class Ring(Collectives):
             target.reshape(size, count)[(own - np.arange(size)) % size] = rows[:, own]
             return
         sent, received = parts_of(own, counts, source, target)
-        received[own].memory[:] = sent[own].memory
+        received[own][:] = sent[own]
         self._sequence += 1
-        ahead = [sent[(own + distance) % size] for distance in range(1, size)]
-        behind = [received[(own - distance) % size] for distance in range(1, size)]
-        assert self.pairs is not None
         header = self._parting(kind, source.dtype, 0, signature)
-
-        def compare() -> None:
-            self.compare(kind, source.dtype, signature)
-
-        self.pairs.exchange(header, self._sequence - 1, ahead, behind, compare)
+        compare = partial(self.compare, kind, source.dtype, signature)
+        assert self.pairs is not None
+        self.pairs.exchange(header, self._sequence - 1, sent, received, compare)
 
     def compare(self, kind: Kind, dtype: np.dtype, signature: int) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""
@@ -282,21 +277,6 @@ class Ring(Collectives):
             return NO_REDUCTION._replace(combine=combine)
         divisor = np.array([self._mean_over], computed).view(np.uint8)
         return Reduction(combine, kernels.divide(computed), divisor)
-
-    def _header(
-        self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0
-    ) -> Header:
-        return Header(
-            kind=kind,
-            job=self._job,
-            group=self._membership.group,
-            epoch=self._membership.epoch,
-            rank=self._rank,
-            dtype=dtype_code(dtype),
-            op=op,
-            count=count,
-            signature=signature,
-        )
 
 
 _BYTE = np.dtype(np.uint8)

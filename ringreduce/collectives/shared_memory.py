@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives, Route
+from ringreduce.collectives.base import Collectives
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
-from ringreduce.pure.wire import Header, Kind, signature_of
+from ringreduce.pure.wire import Kind, signature_of
 from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import HostCall, ShmLink
-from ringreduce.transport.shm_pairs import ShmEnd
+from ringreduce.transport.shm_pairs import ShmPairs
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Distinct calls remembered; a model has as many as it has buckets.
@@ -51,20 +52,17 @@ class SharedMemoryCollectives(Collectives):
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
-        self._all_reduce = lru_cache(_CALLS_KEPT)(self._make_all_reduce)
         self._all_to_all = lru_cache(_ALL_TO_ALLS_KEPT)(self._make_all_to_all)
 
     def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place."""
-        # Not by `_run`: a small call takes microseconds.
-        link = self._link
-        if link is not None:
-            link.run(self._all_reduce(flat.dtype, flat.size, op, signature), flat)
+        self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
 
-    def teach(self, array: np.ndarray, option: Any, op: ReduceOp) -> None:
+    def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
         """Have `small` all-reduce arrays like this one when called with `option`."""
         assert self.small is not None
-        call = self._all_reduce(array.dtype, array.size, op, 0)
+        kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
+        call = self._call(kind, action, array.dtype, array.size, None, op, signature, None)
         self.small.teach(array, option, call.address, call)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
@@ -123,15 +121,15 @@ class SharedMemoryCollectives(Collectives):
     ) -> None:
         """Send a part of `source` to each rank, and fill `target` with the parts that it is sent.
 
-        `counts` is as in `Collectives.all_to_all`. One copy of each element where a rank's `source`
-        is registered memory, else two.
+        As `Collectives.all_to_all`. One copy of each element where a rank's `source` is registered
+        memory, else two.
         """
         if self._link is None:
             target[:] = source
             return
         call, sent, received = self._all_to_all(kind, source.dtype, counts.tobytes(), signature)
         assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
-        self._link.exchange(call, source, target)
+        self._link.run(call, source, target)
 
     def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
@@ -139,17 +137,10 @@ class SharedMemoryCollectives(Collectives):
         if self._link is not None and self._link.pairs is not None:
             self._link.pairs.begin(peers)
 
-    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
-        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
-        if self._link is None or self._link.pairs is None:
-            return super().route(sends, group_rank)
-        return (self._link.pairs.send if sends else self._link.pairs.recv), group_rank
-
-    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
-        """What sends there in C, or receives; None before there was a message."""
-        if self._link is None or self._link.pairs is None:
-            return None
-        return self._link.pairs.end(group_rank, is_sending=sends)
+    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+        assert self._link is not None
+        assert self._link.pairs is not None
+        return self._link.pairs, group_rank
 
     def barrier(self) -> None:
         """Return once every rank has called it: an all-gather of nothing."""
@@ -161,12 +152,6 @@ class SharedMemoryCollectives(Collectives):
 
     # The calls are cached: a training loop repeats the same few.
 
-    def _make_all_reduce(
-        self, dtype: np.dtype, count: int, op: ReduceOp, signature: int
-    ) -> HostCall:
-        kind, action = Kind.ALL_REDUCE, Action.ALL_REDUCE
-        return self._make_call(kind, action, dtype, count, None, op, signature)
-
     def _make_call(
         self,
         kind: Kind,
@@ -176,10 +161,10 @@ class SharedMemoryCollectives(Collectives):
         bounds: tuple[int, ...] | None,
         op: int,
         signature: int,
-        called: tuple[np.dtype, ReduceOp] | None = None,
+        called: tuple[np.dtype, ReduceOp] | None,
     ) -> HostCall:
-        named = (dtype, op) if called is None else called
-        header = self._header(kind, named[0], named[1], count, signature)
+        named, named_op = (dtype, op) if called is None else called
+        header = self._header(kind, named, count, signature, named_op)
         chunks = chunk_bounds(count, self._size) if bounds is None else bounds
         return HostCall(header, action, chunks, divisor=self._size, dtype=dtype_code(dtype), op=op)
 
@@ -188,23 +173,10 @@ class SharedMemoryCollectives(Collectives):
     ) -> tuple[HostCall, int, int]:
         """The call, and the elements that this rank sends and receives."""
         counts = np.frombuffer(matrix, np.int64).reshape(self._size, self._size)
-        header = self._header(kind, dtype, 0, int(counts.sum()), signature)
+        header = self._header(kind, dtype, int(counts.sum()), signature)
         call = HostCall(header, Action.ALL_TO_ALL, counts)
         own = self._rank
         return call, int(counts[own].sum()), int(counts[:, own].sum())
-
-    def _header(self, kind: Kind, dtype: np.dtype, op: int, count: int, signature: int) -> Header:
-        return Header(
-            kind=kind,
-            job=self._job,
-            group=self._membership.group,
-            epoch=self._membership.epoch,
-            rank=self._rank,
-            dtype=dtype_code(dtype),
-            op=op,
-            count=count,
-            signature=signature,
-        )
 
 
 _NOTHING = np.empty(0, np.uint8)

@@ -109,7 +109,11 @@ class FlightFile:
 
     def _taken(self, why: str) -> Dump:
         when, now = time.time(), time.monotonic()
-        groups = sorted(self._groups.values(), key=_importance)[-GROUPS_MAX:]
+        # Groups that broke come last, then those used last.
+        groups = sorted(
+            self._groups.values(),
+            key=lambda each: (each.first_error is not None, each.current_call().since_s),
+        )[-GROUPS_MAX:]
         # In user code since the last call of all.
         last_s = max(each.current_call().since_s for each in (self._recorder, *groups))
         part = self._part(self._recorder, when - now, last_s)
@@ -148,7 +152,7 @@ class FlightFile:
             "since": wall + (last_s if current.operation is None else current.since_s),
             "pending": self._pending(recorder),
             "failure": _failure(recorder, wall),
-            "peers": _peers(recorder),
+            "peers": [] if recorder.peers is None else recorder.peers(),
             "entries": recorder.entries(),
             "parts": recorder.parts(),
         }
@@ -156,11 +160,6 @@ class FlightFile:
     def _pending(self, recorder: Recorder) -> str | None:
         pending = None if recorder.pending is None else recorder.pending()
         return (self.elsewhere(recorder) or None) if pending is None else pending.describe()
-
-
-def _importance(recorder: Recorder) -> tuple[bool, float]:
-    """Groups that broke come last, then those used last."""
-    return recorder.first_error is not None, recorder.current_call().since_s
 
 
 def _failure(recorder: Recorder, wall: float) -> Failure | None:
@@ -180,17 +179,6 @@ def _failure(recorder: Recorder, wall: float) -> Failure | None:
         failure.operation, failure.sequence = error.operation, error.sequence
         failure.step = error.step
     return failure
-
-
-def _peers(recorder: Recorder) -> list[dict[str, Any]]:
-    peers = recorder.peers
-    if peers is None:
-        return []
-    try:
-        return peers()
-    except Exception as error:  # Half a record is better than none.
-        _log.warning("could not ask for what other ranks did: %s", error)
-        return []
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -323,16 +323,11 @@ class PeerTable:
         """The ranks that wait for a frame of this one, on what, and how long ago they said so."""
         return [
             (rank, overdue, self.unheard_s(rank, now_s))
-            for rank in self._others
-            if (heartbeat := self._fresh(rank, now_s)) is not None
-            for overdue in heartbeat.overdue
+            for rank, seen in sorted(self._seen.items())
+            if self.unheard_s(rank, now_s) < self._limit_s(rank)
+            for overdue in seen.heartbeat.overdue
             if overdue.sender == self._rank
         ]
-
-    def _fresh(self, rank: int, now_s: float) -> Heartbeat | None:
-        seen = self._seen.get(rank)
-        is_late = self.unheard_s(rank, now_s) >= self._limit_s(rank)
-        return None if seen is None or is_late else seen.heartbeat
 
 
 def _place(heartbeat: Heartbeat) -> str:

@@ -63,10 +63,7 @@ def checked_root(root: Any, size: int, who: dict[str, Any]) -> int:
     Raises:
         ArrayError: it is no rank of a communicator of `size`; `who` is this rank in its text.
     """
-    try:
-        number = operator.index(root)
-    except TypeError:
-        number = -1
+    number = _whole(root)
     if not 0 <= number < size:
         group = f" in a group of {size}" if size != who["size"] else ""
         raise ArrayError(
@@ -77,10 +74,7 @@ def checked_root(root: Any, size: int, who: dict[str, Any]) -> int:
 
 def checked_peer(peer: Any, rank: int, size: int, who: dict[str, Any]) -> int:
     """`peer`, another rank than `rank`, as a plain int; errors are as for `checked_root`."""
-    try:
-        number = operator.index(peer)
-    except TypeError:
-        number = -1
+    number = _whole(peer)
     if not 0 <= number < size or number == rank:
         others = f"0 to {size - 1}, apart from {rank}" if size > 1 else "none"
         group = f" in a group of {size}" if size != who["size"] else ""
@@ -94,10 +88,7 @@ def checked_peer(peer: Any, rank: int, size: int, who: dict[str, Any]) -> int:
 
 def checked_tag(tag: Any, who: dict[str, Any]) -> int:
     """`tag`, a whole number that fits 63 bits, as a plain int; errors are as for `checked_root`."""
-    try:
-        number = operator.index(tag)
-    except TypeError:
-        number = -1
+    number = _whole(tag)
     if not 0 <= number <= TAG_MAX:
         raise ArrayError(f"got tag {tag!r:.100}", **who, remedy="Tags are 0 to 2**63 - 1.")
     return number
@@ -119,10 +110,7 @@ def checked_counts(
                 remedy="Pass `counts`, the number of rows for each rank.",
             )
         return [rows // size] * size
-    try:
-        numbers = [operator.index(count) for count in counts]
-    except TypeError:
-        numbers = []
+    numbers = [_whole(count) for count in counts]
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) != rows:
         raise ArrayError(
             f"got the counts {counts!r:.200} for {rows} rows",
@@ -130,6 +118,14 @@ def checked_counts(
             remedy=f"Pass {size} whole numbers, one for each rank, that add up to {rows}.",
         )
     return numbers
+
+
+def _whole(value: Any) -> int:
+    """`value` as a plain int; -1 if it is no whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return -1
 
 
 def encode(value: Any) -> np.ndarray:

@@ -247,7 +247,21 @@ class Watch:
         this rank's own work for `stopped_s` in all.
         """
         self.due_s = now_s + TIMES.heartbeat_s
-        own = self._last = self._own(current, flow, now_s, elsewhere, pending, stopped_s)
+        self._number += 1
+        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[:OVERDUE_MAX]
+        own = self._last = Heartbeat(
+            rank=self._rank,
+            number=self._number,
+            calls=current.calls,
+            operation=(current.operation or elsewhere)[:64],
+            since_s=max(0.0, now_s - current.since_s),
+            done=flow.done,
+            overdue=tuple(overdue),
+            locked=self._locked(now_s),
+            pending=pending,
+            stopped_s=stopped_s,
+            sent_to_next=flow.sent_to_next,
+        )
         spared = frozenset(
             neighbour
             for neighbour in self._neighbours
@@ -296,43 +310,29 @@ class Watch:
             if silent_s < min(TIMES.link_warning_s, self._link_timeout_s):
                 continue
             if silent_s >= self._link_timeout_s:
-                return self.end(self._dead_error(receiver, current))
+                text = (
+                    f"lost the connection from rank {self._rank} to rank {receiver}: frames were "
+                    f"sent, and not a byte has come for {self._link_timeout_s:g} s, though both "
+                    "are alive"
+                )
+                where = self._where(current)
+                return self.end(PeerLostError(text, **where, peer=receiver, remedy=_LINK_REMEDY))
             if receiver not in warned | self._silent:
-                actions.append(Log(self._silence(receiver, silent_s)))
+                actions.append(
+                    Log(
+                        f"sends to rank {receiver}, and not a byte has come there for "
+                        f"{silent_s:.1f} s, though both are alive: the network between their "
+                        "hosts stands still. The job ends if that lasts "
+                        f"{self._link_timeout_s:g} s (RINGREDUCE_LINK_TIMEOUT_S)"
+                    )
+                )
             self._silent.add(receiver)
         return actions
-
-    def _silence(self, receiver: int, silent_s: float) -> str:
-        return (
-            f"sends to rank {receiver}, and not a byte has come there for {silent_s:.1f} s, though "
-            "both are alive: the network between their hosts stands still. The job ends if that "
-            f"lasts {self._link_timeout_s:g} s (RINGREDUCE_LINK_TIMEOUT_S)"
-        )
 
     def heartbeats(self) -> list[Heartbeat]:
         """The last heartbeats of all ranks; from any thread. Empty unless all are known."""
         own, others = self._last, self.peer_table.last()
         return [own, *others] if own is not None and others else []
-
-    def _own(
-        self, current: CurrentCall, flow: Flow, now_s: float, elsewhere: str,
-        pending: Pending | None, stopped_s: float,
-    ) -> Heartbeat:  # fmt: skip
-        self._number += 1
-        overdue = sorted(flow.overdue, key=lambda each: -each.dry_s)[:OVERDUE_MAX]
-        return Heartbeat(
-            rank=self._rank,
-            number=self._number,
-            calls=current.calls,
-            operation=(current.operation or elsewhere)[:64],
-            since_s=max(0.0, now_s - current.since_s),
-            done=flow.done,
-            overdue=tuple(overdue),
-            locked=self._locked(now_s),
-            pending=pending,
-            stopped_s=stopped_s,
-            sent_to_next=flow.sent_to_next,
-        )
 
     def _locked(self, now_s: float) -> tuple[int, ...]:
         """The neighbours that this rank itself sees alive though they send no heartbeats."""
@@ -354,15 +354,6 @@ class Watch:
         elif now_s - self._absence[1] >= TIMES.ended_s / 2:
             return self.end(left_error(left.rank, left.calls, left.why, **self._where(current)))
         return []
-
-    def _dead_error(self, receiver: int, current: CurrentCall) -> RingReduceError:
-        return PeerLostError(
-            f"lost the connection from rank {self._rank} to rank {receiver}: frames were sent, and "
-            f"not a byte has come for {self._link_timeout_s:g} s, though both are alive",
-            **self._where(current),
-            peer=receiver,
-            remedy=_LINK_REMEDY,
-        )
 
     def explained(self, error: RingReduceError) -> RingReduceError | None:
         """Why the peer of a call that met `error` has gone, once that is known."""

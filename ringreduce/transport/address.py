@@ -64,6 +64,11 @@ def split_host(address: str) -> tuple[str, str]:
     return host.strip("[]"), ports
 
 
+def family(host: str) -> int:
+    """Of sockets for the numeric address `host`."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_loopback(host: str) -> bool:
     """Whether the numeric address `host` can be reached from this host alone."""
     try:

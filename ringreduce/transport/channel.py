@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ringreduce.pure.watcher_messages import Overdue
 from ringreduce.transport import port_filter
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.descriptors import borrowed
@@ -25,7 +26,9 @@ from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.overdue import Silence
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
+from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import RendezvousError
+from ringreduce.vocabulary.times import milliseconds
 
 # Frames that may wait at a receiver. Two keep the link busy while one is reduced; up to 16 cost
 # memory and make no measurable difference (docs/performance.md).
@@ -38,8 +41,8 @@ class Incoming:
     """A socket that listens on `bind` for one rank's frames, of at most `frame_bytes_max`.
 
     The authenticator of `context` decides who may connect, by the name `domain`. A receive on
-    `socket` (PULL) waits for at most `slice_ms`. At most `queue` frames wait to be read; TCP holds
-    the others back. `events` becomes readable when `read_events` has something to process.
+    `socket` (PULL) waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP
+    holds the others back. `events` becomes readable when `read_events` has something to process.
 
     Attributes:
         endpoints: where it listens, on the same port at each address; `address` is the first.
@@ -60,14 +63,13 @@ class Incoming:
         record: ChannelRecord,
         number: int,
         frame_bytes_max: int,
-        slice_ms: int,
         admission: Admission,
         domain: str,
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.record, self.number, self.domain = record, number, domain
         self.peer, self.is_locked = -1, False
-        self.silence = Silence(self)
+        self.silence = Silence(self.arrived_bytes)
         self.socket = context.socket(zmq.PULL)
         admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
@@ -81,13 +83,13 @@ class Incoming:
         # The kernel sizes its buffers: fixed ones are slower up to 512 KiB and no faster above
         # (docs/performance.md).
         self.socket.set_hwm(queue)
-        self.socket.setsockopt(zmq.RCVTIMEO, slice_ms)
+        self.socket.setsockopt(zmq.RCVTIMEO, milliseconds(TIMES.poll_s))
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
         self.endpoints: list[str] = []
         with contextlib.ExitStack() as opened:
-            listening = listen(bind, rank=admission.rank, size=admission.size)
+            listening = listen(bind, **admission.who)
             for listener in listening:
                 opened.enter_context(listener)
             for listener in listening:
@@ -105,10 +107,10 @@ class Incoming:
         """Descriptor of the connection that frames come from; negative before the first."""
         return int(self.record.source)
 
-    @property
-    def taken(self) -> int:
-        """Frames received in all."""
-        return int(self.record.taken)
+    def overdue(self) -> Overdue | None:
+        """The frame that has been due for a while, if one has; from any thread."""
+        dry_s = self.silence.dry_s()
+        return None if dry_s is None else Overdue(self.peer, self.number, self.record.taken, dry_s)
 
     def read_events(self) -> None:
         """Process the events of all connections."""
@@ -218,7 +220,7 @@ class Outgoing:
         self.record, self.number = record, number
         self.is_lost, self.is_open = False, True
         self.socket = context.socket(zmq.PUSH)
-        admission.join(self.socket, peer)
+        admission.join(self.socket, peer, number)
         self.socket.setsockopt(zmq.SNDHWM, queue)
         # Else a firewall may forget a connection that is idle while a rank saves for minutes.
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -246,8 +248,7 @@ class Outgoing:
             why = zmq.strerror(error.errno or 0)  # Its own text repeats the whole address.
             raise RendezvousError(
                 f"cannot connect to rank {peer} at {address[:200]!r}: {why}",
-                rank=admission.rank,
-                size=admission.size,
+                **admission.who,
                 peer=peer,
                 remedy=f"Read rank {peer}'s log.",
             ) from error
@@ -312,8 +313,7 @@ def announced_ports(address: str, count: int, peer: int, security: Security) -> 
     if len(ports) != count:
         raise RendezvousError(
             f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports",
-            rank=security.rank,
-            size=security.size,
+            **security.who,
             peer=peer,
             remedy="Start all ranks with the same ringreduce.",
         )

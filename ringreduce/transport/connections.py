@@ -24,7 +24,6 @@ from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.times import milliseconds
 
 
 class Connections:
@@ -35,8 +34,8 @@ class Connections:
 
     Attributes:
         address: where the sockets listen: an address with one port for each channel.
-        members: the ranks of the ring, in its order; `place` is this rank's index there. Errors
-            give ranks of the job; frames and schedules give indices in the ring.
+        who: this rank and the size of the job, for errors.
+        members: the ranks of the ring, in its order. Frames and schedules give places in it.
         sockets: all of them.
         incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
         records: one for each channel, for the compiled loops.
@@ -54,8 +53,7 @@ class Connections:
         security: Security,
         members_max: int,
     ) -> None:
-        self.place = self.rank = security.rank
-        self.world_size = security.size
+        self._place, self._rank, self.who = 0, security.rank, security.who
         self.members: tuple[int, ...] = ()
         self._streams = streams
         self._distances = distances(members_max, streams)
@@ -66,11 +64,7 @@ class Connections:
         self.outgoing: list[Outgoing] = self.sockets.outgoing
         try:
             for channel, record in enumerate(self.records):
-                self.sockets.listen(
-                    *(bind, record, channel, f"data.{channel}"),
-                    frame_bytes_max=frame_bytes_max,
-                    slice_ms=milliseconds(TIMES.poll_s),
-                )
+                self.sockets.listen(bind, record, channel, f"data.{channel}", frame_bytes_max)
         except BaseException:
             self.sockets.close(0)
             raise
@@ -84,14 +78,14 @@ class Connections:
         Raises:
             RendezvousError: an address is not that of a link like this one.
         """
-        self.members, self.place = tuple(members), tuple(members).index(self.rank)
+        self.members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
         self._distances = distances(len(self.members), self._streams)
         for unneeded in self.incoming[len(self._distances) :]:
             self.sockets.drop(unneeded)
         self._addresses = tuple(addresses[member] for member in self.members)
         for channel, distance in enumerate(self._distances):
-            peer = self.members[(self.place + distance) % len(self.members)]
+            peer = self.members[(self._place + distance) % len(self.members)]
             ports = announced_ports(addresses[peer], ports_per_rank, peer, self.sockets.security)
             self.sockets.connect(ports[channel], peer, self.records[channel], channel)
             self.sockets.admit(self.incoming[channel], self.behind(channel)[0])
@@ -107,7 +101,7 @@ class Connections:
 
     def behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and the address where that rank listens."""
-        place = (self.place - self._distances[channel]) % len(self.members)
+        place = (self._place - self._distances[channel]) % len(self.members)
         return self.members[place], split_ports(self._addresses[place])[channel]
 
     def address_of(self, peer: int) -> str:
@@ -116,14 +110,6 @@ class Connections:
         channels = range(len(self.incoming))
         behind = (address for who, address in map(self.behind, channels) if who == peer)
         return next(behind, None) or next(ahead, "")
-
-    def is_source_lost(self, channel: int, waited_s: float) -> bool:
-        """Whether the connection that `channel` receives from has ended.
-
-        Before the first frame, a rank that is late looks like one that is lost; it counts as lost
-        only after `TIMES.quiet_s` of silence.
-        """
-        return self.incoming[channel].is_lost(waited_s > TIMES.quiet_s)
 
     def lost_outgoing(self, wanted: Sequence[int]) -> list[Outgoing]:
         """Connections over one of the `wanted` distances that have ended, the nearest first."""

@@ -71,9 +71,7 @@ class Control:
         try:
             for neighbour in membership.neighbours(rank):
                 self._incoming[neighbour] = self._sockets.listen(
-                    *(bind, ChannelRecord(), 0, f"control.{neighbour}"),
-                    frame_bytes_max=message_bytes_max,
-                    slice_ms=0,
+                    *(bind, ChannelRecord(), 0, f"control.{neighbour}", message_bytes_max),
                     queue=_QUEUE,
                 )
         except BaseException:

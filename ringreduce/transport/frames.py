@@ -26,7 +26,6 @@ from numba import carray
 
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION
 from ringreduce.transport import libzmq, sodium
-from ringreduce.transport.cores import are_crowded
 from ringreduce.transport.records import CHANNEL, LINK, ChannelRecord, pointer
 from ringreduce.transport.sodium import TAG_BYTES
 from ringreduce.transport.statuses import (
@@ -41,6 +40,7 @@ from ringreduce.transport.statuses import (
     WAITING,
 )
 from ringreduce.vocabulary.compiled import jit
+from ringreduce.vocabulary.cores import are_crowded
 
 # Up to this size a payload is copied behind the header in the same message: that is cheaper than a
 # second message and the wait for its release.
@@ -70,6 +70,17 @@ _GREETING_BITS, _EPOCH_BITS = np.uint64(0xFFFFFFFFFF), np.uint64(0xFFFF)
 # A frame of another epoch.
 _STALE = -1
 _MESSAGE_BYTES = 64
+
+
+def load() -> None:
+    """Make what the loops call known to compiled code, and libzmq quicker with large messages.
+
+    Raises:
+        NativeError: libzmq cannot be called from it.
+    """
+    libzmq.load()
+    sodium.load()  # The linker needs it, whether frames are sealed or not.
+    libzmq.keep_large_blocks()
 
 
 def yields(ranks: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringreduce.pure.networks import Unreached
-from ringreduce.transport.address import endpoint
+from ringreduce.transport.address import endpoint, family
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
@@ -118,9 +118,8 @@ def _start(
     runner: _Runner, where: tuple[str, int], poll: select.poll, opened: contextlib.ExitStack
 ) -> str | None:
     """Begin to connect; why that is impossible, if so."""
-    family = socket.AF_INET6 if ":" in where[0] else socket.AF_INET
     try:
-        connecting = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        connecting = opened.enter_context(socket.socket(family(where[0]), socket.SOCK_STREAM))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from ringreduce.pure.networks import OFFERED_MAX, Local, described, offered
-from ringreduce.transport.address import is_literal, is_loopback, resolve, unreachable
+from ringreduce.transport.address import family, is_literal, is_loopback, resolve, unreachable
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.endpoints import host_and_port, patterns
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
@@ -145,7 +145,7 @@ def _own_end(config: Config) -> str:
     failure: OSError | None = None
     for host in hosts:
         try:
-            with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+            with socket.socket(family(host), socket.SOCK_DGRAM) as probe:
                 probe.connect((host, port))  # Chooses a route and sends nothing.
                 return str(probe.getsockname()[0])
         except OSError as error:
@@ -163,10 +163,8 @@ def _check_name(config: Config, host: str) -> None:
     if is_literal(name) or config.local_size == config.size:
         return
     what = f"{name} in RINGREDUCE_RENDEZVOUS is {host} here, which other hosts cannot reach"
-    remedy = (
-        f"Set it on all ranks to an address of rank 0's host{_as_here(config)}, or correct "
-        "/etc/hosts."
-    )
+    here = f" ({described(local_addresses())})" if config.rank == 0 else ""
+    remedy = f"Set it on all ranks to an address of rank 0's host{here}, or correct /etc/hosts."
     if config.local_size is not None:
         raise ConfigError(f"cannot meet ranks of other hosts: {what}", **config.who, remedy=remedy)
     if config.rank == 0:
@@ -175,19 +173,11 @@ def _check_name(config: Config, host: str) -> None:
         )
 
 
-def _as_here(config: Config) -> str:
-    return f" ({described(local_addresses())})" if config.rank == 0 else ""
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def _is_bindable(host: str) -> bool:
     """Whether sockets may listen there; an IPv6 address may still be tentative."""
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
             probe.bind(address)
     except OSError as error:
         # Without descriptors it is not known; the socket that is to listen there fails then.

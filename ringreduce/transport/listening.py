@@ -7,7 +7,9 @@ import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ringreduce.transport.address import family
 from ringreduce.vocabulary.errors import RendezvousError
 
 BACKLOG = 128
@@ -31,12 +33,10 @@ class Bind:
     needed: int = 0
 
 
-# For links that others reach from this host alone.
-LOOPBACK = Bind(("127.0.0.1",))
-
-
-def listen(bind: Bind, *, rank: int, size: int) -> list[socket.socket]:
+def listen(bind: Bind, **who: Any) -> list[socket.socket]:
     """Listen on one port at all hosts of `bind`; the caller owns the sockets, in that order.
+
+    Errors are about `who`, this rank.
 
     Raises:
         RendezvousError: an address is not this host's, or no port is free.
@@ -52,20 +52,18 @@ def listen(bind: Bind, *, rank: int, size: int) -> list[socket.socket]:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise RendezvousError(
                     f"cannot listen on {', '.join(bind.hosts)}: {error.strerror}",
-                    rank=rank,
-                    size=size,
+                    **who,
                     remedy="The host in RINGREDUCE_RENDEZVOUS must be an address of rank 0's host; "
                     "RINGREDUCE_IFACE chooses among those of this one.",
                 ) from error
-    raise _no_port(bind, rank, size)
+    raise _no_port(bind, who)
 
 
 def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as opened:
         sockets = []
         for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener = opened.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
             # libzmq accepts until there is nothing more.
             listener.setblocking(False)
             # A port of the range may have been used a minute ago.
@@ -78,21 +76,19 @@ def _listen_at(hosts: Sequence[str], port: int) -> list[socket.socket]:
     return sockets
 
 
-def _no_port(bind: Bind, rank: int, size: int) -> RendezvousError:
+def _no_port(bind: Bind, who: dict[str, Any]) -> RendezvousError:
     ports = bind.ports
     if ports is None:
         return RendezvousError(
             f"found no port that is free at all of {', '.join(bind.hosts)}",
-            rank=rank,
-            size=size,
+            **who,
             remedy="Choose fewer addresses by RINGREDUCE_IFACE.",
         )
     held = _holders(ports)
     return RendezvousError(
         f"found no free port among the {len(ports)} of RINGREDUCE_PORTS="
         f"{ports[0]}-{ports[-1]}" + (f": {held}" if held else ""),
-        rank=rank,
-        size=size,
+        **who,
         remedy=f"Each rank of this host needs {bind.needed} to form the ring, and more for groups "
         "and for pairs that exchange messages (docs/guides/settings.md): widen the range.",
     )

@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
-from ringreduce.pure.watcher_messages import Overdue
 from ringreduce.vocabulary.config import TIMES
-
-
-class Source(Protocol):
-    """The receiving end of a connection."""
-
-    @property
-    def peer(self) -> int:
-        """The rank that sends."""
-
-    @property
-    def number(self) -> int:
-        """Of the channel."""
-
-    @property
-    def taken(self) -> int:
-        """Frames received in all."""
-
-    def arrived_bytes(self) -> int | None:
-        """Bytes that have come in all; None where the system does not count them."""
 
 
 class _Seen(NamedTuple):
@@ -35,15 +16,18 @@ class _Seen(NamedTuple):
 
 
 class Silence:
-    """For how long no byte has come from `source` while a thread waits for a frame of it."""
+    """For how long no byte has come on a connection while a thread waits for a frame of it.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    `arrived_bytes` returns how many have come in all; None where the system does not count them.
+    """
+
+    def __init__(self, arrived_bytes: Callable[[], int | None]) -> None:
+        self._arrived_bytes = arrived_bytes
         self._seen: _Seen | None = None
 
     def look(self) -> None:
         """Note what has arrived; at each check of the thread that waits."""
-        now, seen, arrived = time.monotonic(), self._seen, self._source.arrived_bytes()
+        now, seen, arrived = time.monotonic(), self._seen, self._arrived_bytes()
         if arrived is None:
             # Unknown counts as progress: a link that is merely slow must not look dead.
             self._seen = None
@@ -60,15 +44,15 @@ class Silence:
         """No frame is due any more."""
         self._seen = None
 
-    def overdue(self) -> Overdue | None:
-        """What other ranks may know of it; from any thread."""
-        seen, now, source = self._seen, time.monotonic(), self._source
+    def dry_s(self) -> float | None:
+        """For how long; None: no frame is due. From any thread."""
+        seen, now = self._seen, time.monotonic()
         # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
         # have arrived meanwhile.
         if (
             seen is None
             or now - seen.looked_s > TIMES.looked_s
-            or seen.arrived != source.arrived_bytes()
+            or seen.arrived != self._arrived_bytes()
         ):
             return None
-        return Overdue(source.peer, source.number, source.taken, now - seen.since_s)
+        return now - seen.since_s

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import NamedTuple
 
 import numpy as np
 
 from ringreduce.pure import wire
-from ringreduce.transport import frames, libzmq
+from ringreduce.transport import frames
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.records import ChannelRecord, LinkRecord, TransferRecord
 from ringreduce.transport.segment import address_of
@@ -18,25 +17,8 @@ from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 
 
-class PairSettings(NamedTuple):
-    """What all pairs of a session have in common."""
-
-    segment_bytes: int
-    yields: int
-    is_sealed: bool
-    job: int
-    epoch: int
-
-
-class Part(NamedTuple):
-    """A part of an all-to-all: the place of the rank that it goes to or comes from, and memory."""
-
-    place: int
-    memory: np.ndarray
-
-
 class _End:
-    """One direction, used by one thread at a time.
+    """One direction, used by one thread at a time; `like` is the record that those of all have.
 
     Attributes:
         peer: the rank at the other end.
@@ -45,21 +27,11 @@ class _End:
         sequence: number of the next message.
     """
 
-    def __init__(self, settings: PairSettings, peer: int) -> None:
+    def __init__(self, like: LinkRecord, peer: int) -> None:
         self.peer, self.sequence = peer, 0
         self.channel = ChannelRecord()
-        self.record = LinkRecord(
-            channels=ctypes.addressof(self.channel),
-            channel_count=1,
-            streams=1,
-            segment_bytes=settings.segment_bytes,
-            yields=settings.yields,
-            is_sealed=settings.is_sealed,
-            job=settings.job,
-            epoch=settings.epoch,
-            release=libzmq.release_callback().address,
-            free=libzmq.free_callback().address,
-        )
+        self.record = LinkRecord.from_buffer_copy(like)
+        self.record.channels = ctypes.addressof(self.channel)
         self.transfer = TransferRecord()
         self.addresses = ctypes.addressof(self.record), ctypes.addressof(self.transfer)
         self._header: wire.Header | None = None
@@ -84,8 +56,8 @@ class _End:
 class Sending(_End):
     """To `peer` on the channel `number`; `socket` is None until its address is known."""
 
-    def __init__(self, settings: PairSettings, peer: int, number: int) -> None:
-        super().__init__(settings, peer)
+    def __init__(self, like: LinkRecord, peer: int, number: int) -> None:
+        super().__init__(like, peer)
         self.number = number
         self.socket: Outgoing | None = None
 
@@ -110,8 +82,8 @@ class Sending(_End):
 class Receiving(_End):
     """From `peer`, which connects to `socket`."""
 
-    def __init__(self, settings: PairSettings, peer: int) -> None:
-        super().__init__(settings, peer)
+    def __init__(self, like: LinkRecord, peer: int) -> None:
+        super().__init__(like, peer)
         self.socket: Incoming
 
     @property

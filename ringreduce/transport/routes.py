@@ -48,7 +48,10 @@ class Routes:
         if not self.are_needed:
             return []
         tried = {
-            peer: [(host, _first_port(address)) for host in self._ways(peer)]
+            peer: [
+                (host, int(split_host(address)[1].partition(",")[0]))
+                for host in ways(self.networks[self._rank], self.networks[peer])
+            ]
             for peer, address in addresses.items()
             if peer not in self._reached and peer != self._rank
         }
@@ -75,10 +78,3 @@ class Routes:
         """How long an answer of `peer` took when it was chosen; 0 if that is not known."""
         reached = self._reached.get(peer)
         return 0.0 if reached is None else reached.round_trip_s or 0.0
-
-    def _ways(self, peer: int) -> tuple[str, ...]:
-        return ways(self.networks[self._rank], self.networks[peer])
-
-
-def _first_port(address: str) -> int:
-    return int(split_host(address)[1].partition(",")[0])

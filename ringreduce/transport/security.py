@@ -61,7 +61,7 @@ class Security:
         hold_s: how long a connection that arrives before the ranks have met may wait.
 
     Attributes:
-        rank, size: this rank, and the number of ranks in the job.
+        rank, size: this rank, and the number of ranks in the job; `who` has both, for errors.
         encryption: of the data, `UNENCRYPTED`, `AEGIS` or `CURVE`.
         seals: whether each frame is sealed.
         data, control: what the sockets for data, and of the control channel, require.
@@ -81,6 +81,7 @@ class Security:
         hold_s: float = 30.0,
     ) -> None:
         self.rank, self.size, self.hold_s = rank, size, hold_s
+        self.who: dict[str, Any] = {"rank": rank, "size": size}
         self._public = self._private = self._session = b""
         self._keys: tuple[bytes, ...] = ()
         self._job, self._membership = 0, whole(size)
@@ -99,8 +100,7 @@ class Security:
         if not zmq.has("curve"):
             raise NativeError(
                 "has a secret, but this libzmq was built without encryption (CURVE)",
-                rank=rank,
-                size=size,
+                **self.who,
                 remedy="Install pyzmq from its wheel, which has it.",
             )
         # Hashed, since secrets may be longer than BLAKE2b's keys, and job ids are any text.
@@ -129,8 +129,7 @@ class Security:
             )
             raise ConfigError(
                 what,
-                rank=config.rank,
-                size=config.size,
+                **config.who,
                 remedy="Give all ranks the same RINGREDUCE_SECRET, or a RINGREDUCE_SECRET_FILE "
                 "of mode 600; `openssl rand -hex 32` makes one.",
             )
@@ -140,8 +139,7 @@ class Security:
             is_encrypted=config.encryption == "on"
             or (config.encryption == "auto" and not is_local),
             hold_s=config.join_timeout_s,
-            rank=config.rank,
-            size=config.size,
+            **config.who,
         )
         security._warn(is_local)
         return security
@@ -192,8 +190,7 @@ class Security:
         ):
             raise RendezvousError(
                 "was told keys that are not one for each rank",
-                rank=self.rank,
-                size=self.size,
+                **self.who,
                 peer=0,
                 remedy="Start all ranks with the same ringreduce and the same secret.",
             )
@@ -220,8 +217,7 @@ class Security:
         if not all(same) or len(material) != MATERIAL_BYTES:
             raise RendezvousError(
                 "was told other keys than before by a rank that should have been here all the time",
-                rank=self.rank,
-                size=self.size,
+                **self.who,
             )
         self.start_session(material)
 
@@ -248,7 +244,7 @@ class Security:
             digest_size=sodium.KEY_BYTES,
         ).digest()
 
-    def password(self, sender: int, receiver: int, channel: int = 0) -> bytes:
+    def password(self, sender: int, receiver: int, channel: int) -> bytes:
         """What `sender` shows `receiver`; the keys in it are new for each ring.
 
         Ports that are opened later have a `channel`: an eavesdropper knows the first password then.
@@ -302,19 +298,13 @@ class Admission:
     """What the sockets of one kind require of ranks that connect.
 
     `mechanism` is ``CURVE``, which proves both sides and encrypts; ``PLAIN``, which proves the
-    connecting side by a password; or ``NULL``, which proves nothing. `rank` and `size` are those of
-    `security`; passwords are those of `channel`. `seals` says whether each frame is sealed.
+    connecting side by a password; or ``NULL``, which proves nothing. `seals` says whether each
+    frame is sealed, `who` whose sockets they are.
     """
 
-    def __init__(
-        self, security: Security, mechanism: str, channel: int = 0, *, seals: bool = False
-    ) -> None:
-        self._security, self.mechanism, self._channel = security, mechanism, channel
-        self.rank, self.size, self.seals = security.rank, security.size, seals
-
-    def of_channel(self, channel: int) -> Admission:
-        """The same with the passwords of `channel`."""
-        return Admission(self._security, self.mechanism, channel, seals=self.seals)
+    def __init__(self, security: Security, mechanism: str, *, seals: bool = False) -> None:
+        self._security, self.mechanism, self.seals = security, mechanism, seals
+        self._rank, self.who = security.rank, security.who
 
     def serve(self, socket: zmq.Socket[Any], domain: str) -> None:
         """Make `socket` authenticate those that connect, as `domain`; call it before ``bind``."""
@@ -328,16 +318,16 @@ class Admission:
             return
         _enforce(socket, domain)
 
-    def join(self, socket: zmq.Socket[Any], peer: int) -> None:
-        """Give `socket` what `peer` requires; after `Security.learn`, before ``connect``."""
+    def join(self, socket: zmq.Socket[Any], peer: int, channel: int) -> None:
+        """Give `socket` what `peer` requires on `channel`: after `learn`, before ``connect``."""
         if self.mechanism == "CURVE":
             public, private = self._security.key_pair()
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._security.key_of(peer))
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, private)
         elif self.mechanism == "PLAIN":
-            socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
-            password = self._security.password(self.rank, peer, self._channel)
+            socket.setsockopt(zmq.PLAIN_USERNAME, str(self._rank).encode())
+            password = self._security.password(self._rank, peer, channel)
             socket.setsockopt(zmq.PLAIN_PASSWORD, password)
 
     def authenticator(self, context: zmq.Context[Any]) -> Authenticator:
@@ -345,12 +335,12 @@ class Admission:
         has_none = self.mechanism == "NULL"
         return Authenticator(None if has_none else context, self._security.hold_s)
 
-    def credentials(self, rank: int) -> Credentials:
-        """What `rank` must show when it connects to this one; call it after `Security.learn`."""
+    def credentials(self, rank: int, channel: int) -> Credentials:
+        """What `rank` must show when it connects on `channel`; call it after `Security.learn`."""
         if self.mechanism == "CURVE":
             return Credentials(rank, b"CURVE", (z85.decode(self._security.key_of(rank)),))
         if self.mechanism == "PLAIN":
-            password = self._security.password(rank, self.rank, self._channel)
+            password = self._security.password(rank, self._rank, channel)
             return Credentials(rank, b"PLAIN", (str(rank).encode(), password))
         return Credentials(rank, b"NULL", ())
 

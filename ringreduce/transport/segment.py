@@ -46,7 +46,6 @@ def functions() -> dict[str, Any]:
         "segment_drop": (_int, [_pointer, _u64, _u64]),
         "shm_new": (_int, [_pointer, _u32, _u32, _pointer]),
         "shm_free": (None, [_pointer]),
-        "shm_run": (_int, [_pointer, _pointer, _pointer, _pointer]),
         "shm_exchange": (_int, [_pointer, _pointer, _pointer, _pointer, _pointer]),
         "shm_abort": (None, [_pointer]),
         "shm_look": (None, [_pointer, _pointer]),

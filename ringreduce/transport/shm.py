@@ -24,11 +24,10 @@ from ringreduce.pure.schedule import Action
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
-from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, Segment, address_of, functions, heap_bytes
 from ringreduce.transport.shm_pairs import ShmPairs
-from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
+from ringreduce.transport.shm_ranks import DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
 from ringreduce.transport.stalls import Interruption, State, finish
@@ -102,6 +101,8 @@ class HostCall:
 class ShmLink:
     """One rank's link to the ranks of its host, made before they meet, to announce `name`.
 
+    Its present call is a `StalledCall`.
+
     Raises:
         NativeError: there is no native library.
         OSError: no memory or no socket is available.
@@ -124,7 +125,7 @@ class ShmLink:
         self.unreceived: list[Unreceived] = []
         # Collectives that are run wholly in C, once this is connected.
         self.small: SmallCalls | None = None
-        self._ranks: HostRanks | None = None
+        self._connected: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
         self._events: Events | None = None
@@ -156,52 +157,50 @@ class ShmLink:
             ProtocolError: one of them passed something that is no segment of ours.
         """
         assert self._own is not None
-        self._members, self._rank, self._size = tuple(members), rank, size
-        self._index = self._members.index(rank)
-        self._run = self._functions["shm_run"]
+        index = members.index(rank)
+        self._who: dict[str, Any] = {"rank": rank, "size": size}
+        self._exchange = self._functions["shm_exchange"]
         descriptors = self._mesh.connect(
             [name.rpartition("/")[2] for name in names],
             members,
-            index=self._index,
+            index=index,
             size=size,
             job=job,
             descriptor=self._own.descriptor,
             timeout_s=self._timeouts.timeout_s,
             check=check,
         )
-        for index, member in enumerate(members):
-            if index == self._index:
+        for place, member in enumerate(members):
+            if place == index:
                 # One mapping only, so that registered arrays are recognised by address.
                 self._segments.append(self._own)
                 continue
             try:
-                self._segments.append(Segment(descriptors.pop(index)))
+                self._segments.append(Segment(descriptors.pop(place)))
             except OSError as error:
                 for rest in descriptors.values():
                     os.close(rest)
                 raise ProtocolError(
                     f"cannot use the memory of rank {member}: {error.strerror}",
-                    rank=rank,
-                    size=size,
+                    **self._who,
                     peer=member,
                 ) from error
         addresses = (ctypes.c_void_p * len(members))(*[s.address for s in self._segments])
         group = ctypes.c_void_p()
         status = self._functions["shm_new"](
-            ctypes.addressof(group), self._index, len(members), ctypes.addressof(addresses)
+            ctypes.addressof(group), index, len(members), ctypes.addressof(addresses)
         )
         if status != DONE or group.value is None:
             raise ProtocolError(
                 f"cannot use the memory of this host's ranks: {os.strerror(-status)}",
-                rank=rank,
-                size=size,
+                **self._who,
             )
         self._group = group.value
-        ranks = HostRanks(self._members, self._index, self._segments, self._mesh, self._timeouts)
-        self._ranks = ranks
+        shared = self._segments, self._mesh, self._timeouts, self._interruption
+        self._connected = ranks = HostRanks(members, index, size, *shared)
         self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
         assert self._heap is not None
-        self.pairs = ShmPairs(ranks, self._heap, size)
+        self.pairs = ShmPairs(ranks, self._heap)
         if are_possible():
             self.small = SmallCalls(SmallKind.COLLECTIVE, self._group, self._wait_limits_address)
 
@@ -218,8 +217,8 @@ class ShmLink:
         if self.small is not None:
             self.small.record(events, Kind.ALL_REDUCE.label)
 
-    def run(self, call: HostCall, flat: np.ndarray) -> None:
-        """Run `call` on `flat`, contiguous.
+    def run(self, call: HostCall, source: np.ndarray, target: np.ndarray | None = None) -> None:
+        """Run `call` on `source`, contiguous; an all-to-all from there into `target`.
 
         Raises:
             PeerTimeoutError: a rank of this host made no progress within the time limit.
@@ -229,25 +228,18 @@ class ShmLink:
 
         After any exception the link is broken: `abort`, then `close`.
         """
-        address = address_of(flat)
-        status = self._run(self._group, call.address, address, self._wait_limits_address)
-        if status != DONE:
-            self._resume(status, call, self._run, address)
-
-    def exchange(self, call: HostCall, source: np.ndarray, target: np.ndarray) -> None:
-        """Run `call`, an all-to-all, from `source` into `target`, both contiguous; as `run`."""
-        exchange = self._functions["shm_exchange"]
-        addresses = address_of(source), address_of(target)
-        status = exchange(self._group, call.address, *addresses, self._wait_limits_address)
-        if status != DONE:
-            self._resume(status, call, exchange, *addresses)
-
-    def _resume(self, status: int, call: HostCall, run: Any, *addresses: int) -> None:
-        """Continue a call that was not completed at the first attempt."""
-        stalled = _Stalled(self, call, run, addresses)
-        if not stalled.is_done(status):
+        address = address_of(source)
+        into = address if target is None else address_of(target)
+        self._call = call
+        self._arguments = self._group, call.address, address, into, self._wait_limits_address
+        if not self.resume():
             check_s = TIMES.shared_memory_poll_s
-            finish(stalled, self._interruption, self._timeouts, self._events, check_s)
+            finish(self, self._interruption, self._timeouts, self._events, check_s)
+
+    @property
+    def _ranks(self) -> HostRanks:
+        assert self._connected is not None
+        return self._connected
 
     def _look(self) -> _Facts:
         self._functions["shm_look"](self._group, ctypes.addressof(self._facts))
@@ -265,14 +257,12 @@ class ShmLink:
                 _log.warning(
                     "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
                     "ranks' reach; a rank that was stopped may still write into them",
-                    *(self._rank, self._size, left),
+                    *(*self._who.values(), left),
                 )
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
         """Make a `run` or a message in another thread raise when it next checks the clock."""
         self._interruption.set(cause)
-        if self.pairs is not None:
-            self.pairs.interrupt(cause)
 
     def traffic(self) -> Traffic:
         """What this rank has written to and read from shared memory so far; from any thread."""
@@ -316,77 +306,47 @@ class ShmLink:
             self.pairs.close()
         self._segments.clear()
         # The link itself may live much longer.
-        self._own = self._heap = self._ranks = None
+        self._own = self._heap = self._connected = None
 
-
-class _Stalled:
-    """A collective that waits for another rank; a `StalledCall`."""
-
-    def __init__(self, link: ShmLink, call: HostCall, run: Any, addresses: Sequence[int]) -> None:
-        assert link._ranks is not None
-        self._link, self._ranks, self._call = link, link._ranks, call
-        self._run, self._addresses = run, addresses
+    # --- The present call, while another rank holds it up ---------------------------------------
 
     def resume(self) -> bool:
         """Continue it."""
-        link = self._link
-        return self.is_done(
-            self._run(link._group, self._call.address, *self._addresses, link._wait_limits_address)
-        )
-
-    def is_done(self, status: int) -> bool:
-        """What a status of the C library means. Raises the error that it stands for."""
+        status: int = self._exchange(*self._arguments)
         if status not in (DONE, WAITING):
             raise self._error(status)
         return status == DONE
 
     def state(self) -> State:
         """The steps of all ranks, and the rank that was late."""
-        facts = self._link._look()
+        facts = self._look()
         return State(int(facts.progress), self._ranks.members[facts.peer])
 
     def due(self) -> str:
         """The rank that was late."""
-        return self._ranks.name(self.state().peer)
+        return self._ranks.named(self.state().peer)
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """How errors call a rank."""
-        return self._ranks.name(peer)
+        return self._ranks.named(peer)
 
     def lost(self, waited_s: float) -> int | None:
         """A rank whose process has ended and that has not finished the step."""
-        link, ranks = self._link, self._ranks
-        arrived = link._functions["shm_has_arrived"]
-        late = (index for index in ranks.mesh.gone() if not arrived(link._group, index))
-        return next((ranks.members[index] for index in late), None)
+        arrived = self._functions["shm_has_arrived"]
+        late = (index for index in self._mesh.gone() if not arrived(self._group, index))
+        return next((self._ranks.members[index] for index in late), None)
 
     def where(self, peer: int) -> dict[str, Any]:
         """The fields of an error about that rank."""
-        link, facts = self._link, self._link._look()
-        return {
-            "rank": link._rank,
-            "size": link._size,
-            "peer": peer,
-            "operation": Kind(self._call.header.kind).label,
-            "sequence": int(facts.sequence),
+        facts, step = self._look(), "meeting in shared memory"
+        if facts.steps:
             # All steps may be done, while the end of the call is still waited for.
-            "step": f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
-            if facts.steps
-            else "meeting in shared memory",
-        }
+            step = f"segment {min(facts.step + 1, facts.steps)} of {facts.steps} in shared memory"
+        operation = Kind(self._call.header.kind).label
+        return self._ranks.where(peer, operation, int(facts.sequence), step)
 
     def _error(self, status: int) -> RingReduceError:
-        facts, interruption = self._link._look(), self._link._interruption
+        facts = self._look()
         peer = self._ranks.members[facts.peer]
-        where = self.where(peer)
-        if status == ABORTED:
-            return interruption.await_cause() or lost_error(self.name(peer), **where)
-        if status == MISMATCH:
-            theirs = wire.decode(facts.theirs)
-            ours = replace(self._call.header, sequence=int(facts.sequence))
-            if wire.will_be_explained(theirs, ours) and (cause := interruption.await_cause()):
-                return cause
-            # Of two ranks that look at each other.
-            theirs, ours = replace(theirs, rank=0), replace(ours, rank=0)
-            return mismatch_error(theirs, ours, (peer,), **where)
-        return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)
+        ours = replace(self._call.header, sequence=int(facts.sequence))
+        return self._ranks.error(status, wire.decode(facts.theirs), ours, self.where(peer))

@@ -24,16 +24,15 @@ from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import HEADER_BYTES, Header
-from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.peers import PeerStates, PeerTimeouts
 from ringreduce.transport.segment import Heap, address_of, functions
-from ringreduce.transport.shm_ranks import ABORTED, DONE, MISMATCH, WAITING, HostRanks
+from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.stalls import State, finish
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import ArrayError, ProtocolError, RingReduceError
+from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
 # RR_PAIR_SLOTS of native/include/ringreduce.h.
 _SLOTS = 4
@@ -52,13 +51,12 @@ class _Facts(ctypes.Structure):
 
 
 class ShmPairs:
-    """This rank's channels to and from the others of its host, `size` being that of the job."""
+    """This rank's channels to and from the others of its host."""
 
-    def __init__(self, ranks: HostRanks, heap: Heap, size: int) -> None:
+    def __init__(self, ranks: HostRanks, heap: Heap) -> None:
         self._ranks: HostRanks | None = ranks
         self._heap: Heap | None = heap
-        self._size = size
-        self._interruption = Interruption()
+        self._interruption, self._size = ranks.interruption, ranks.size
         self._peers: PeerStates | None = None
         self._events: Events | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
@@ -86,23 +84,17 @@ class ShmPairs:
         end = self._sending.get(place)
         if end is None:
             end = self._open(place, is_sending=True)
-        end.run(header, flat, self._interruption)
+        end.run(header, flat)
 
     def recv(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Receive into `flat`, contiguous, a message of `header` from the rank at `place`.
 
-        Raises:
-            PeerTimeoutError: the rank made no progress within the time limit.
-            PeerLostError: it died or closed its communicator, or this one was closed.
-            MismatchError: it has sent another message.
-            ProtocolError: its memory has invalid contents.
-
-        After any exception the pair is broken: `abort` the link, then `close`.
+        Raises as `ShmLink.run`. After any exception `abort` the link, then `close`.
         """
         end = self._receiving.get(place)
         if end is None:
             end = self._open(place, is_sending=False)
-        end.run(header, flat, self._interruption)
+        end.run(header, flat)
 
     def _open(self, place: int, *, is_sending: bool) -> ShmEnd:
         with self._lock:
@@ -129,16 +121,11 @@ class ShmPairs:
 
     def _end(self, place: int, is_sending: bool) -> ShmEnd:
         assert self._ranks is not None
-        peers, events = self._peers, self._events
-        return ShmEnd(self._ranks, place, self._size, peers, events, is_sending=is_sending)
+        return ShmEnd(self._ranks, place, self._peers, self._events, is_sending=is_sending)
 
     def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
         return (self._sending if is_sending else self._receiving).get(place)
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make calls in other threads raise when they next check the clock."""
-        self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
         """The bytes of all messages that were sent and received so far."""
@@ -182,13 +169,12 @@ class ShmEnd:
         self,
         ranks: HostRanks,
         place: int,
-        size: int,
         peers: PeerStates | None,
         events: Events | None,
         *,
         is_sending: bool,
     ) -> None:
-        self._ranks, self._place, self._size = ranks, place, size
+        self._ranks, self._place = ranks, place
         self._peers, self._events, self._is_sending = peers, events, is_sending
         self._peer = ranks.members[place]
         self._operation = "send" if is_sending else "recv"
@@ -234,17 +220,15 @@ class ShmEnd:
         """The sender's channel is at `offset` in its heap."""
         functions()["pair_open"](self._pair, offset)
 
-    def run(self, header: Header, flat: np.ndarray, interruption: Interruption) -> None:
+    def run(self, header: Header, flat: np.ndarray) -> None:
         """Send or receive `flat`."""
         if header is not self._header:
             self._header, self._words = header, wire.encode(header)
             self._words_address = self._words.ctypes.data
-        nbytes = flat.nbytes
-        data = address_of(flat)
+        data, nbytes = address_of(flat), flat.nbytes
         self._arguments = self._pair, self._words_address, data, nbytes, self._limits
-        self._interruption = interruption
         if not self.resume():
-            timeouts = self._ranks.timeouts
+            interruption, timeouts = self._ranks.interruption, self._ranks.timeouts
             if self._peers is not None:
                 timeouts = PeerTimeouts(timeouts, self._peers, self._peer, sends=self._is_sending)
             finish(self, interruption, timeouts, self._events, TIMES.shared_memory_poll_s)
@@ -271,11 +255,11 @@ class ShmEnd:
 
     def due(self) -> str:
         """The other rank."""
-        return self._ranks.name(self._peer)
+        return self._ranks.named(self._peer)
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """How errors call a rank."""
-        return self._ranks.name(peer)
+        return self._ranks.named(peer)
 
     def lost(self, waited_s: float) -> int | None:
         """The other rank, if its process has ended: only that is waited for."""
@@ -283,33 +267,17 @@ class ShmEnd:
 
     def where(self, peer: int) -> dict[str, Any]:
         """The fields of an error about that rank."""
-        ranks = self._ranks
-        return {
-            "rank": ranks.members[ranks.index],
-            "size": self._size,
-            "peer": peer,
-            "operation": self._operation,
-            "sequence": int(self._look().sequence),
-            "step": "" if self._header is None else f"tag {self._header.signature}",
-        }
+        step = "" if self._header is None else f"tag {self._header.signature}"
+        return self._ranks.where(peer, self._operation, int(self._look().sequence), step)
 
     def _look(self) -> _Facts:
         functions()["pair_look"](self._pair, ctypes.addressof(self._facts))
         return self._facts
 
     def _error(self, status: int) -> RingReduceError:
-        facts, peer = self._look(), self._peer
-        if status == ABORTED:
-            peer = self._ranks.members[facts.aborted]
-            return self._interruption.await_cause() or lost_error(
-                self.name(peer), **self.where(peer)
-            )
-        where = self.where(peer)
-        if status == MISMATCH:
-            assert self._header is not None
-            theirs = replace(wire.decode(facts.theirs), rank=0)
-            ours = replace(
-                self._header, sequence=int(facts.sequence), nbytes=self._arguments[3], rank=0
-            )
-            return mismatch_error(theirs, ours, (peer,), **where)
-        return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)
+        facts = self._look()
+        peer = self._ranks.members[facts.aborted] if status == ABORTED else self._peer
+        assert self._header is not None
+        sequence, nbytes = int(facts.sequence), self._arguments[3]
+        ours = replace(self._header, sequence=sequence, nbytes=nbytes)
+        return self._ranks.error(status, wire.decode(facts.theirs), ours, self.where(peer))

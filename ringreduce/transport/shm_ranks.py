@@ -1,15 +1,22 @@
-"""The ranks of a host that share memory, and how calls in C wait for them."""
+"""The ranks of a host that share memory: how calls in C wait for them, what errors say of them."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+from ringreduce.pure import wire
 from ringreduce.pure.timeouts import Timeouts
-from ringreduce.transport.cores import are_crowded
+from ringreduce.pure.wire import Header
+from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.transport.segment import Segment
+from ringreduce.transport.stalls import Interruption
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.cores import are_crowded
+from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
 
 # How long to wait in each way before the next (native/src/counters.c). With a core for each rank
@@ -43,23 +50,46 @@ class HostRanks:
     """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
 
     Attributes:
-        timeouts: how long the calls of collectives may wait.
+        size: of the job.
         mesh: which of them are lost.
+        timeouts: how long the calls of collectives may wait.
+        interruption: of all calls.
     """
 
     def __init__(
         self,
         members: Sequence[int],
         index: int,
+        size: int,
         segments: Sequence[Segment],
         mesh: Mesh,
         timeouts: Timeouts,
+        interruption: Interruption,
     ) -> None:
-        self.members, self.index = tuple(members), index
+        self.members, self.index, self.size = tuple(members), index, size
         self.segments = tuple(segments)
         self.wait_limits = wait_limits(len(members))
-        self.mesh, self.timeouts = mesh, timeouts
+        self.mesh, self.timeouts, self.interruption = mesh, timeouts, interruption
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """How errors call a rank."""
         return f"rank {peer} on the same host"
+
+    def where(self, peer: int, operation: str, sequence: int, step: str) -> dict[str, Any]:
+        """The fields of an error about that rank."""
+        call = {"operation": operation, "sequence": sequence, "step": step}
+        return {"rank": self.members[self.index], "size": self.size, "peer": peer, **call}
+
+    def error(
+        self, status: int, theirs: Header, ours: Header, where: dict[str, Any]
+    ) -> RingReduceError:
+        """The error for a status of the C library, in a call `ours` that has met `theirs`."""
+        peer = where["peer"]
+        if status == ABORTED:
+            return self.interruption.await_cause() or lost_error(self.named(peer), **where)
+        if status == MISMATCH:
+            if wire.will_be_explained(theirs, ours) and (cause := self.interruption.await_cause()):
+                return cause
+            # Of two ranks that look at each other.
+            return mismatch_error(replace(theirs, rank=0), replace(ours, rank=0), (peer,), **where)
+        return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)

@@ -10,6 +10,7 @@ from typing import Any
 
 import zmq
 
+from ringreduce.pure.liveness import Flow
 from ringreduce.transport import inherited, sodium
 from ringreduce.transport.channel import Incoming, Outgoing
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
@@ -46,18 +47,13 @@ class Sockets:
         record: ChannelRecord,
         number: int,
         domain: str,
-        *,
         frame_bytes_max: int,
-        slice_ms: int,
         **options: Any,
     ) -> Incoming:
         """Listen for one rank, which is not known yet, on channel `number`; as `Incoming`."""
         record.source = NO_SOURCE
-        admission = self._admission.of_channel(number)
-        made = Incoming(
-            *(self._context, bind, record, number, frame_bytes_max, slice_ms, admission, domain),
-            **options,
-        )
+        who = self._admission, domain
+        made = Incoming(self._context, bind, record, number, frame_bytes_max, *who, **options)
         self.incoming.append(made)
         return made
 
@@ -67,8 +63,8 @@ class Sockets:
         if self._admission.seals:
             key = self.security.frame_key(peer, self.security.rank, incoming.number)
             incoming.record.open_key[:] = key
-        admission = self._admission.of_channel(incoming.number)
-        self._authenticator.allow(incoming.domain, admission.credentials(peer))
+        shown = self._admission.credentials(peer, incoming.number)
+        self._authenticator.allow(incoming.domain, shown)
 
     def connect(
         self, address: str, peer: int, record: ChannelRecord, number: int, **options: Any
@@ -76,8 +72,8 @@ class Sockets:
         """Connect to rank `peer`, which listens on `address` for this one; as `Outgoing`."""
         if self._admission.seals:
             record.seal_key[:] = self.security.frame_key(self.security.rank, peer, number)
-        admission = self._admission.of_channel(number)
-        made = Outgoing(self._context, address, peer, record, number, admission, **options)
+        what = address, peer, record, number, self._admission
+        made = Outgoing(self._context, *what, **options)
         self.outgoing.append(made)
         return made
 
@@ -112,9 +108,11 @@ class Sockets:
         for end in self._ends():
             end.read_events()
 
-    def sent(self) -> tuple[tuple[int, int, int], ...]:
-        """Receiver, channel and frames sent in all, for each connection; from any thread."""
-        return tuple((each.peer, each.number, each.record.sent) for each in list(self.outgoing))
+    def flow(self) -> Flow:
+        """What was sent to each rank, and from which ones frames are due; from any thread."""
+        sent = ((each.peer, each.number, each.record.sent) for each in list(self.outgoing))
+        overdue = (each.overdue() for each in list(self.incoming))
+        return Flow(sent=tuple(sent), overdue=tuple(each for each in overdue if each is not None))
 
     def close_inherited(self) -> None:
         """In a forked child: forget the keys, and close its copies of the connections."""

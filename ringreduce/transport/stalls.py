@@ -45,7 +45,7 @@ class StalledCall(Protocol):
     def due(self) -> str:
         """What it waits for, with the rank's name: ``1.0 MiB from rank 2 (tcp://...)``."""
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """A rank's name in errors, with where it is: ``rank 2 on the same host``."""
 
     def lost(self, waited_s: float) -> int | None:
@@ -166,7 +166,7 @@ def finish(
                 raise interruption.error(**{**where, "peer": where["rank"]})
             limit = stall.look(state.progress)
             if stall.lost is not None:
-                raise lost_error(call.name(stall.lost), **call.where(stall.lost))
+                raise lost_error(call.named(stall.lost), **call.where(stall.lost))
             if limit is not None:
                 error = timeout_error(call.due(), stall.waited_s, limit, **call.where(state.peer))
                 timeouts.explain(error)

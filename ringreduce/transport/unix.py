@@ -82,6 +82,8 @@ class Mesh:
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]
+        self._later, self._job = {members[each]: each for each in range(index + 1, len(names))}, job
+        self._own = _HELLO.pack(_MAGIC, job, rank), descriptor
         descriptors: dict[int, int] = {}
         try:
             for other in range(index):
@@ -90,23 +92,20 @@ class Mesh:
                 connection.connect(f"\0{names[other]}")
                 if not _is_ours(connection):  # Before it gets our memory.
                     raise ConnectionError("another user's process listens in its place")
-                socket.send_fds(connection, [_HELLO.pack(_MAGIC, job, rank)], [descriptor])
+                self._introduce(connection)
             while len(self._connections) < len(names) - 1:
                 check()
-                self._accept(members, index, job, descriptor, descriptors, deadline)
+                self._accept(descriptors, deadline)
             for other in range(index):
                 connection = self._connections[other]
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
-                answer = self._receive(connection, job)
+                answer = self._receive(connection)
                 if answer is None:
                     raise ConnectionError("it does not answer as one of this job")
                 descriptors[other] = answer[1]
         except (OSError, RingReduceError) as error:
-            missing = [
-                member
-                for place, member in enumerate(members)
-                if place != index and place not in descriptors
-            ]
+            there = index, *descriptors
+            missing = [members[place] for place in range(len(names)) if place not in there]
             for received in descriptors.values():
                 os.close(received)
             if isinstance(error, RingReduceError):
@@ -125,15 +124,11 @@ class Mesh:
             self._poll.register(connection, select.POLLIN)
         return descriptors
 
-    def _accept(
-        self,
-        members: Sequence[int],
-        index: int,
-        job: int,
-        descriptor: int,
-        descriptors: dict[int, int],
-        deadline: float,
-    ) -> None:
+    def _introduce(self, connection: socket.socket) -> None:
+        hello, descriptor = self._own
+        socket.send_fds(connection, [hello], [descriptor])
+
+    def _accept(self, descriptors: dict[int, int], deadline: float) -> None:
         """Accept one connection, if one comes soon, and from a rank after this one."""
         left_s = deadline - time.monotonic()
         self._listener.settimeout(max(0.001, min(left_s, TIMES.poll_s)))
@@ -145,13 +140,12 @@ class Mesh:
             raise
         connection.settimeout(TIMES.hello_s)
         try:
-            answer = self._receive(connection, job) if _is_ours(connection) else None
+            answer = self._receive(connection) if _is_ours(connection) else None
             if answer is not None:
                 rank, received = answer
-                other = members.index(rank) if rank in members else -1
-                if other > index and other not in self._connections:
-                    hello = _HELLO.pack(_MAGIC, job, members[index])
-                    socket.send_fds(connection, [hello], [descriptor])
+                other = self._later.get(rank)
+                if other is not None and other not in self._connections:
+                    self._introduce(connection)
                     self._connections[other], descriptors[other] = connection, received
                     return
                 os.close(received)
@@ -159,7 +153,7 @@ class Mesh:
             pass  # A stranger, or a lost connection: the right one may still come.
         connection.close()
 
-    def _receive(self, connection: socket.socket, job: int) -> tuple[int, int] | None:
+    def _receive(self, connection: socket.socket) -> tuple[int, int] | None:
         """Rank and segment of the other end; None when it is not of this job."""
         # Not socket.recv_fds: it drops its flags, and without close-on-exec every program that
         # this process starts would keep the others' memory.
@@ -174,7 +168,7 @@ class Mesh:
         ]
         if len(data) == _HELLO.size and len(received) == 1:
             magic, their_job, rank = _HELLO.unpack(data)
-            if (magic, their_job) == (_MAGIC, job):
+            if (magic, their_job) == (_MAGIC, self._job):
                 return int(rank), received[0]
         for descriptor in received:
             os.close(descriptor)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Timeouts
-from ringreduce.transport import exchange, frames, libzmq, loop, sodium
+from ringreduce.transport import exchange, frames, libzmq, loop
 from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import (
@@ -49,6 +50,8 @@ _Loop = Callable[[int, int, int], int]
 
 class ZmqLink:
     """One-way channels over ZeroMQ: to the next ranks, and from the previous ones.
+
+    Its present call is a `StalledCall`.
 
     It listens on `bind` before the ranks have met, for a ring of `members_max` of them; `connect`
     then names its members and closes the sockets not needed.
@@ -77,9 +80,7 @@ class ZmqLink:
         security: Security,
         members_max: int | None = None,
     ) -> None:
-        libzmq.load()
-        sodium.load()  # The linker needs it, whether frames are sealed or not.
-        libzmq.keep_large_blocks()
+        frames.load()
         self._connections = Connections(
             bind=bind,
             frame_bytes_max=frames.SEALED_OVERHEAD_BYTES
@@ -103,7 +104,10 @@ class ZmqLink:
         self._interruption = Interruption()
         self._events: Events | None = None
         self._step_ends = np.empty(0)
-        # Of the present call: its steps, and the segments of each at most.
+        # Of the present call: its loop and what that takes, what it has returned; its steps, and
+        # the segments of each at most.
+        self._loop: _Loop = loop.run
+        self._addresses, self._status = (0, 0, 0), WAITING
         self._steps, self._segments = 0, 1
         self._has_failed = False
         # Buffers of failed calls, kept until close.
@@ -163,13 +167,8 @@ class ZmqLink:
         """Progress of the present call; the loop may be changing the numbers meanwhile."""
         known = self._connections
         steps = self._record.step + self._record.segment / self._segments
-        overdue = (pulling.silence.overdue() for pulling in known.incoming)
-        return Flow(
-            done=min(1.0, steps / max(1, self._steps)),
-            sent=known.sockets.sent(),
-            overdue=tuple(each for each in overdue if each is not None),
-            sent_to_next=known.sent_to_next(),
-        )
+        done = min(1.0, steps / max(1, self._steps))
+        return replace(known.sockets.flow(), done=done, sent_to_next=known.sent_to_next())
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
@@ -195,25 +194,23 @@ class ZmqLink:
     def _drive(self, call: Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
         """Run a compiled loop to its end, or raise the error that stopped it."""
         call.number(sequence)
-        record = self._record
+        record, known = self._record, self._connections
         record.step = record.segment = record.started = record.channel = 0
-        known = self._connections
+        self._call, self._loop = call, run
         try:
             if not known.outgoing or self._has_failed:
-                raise ClosedError(
-                    "has no connection to the next rank", rank=known.rank, size=known.world_size
-                )
-            addresses = self._record_address, call.address, memory.__array_interface__["data"][0]
+                raise ClosedError("has no connection to the next rank", **known.who)
+            data = memory.__array_interface__["data"][0]
+            self._addresses = self._record_address, call.address, data
             began_s = self._time_steps(call, memory.nbytes)
             if not call.steps:
                 # The root of a broadcast receives nothing, so it must check for the next rank here.
-                _Stalled(self, call, run, addresses).check_next()
-            status = run(*addresses)
-            if status != DONE:
-                stalled = _Stalled(self, call, run, addresses)
+                known.sockets.read_events()
+                for pushing in known.lost_outgoing((1,)):
+                    raise lost_error(self.named(pushing.peer), **self.where(pushing.peer))
+            if not self.resume():
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
-                if not stalled.is_done(status):
-                    finish(stalled, self._interruption, self._timeouts, self._events)
+                finish(self, self._interruption, self._timeouts, self._events)
             if record.step_ends:
                 self._record_steps(call, began_s)
         except BaseException:
@@ -251,25 +248,11 @@ class ZmqLink:
             self._connections.sockets.close(0.0 if self._has_failed else TIMES.linger_s)
             self._lent.clear()
 
-
-class _Stalled:
-    """A call that its loop has not completed at the first attempt; a `StalledCall`."""
-
-    def __init__(
-        self, link: ZmqLink, call: Call, run: _Loop, addresses: tuple[int, int, int]
-    ) -> None:
-        self._connections, self._record = link._connections, link._record
-        self._interruption = link._interruption
-        self._call, self._run, self._addresses = call, run, addresses
-        self._status = WAITING
+    # --- The present call, while another rank holds it up ---------------------------------------
 
     def resume(self) -> bool:
         """Run the loop until it is done, or needs a decision."""
-        return self.is_done(self._run(*self._addresses))
-
-    def is_done(self, status: int) -> bool:
-        """What a status of the loop means. Raises the error that it stands for."""
-        self._status = status
+        self._status = status = self._loop(*self._addresses)
         if status not in (DONE, WAITING, DRAINING):
             raise self._error()
         return status == DONE
@@ -288,11 +271,11 @@ class _Stalled:
     def due(self) -> str:
         """The data of the present step, or that the next rank takes what it was sent."""
         if self._status == DRAINING:
-            return f"{self.name(self._connections.outgoing[0].peer)} to take its data"
+            return f"{self.named(self._connections.outgoing[0].peer)} to take its data"
         nbytes = format_bytes(int(self._call.expected(self._record.step)[6]))
-        return f"{nbytes} from {self.name(self._source().peer)}"
+        return f"{nbytes} from {self.named(self._source().peer)}"
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """A rank and where it listens."""
         return f"rank {peer} ({self._connections.address_of(peer)})"
 
@@ -302,12 +285,14 @@ class _Stalled:
         known.sockets.read_events()
         step, started = self._record.step, self._record.started
         channel = self._record.channel
-        if step < call.steps and known.is_source_lost(channel, waited_s):
+        # Before the first frame, a rank that is late looks like one that is lost.
+        is_quiet = waited_s > TIMES.quiet_s
+        if step < call.steps and known.incoming[channel].is_lost(is_quiet):
             return known.behind(channel)[0]
         # With nothing left to send, a lost rank ahead may just have finished before this one; if
         # it died, the rank that waits for it notices and notifies all. Except where that rank also
         # waits for this one (an exchange), or, in the first call, cannot know yet either.
-        if waited_s > TIMES.quiet_s and (call.sequence == 0 or isinstance(call, ExchangeCall)):
+        if is_quiet and (call.sequence == 0 or isinstance(call, ExchangeCall)):
             return next(iter(known.gone()), None)
         borrows = any(pushing.borrows for pushing in known.outgoing)
         needed = call.sends_to(step, started) + ((1,) if borrows else ())
@@ -317,19 +302,12 @@ class _Stalled:
         """The fields that every error of this call has."""
         step = min(self._record.step, max(0, self._call.steps - 1))
         return {
-            "rank": self._connections.rank,
-            "size": self._connections.world_size,
+            **self._connections.who,
             "peer": peer,
             "operation": self._call.operation,
             "sequence": self._call.sequence,
             "step": self._call.describe_step(step),
         }
-
-    def check_next(self) -> None:
-        """Raise an error if the connection to the next rank has ended."""
-        self._connections.sockets.read_events()
-        for pushing in self._connections.lost_outgoing((1,)):
-            raise lost_error(self.name(pushing.peer), **self.where(pushing.peer))
 
     def _source(self) -> Incoming:
         return self._connections.incoming[int(self._record.channel)]
@@ -349,7 +327,7 @@ class _Stalled:
         if self._status == UNSENDABLE:
             ahead = known.outgoing[record.channel]
             ahead.is_lost = True
-            return lost_error(self.name(ahead.peer), **self.where(ahead.peer))
+            return lost_error(self.named(ahead.peer), **self.where(ahead.peer))
         _, address = known.behind(record.channel)
         return frame_error(
             *(self._status, record.errno, received, source.peer, address, source.address, where)

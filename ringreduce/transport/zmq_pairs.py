@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,13 @@ from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport import descriptors, frames, libzmq, sodium, transfer
+from ringreduce.transport import descriptors, frames, libzmq, transfer
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.pair_ends import PairSettings, Part, Receiving, Sending
+from ringreduce.transport.pair_ends import Receiving, Sending
 from ringreduce.transport.peers import PeerStates, PeerTimeouts
+from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
@@ -53,7 +55,6 @@ from ringreduce.transport.statuses import (
 )
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
-from ringreduce.vocabulary.times import milliseconds
 
 _MESSAGES, _PARTS = range(PAIR_CHANNELS)
 # The number of channel 0, far above the channels of any ring.
@@ -87,14 +88,12 @@ class ZmqPairs:
     ) -> None:
         self._bind, self._timeouts, self._security = bind, timeouts, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
-        self._settings = PairSettings(
-            segment_bytes, frames.yields(ranks_here), security.seals, job, membership.epoch
-        )
+        self._segment_bytes, self._ranks_here, self._job = segment_bytes, ranks_here, job
         self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + segment_bytes
         self._interruption = Interruption()
         self._events: Events | None = None
         self._sockets: Sockets | None = None
-        self._who = {"rank": security.rank, "size": security.size}
+        self._who = security.who
         self._has_failed = self._is_closed = False
         # Guards what follows; also notifies that an address has come.
         self._changed = threading.Condition()
@@ -141,14 +140,7 @@ class ZmqPairs:
     def recv(self, place: int, header: Header, memory: np.ndarray) -> None:
         """Receive a message of `header` from the rank at `place` into `memory`, contiguous.
 
-        Raises:
-            PeerTimeoutError: there was no progress for longer than `Timeouts` allows.
-            PeerLostError: the rank has died or left, or the ring has failed.
-            MismatchError: the rank has sent another message.
-            CorruptionError: a sealed frame has changed on the way, or is not the next one.
-            ProtocolError: what arrived is not a frame of this pair.
-
-        After any exception all pairs are broken: `abort`, then `close`.
+        Raises as `ZmqLink.run`. After any exception all pairs are broken: `abort`, then `close`.
         """
         receiving = self._receiving_from(self._membership.members[place], _MESSAGES)
         call = _Call(self, "recv", header, receiving.sequence)
@@ -160,28 +152,31 @@ class ZmqPairs:
         self,
         header: Header,
         sequence: int,
-        sent: Sequence[Part],
-        received: Sequence[Part],
+        sent: Sequence[np.ndarray],
+        received: Sequence[np.ndarray],
         compare: Callable[[], None],
     ) -> None:
         """Send parts of the collective with this number to other ranks, and receive some from them.
 
-        Those of one index go and come over the same distance, the shortest first; empty ones do
-        not travel. `header` is that of this rank's frames, apart from their count. `compare` raises
-        if ranks are in different calls: each would wait in another place. Raises as `recv`.
+        `sent` and `received` are by place; this rank's own and empty ones do not travel. `header`
+        is that of this rank's frames, apart from their count. `compare` raises if ranks are in
+        different calls: each would wait in another place. Raises as `recv`.
         """
-        members = self._membership.members
+        members, own, size = self._membership.members, header.rank, len(sent)
+        around = [(own + distance) % size for distance in range(1, size)]
         incoming: list[Receiving | None] = []
-        for place, memory in received:
+        for place in reversed(around):
+            memory = received[place]
             behind = self._receiving_from(members[place], _PARTS) if memory.size else None
             if behind is not None:
                 behind.begin(header, place, sequence, memory)
             incoming.append(behind)
         outgoing: list[Sending | None] = []
-        for place, memory in sent:
+        for place in around:
+            memory = sent[place]
             ahead = self._sending_to(members[place], _PARTS) if memory.size else None
             if ahead is not None:
-                ahead.begin(header, header.rank, sequence, memory)
+                ahead.begin(header, own, sequence, memory)
             outgoing.append(ahead)
         used = [sending for sending in outgoing if sending is not None]
         call = _Call(self, Kind(header.kind).label, header, sequence)
@@ -191,21 +186,22 @@ class ZmqPairs:
                 compare()
             for sending in used:
                 call.connect(sending)
-                if not self._settings.is_sealed:
+                if not self._security.seals:
                     # Costs no memory.
                     call.run(sending, None, transfer.HOLD_ALL)
             if is_connected:
                 # Meanwhile parts travel.
                 compare()
-            # Nobody waits in a cycle: of the ranks at the shortest distance, each receives what
-            # another one sends, and whose data nobody takes yet still receives.
+            # What goes and comes over one distance at a time. Nobody waits in a cycle: of the ranks
+            # at the shortest distance, each receives what another one sends, and whose data nobody
+            # takes yet still receives.
             for ahead, behind in zip(outgoing, incoming, strict=True):
                 call.run(ahead, behind, transfer.HOLD_ALL)
             for sending in used:
                 if sending.borrows:
                     call.run(sending, None, 0)
         except BaseException:
-            self._give_up(used, *(part.memory for part in sent))
+            self._give_up(used, *sent)
             raise
 
     def _give_up(self, ends: Sequence[Sending], *memory: np.ndarray) -> None:
@@ -218,17 +214,31 @@ class ZmqPairs:
 
     # --- Connections ----------------------------------------------------------------------------
 
+    @cached_property
+    def _record(self) -> LinkRecord:
+        """What the records of all ends have in common."""
+        return LinkRecord(
+            channel_count=1,
+            streams=1,
+            segment_bytes=self._segment_bytes,
+            yields=frames.yields(self._ranks_here),
+            is_sealed=self._security.seals,
+            job=self._job,
+            epoch=self._membership.epoch,
+            release=libzmq.release_callback().address,
+            free=libzmq.free_callback().address,
+        )
+
     def _receiving_from(self, peer: int, channel: int) -> Receiving:
         """The end that receives from `peer`, which is notified when it is made."""
         found = self._receiving.get((peer, channel))
         if found is not None:
             return found
         with self._changed, descriptors.shortage_explained(**self._who):
-            sockets, made = self._opened(), Receiving(self._settings, peer)
+            sockets, made = self._opened(), Receiving(self._record, peer)
+            number, domain = _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"
             made.socket = sockets.listen(
-                *(self._bind, made.channel, _FIRST_CHANNEL + channel, f"pair.{peer}.{channel}"),
-                frame_bytes_max=self._frame_bytes_max,
-                slice_ms=milliseconds(TIMES.poll_s),
+                self._bind, made.channel, number, domain, self._frame_bytes_max
             )
             sockets.admit(made.socket, peer)
             self._receiving[peer, channel] = made
@@ -237,12 +247,10 @@ class ZmqPairs:
 
     def _sending_to(self, peer: int, channel: int) -> Sending:
         """The end that sends to `peer`, which may not be connected yet."""
-        found = self._sending.get((peer, channel))
-        if found is not None:
-            return found
-        with self._changed:
-            made = Sending(self._settings, peer, channel)
-            return self._sending.setdefault((peer, channel), made)
+        if (peer, channel) not in self._sending:
+            with self._changed:
+                self._sending.setdefault((peer, channel), Sending(self._record, peer, channel))
+        return self._sending[peer, channel]
 
     def find(self, sending: Sending, wait_s: float) -> str:
         """Where the peer listens; waits for that if need be, and is empty if it is not known."""
@@ -278,9 +286,7 @@ class ZmqPairs:
         if self._sockets is None:
             if self._is_closed or self._interruption.is_set:
                 raise self._interruption.error(**self._who)
-            libzmq.load()
-            sodium.load()
-            libzmq.keep_large_blocks()
+            frames.load()
             self._sockets = Sockets(self._security, self._security.data)
         return self._sockets
 
@@ -305,14 +311,7 @@ class ZmqPairs:
 
     def flow(self) -> Flow:
         """What was sent to each rank, and from which ones frames are due; from any thread."""
-        with self._changed:
-            sockets, ends = self._sockets, list(self._receiving.values())
-        if sockets is None:
-            return Flow()
-        overdue = (end.socket.silence.overdue() for end in ends)
-        return Flow(
-            sent=sockets.sent(), overdue=tuple(each for each in overdue if each is not None)
-        )
+        return Flow() if self._sockets is None else self._sockets.flow()
 
     def close(self) -> None:
         """Free everything, after about a second at most; no call may be running."""
@@ -417,12 +416,12 @@ class _Call:
     def due(self) -> str:
         """Memory that is to come, or to be taken."""
         end = self._end
-        name, nbytes = self.name(end.peer), format_bytes(end.transfer.nbytes)
+        name, nbytes = self.named(end.peer), format_bytes(end.transfer.nbytes)
         return (
             f"{nbytes} from {name}" if isinstance(end, Receiving) else f"{name} to receive {nbytes}"
         )
 
-    def name(self, peer: int) -> str:
+    def named(self, peer: int) -> str:
         """The rank, and where the receiving one of the two listens."""
         address = self._end.address
         return f"rank {peer} ({address})" if address else f"rank {peer}"

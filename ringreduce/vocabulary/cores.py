@@ -19,6 +19,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, int(min([cores, *_quotas(root)])))
 
 
+def are_crowded(ranks: int) -> bool:
+    """Whether `ranks` of this host share the cores that this process may use."""
+    return ranks > usable_cores()
+
+
 def _quotas(root: Path) -> Iterator[float]:
     """The limits of this process's cgroups and those around them, in cores."""
     for line in _lines(root / "proc/self/cgroup"):

@@ -29,7 +29,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport import loop, statuses
 from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
 from ringreduce.transport.link_calls import RingCall
-from ringreduce.transport.listening import LOOPBACK
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import MATERIAL_BYTES, Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
@@ -187,7 +187,7 @@ class Loop:
             member.learn([other.public for other in members], bytes(MATERIAL_BYTES), job=77)
         segment_bytes = max(64, nbytes)
         self.link = ZmqLink(
-            bind=LOOPBACK,
+            bind=Bind(("127.0.0.1",)),
             segment_bytes=segment_bytes,
             timeouts=Timeouts(10.0, 10.0),
             security=members[0],

@@ -209,7 +209,7 @@ def test_a_key_seals_no_more_frames_than_it_may(monkeypatch: pytest.MonkeyPatch)
 
     def connect_and_note(connections: Connections, *arguments: Any) -> None:
         connect(connections, *arguments)
-        [records[connections.rank]] = connections.records
+        [records[connections.who["rank"]]] = connections.records
 
     def work(comm: Communicator) -> tuple[int, RingReduceError | None]:
         both.wait(20)

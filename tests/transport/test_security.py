@@ -65,7 +65,7 @@ class Port:
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
     def allow(self, rank: int | None, domain: str = "data") -> None:
-        expected = None if rank is None else self.admission.credentials(rank)
+        expected = None if rank is None else self.admission.credentials(rank, 0)
         self.authenticator.allow(domain, expected)
 
     def __enter__(self) -> Port:
@@ -126,7 +126,7 @@ def test_the_rank_that_is_due_is_let_in_and_named(kind: str) -> None:
     first, second, _ = admissions(3, kind)
     with Port(first) as port:
         port.allow(1)
-        with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
+        with port.attempt(lambda socket: second.join(socket, 0, 0)) as visitor:
             assert visitor.is_admitted()
             visitor.socket.send(b"hello")
             frame = port.socket.recv(copy=False)
@@ -140,9 +140,9 @@ def test_a_password_opens_one_connection() -> None:
     first, second = admissions(2)
     with Port(first) as port:
         port.allow(1)
-        with port.attempt(lambda socket: second.join(socket, 0)) as visitor:
+        with port.attempt(lambda socket: second.join(socket, 0, 0)) as visitor:
             assert visitor.is_admitted()
-            assert not port.admits(lambda socket: second.join(socket, 0))
+            assert not port.admits(lambda socket: second.join(socket, 0, 0))
             visitor.socket.send(b"still here")
             assert port.socket.recv() == b"still here"
 
@@ -151,14 +151,14 @@ def test_a_group_has_passwords_of_its_own() -> None:
     [job, _] = members(2)
     groups = [Membership((0, 1), group=group, epoch=epoch) for group, epoch in ((1, 0), (0, 1))]
     found = [job, *map(job.for_group, groups)]
-    assert len({security.password(0, 1) for security in found}) == 3
+    assert len({security.password(0, 1, 0) for security in found}) == 3
 
 
 def test_a_rank_that_is_not_due_there_is_refused(kind: str) -> None:
     first, _, third = admissions(3, kind)
     with Port(first) as port:
         port.allow(1)
-        assert not port.admits(lambda socket: third.join(socket, 0))
+        assert not port.admits(lambda socket: third.join(socket, 0, 0))
         assert port.authenticator.refused == 1
 
 
@@ -169,7 +169,7 @@ def test_a_rank_of_another_ring_is_refused(kind: str, other: dict[str, str]) -> 
     _, stranger = admissions(2, kind, **other)
     with Port(first) as port:
         port.allow(1)
-        assert not port.admits(lambda socket: stranger.join(socket, 0))
+        assert not port.admits(lambda socket: stranger.join(socket, 0, 0))
 
 
 def test_a_key_made_up_on_the_way_is_refused() -> None:
@@ -202,11 +202,11 @@ def test_without_a_key_nobody_is_let_in(kind: str, mechanism: str) -> None:
 
 def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(kind: str) -> None:
     first, second, third = admissions(3, kind)
-    with Port(first) as port, port.attempt(lambda socket: second.join(socket, 0)) as early:
+    with Port(first) as port, port.attempt(lambda socket: second.join(socket, 0, 0)) as early:
         # A stranger who is answered shows that the one before has been heard, and is not.
         port.allow(1, "other")
         assert not early.events.poll(200)
-        with port.attempt(lambda socket: third.join(socket, 0)) as wrong:
+        with port.attempt(lambda socket: third.join(socket, 0, 0)) as wrong:
             port.allow(1)
             assert early.is_admitted()
             assert not wrong.is_admitted()
@@ -215,17 +215,17 @@ def test_whoever_connects_before_the_ranks_have_met_is_kept_waiting(kind: str) -
 def test_waiting_comes_to_an_end() -> None:
     first, second = admissions(2, hold_s=0.2)
     with Port(first) as port:
-        assert not port.admits(lambda socket: second.join(socket, 0))
+        assert not port.admits(lambda socket: second.join(socket, 0, 0))
 
 
 def test_after_the_authenticator_has_gone_nobody_is_let_in(kind: str) -> None:
     first, second = admissions(2, kind)
     with Port(first) as port:
         port.allow(1)
-        with port.attempt(lambda socket: second.join(socket, 0)) as inside:
+        with port.attempt(lambda socket: second.join(socket, 0, 0)) as inside:
             assert inside.is_admitted()
             port.authenticator.close()
-            assert not port.admits(lambda socket: second.join(socket, 0))
+            assert not port.admits(lambda socket: second.join(socket, 0, 0))
             inside.socket.send(b"still here")
             assert port.socket.recv() == b"still here"
 
@@ -236,7 +236,7 @@ def test_without_a_secret_nobody_is_asked() -> None:
     assert first.public == ""
     with Port(first.data) as port:
         port.allow(None)
-        assert port.admits(lambda socket: second.data.join(socket, 0))
+        assert port.admits(lambda socket: second.data.join(socket, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_request_that_is_not_zap_is_refused_and_the_next_is_heard(request_: li
             asking.send_multipart(request_)
             if len(request_) > 1:
                 assert asking.recv_multipart()[3] == b"400"
-        assert port.admits(lambda socket: second.join(socket, 0))
+        assert port.admits(lambda socket: second.join(socket, 0, 0))
 
 
 def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,7 +272,7 @@ def test_refusals_are_counted_and_not_all_logged(caplog: pytest.LogCaptureFixtur
     with Port(first) as port, caplog.at_level(logging.WARNING):
         port.allow(None)
         for _ in range(30):
-            assert not port.admits(lambda socket: second.join(socket, 0))
+            assert not port.admits(lambda socket: second.join(socket, 0, 0))
         assert port.authenticator.refused == 30
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 8

@@ -169,8 +169,8 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     from ringreduce.pure.timeouts import Timeouts
     from ringreduce.transport.security import Security
     from ringreduce.transport.zeromq import ZmqLink
-    from ringreduce.transport.listening import LOOPBACK
-    settings = {"bind": LOOPBACK, "segment_bytes": 4096}
+    from ringreduce.transport.listening import Bind
+    settings = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096}
     link = ZmqLink(**settings, timeouts=Timeouts(5.0, 5.0), security=Security(size=2))
     address = "127.0.0.1", int(link.address.rpartition(":")[2])
     for _ in range(2500):

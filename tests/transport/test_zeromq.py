@@ -20,7 +20,7 @@ from ringreduce.testing import ring_of_threads
 from ringreduce.transport import frames, inherited, loop, records
 from ringreduce.transport.channel import Outgoing
 from ringreduce.transport.connections import Connections
-from ringreduce.transport.listening import LOOPBACK
+from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
@@ -40,7 +40,7 @@ WORLD_SIZE = 12
 
 
 def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
-    usual = {"bind": LOOPBACK, "segment_bytes": 4096, "timeouts": Timeouts(20.0, 20.0)}
+    usual = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096, "timeouts": Timeouts(20.0, 20.0)}
     security = Security(rank=rank, size=size)
     return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 
@@ -135,7 +135,7 @@ def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch
 
     def connect_and_note(connections, *arguments):
         connect(connections, *arguments)
-        found[connections.rank] = connections
+        found[connections.who["rank"]] = connections
 
     def held() -> int:
         [record] = found[0].records

@@ -98,8 +98,8 @@ def test_only_the_rank_that_is_due_gets_in_and_once(
             assert listens.wait(20)
             address, admission = pairs._addresses[0, 0], pairs._security.data
             with zmq.Context() as context:
-                for each in (admission, admission.of_channel((1 << 16) + 1)):
-                    visit(context, each, address)
+                for channel in (0, (1 << 16) + 1):
+                    visit(context, admission, channel, address)
             tried.set()
             comm.barrier()
             comm.send(np.arange(3), 0)
@@ -108,11 +108,11 @@ def test_only_the_rank_that_is_due_gets_in_and_once(
     assert "refused a connection" in caplog.text
 
 
-def visit(context: zmq.Context[Any], admission: Admission, address: str) -> None:
+def visit(context: zmq.Context[Any], admission: Admission, channel: int, address: str) -> None:
     """Knock at rank 0's port, until an answer."""
     with context.socket(zmq.PUSH) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        admission.join(socket, 0)
+        admission.join(socket, 0, channel)
         refused = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         with socket.get_monitor_socket(int(refused | zmq.EVENT_DISCONNECTED)) as events:
             socket.connect(address)

@@ -5,9 +5,8 @@ import os
 import pytest
 
 from ringreduce.commands.launch.local import default_threads
-from ringreduce.transport.cores import are_crowded
 from ringreduce.vocabulary import cores
-from ringreduce.vocabulary.cores import usable_cores
+from ringreduce.vocabulary.cores import are_crowded, usable_cores
 
 V1 = "5:memory:/job\n4:cpu,cpuacct:/outer/job\n"
 
