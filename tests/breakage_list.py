@@ -196,8 +196,8 @@ BREAKAGES = (
     Breakage(
         "pairs-first-password",
         "ringreduce/transport/security.py",
-        "return Admission(self._security, self.mechanism, channel, seals=self.seals)",
-        "return Admission(self._security, self.mechanism, seals=self.seals)",
+        '"<HHQQI", group, epoch, sender, receiver, channel',
+        '"<HHQQI", group, epoch, sender, receiver, 0',
         "Who has seen a rank's password once can take its place at ports that open later.",
         ("tests/transport/test_zmq_pairs.py",),
     ),
@@ -818,6 +818,22 @@ BREAKAGES = (
         "    if (has_locked != calls->done)\n        return 0;\n",
         "",
         "Calls of two threads mix their arrays.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-call-before-buckets",
+        "native/src/small_calls.c",
+        " || (calls->thread != 0 && calls->thread != (uint64_t)pthread_self())",
+        "",
+        "A call of the program overtakes buckets that the engine was given before.",
+        ("tests/transport/test_small_calls.py",),
+    ),
+    Breakage(
+        "small-bucket-of-any-plan",
+        "ringreduce/collectives/shared_memory.py",
+        "array.dtype, array.size, None, op, signature, None)\n        self.small",
+        "array.dtype, array.size, None, op, 0, None)\n        self.small",
+        "Small buckets of different plans are reduced together, without an error.",
         ("tests/transport/test_small_calls.py",),
     ),
     Breakage(

@@ -17,7 +17,7 @@ extern "C" {
 #define RR_EXPORT __attribute__((visibility("default")))
 
 /* Increased with every change of this header; ringreduce/effects/native.py requires this value. */
-#define RR_ABI 15
+#define RR_ABI 16
 
 /* Return codes. System errors are returned as -errno. */
 enum {
@@ -360,6 +360,7 @@ typedef struct {
     void *(*call)(void *object);  /* PyObject_CallNoArgs */
     void *lock, *unlock;          /* a lock's, without waiting; NULL: callers exclude each other */
     uint64_t *caller;             /* with a lock: the thread that is in a call, in C or not; 0 */
+    uint64_t thread;              /* the only one that may begin a call; 0: any may */
     const rr_small_call *running; /* NULL: none */
     uint64_t bytes;               /* of all calls */
     rr_small_call known[RR_SMALL_CALLS];

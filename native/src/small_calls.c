@@ -41,7 +41,8 @@ static uint64_t elements(const rr_array *array)
 static const rr_small_call *find(const rr_small_calls *calls, const rr_array *array,
                                  const void *option)
 {
-    if (calls->end == NULL || array->object.type != calls->array_type ||
+    if (calls->end == NULL || (calls->thread != 0 && calls->thread != (uint64_t)pthread_self()) ||
+        array->object.type != calls->array_type ||
         (array->flags & RR_ARRAY_USUAL) != RR_ARRAY_USUAL)
         return NULL;
     const uint64_t count = elements(array);

@@ -158,6 +158,11 @@ static void only_while_no_other_call_runs(rr_small_calls *calls)
     calls->unlock = &unlock;
     calls->caller = &caller;
     CHECK(call(calls, &array, &sum, 2) == &done && depth == 0 && caller == 0);
+    calls->thread = (uint64_t)pthread_self() + 1;
+    CHECK(call(calls, &array, &sum, 2) == &unknown && depth == 0 && caller == 0);
+    calls->thread = (uint64_t)pthread_self();
+    CHECK(call(calls, &array, &sum, 2) == &done && depth == 0 && caller == 0);
+    calls->thread = 0;
     caller = 5;
     CHECK(call(calls, &array, &sum, 2) == &unknown && depth == 0 && caller == 5);
     CHECK(end(calls) == &unknown && depth == 0 && caller == 5);

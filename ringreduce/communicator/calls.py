@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +28,9 @@ from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceEr
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 _log = logging.getLogger(__name__)
+
+# As many as C knows at a time.
+_SIGNED_KEPT = 64
 
 _Result = TypeVar("_Result")
 
@@ -85,6 +89,8 @@ class Calls:
         # All-reduces wholly in C, once there are some.
         self._small: SmallCalls | None = None
         self._in_c: Callable[[np.ndarray, Any], bool | None] = lambda *_: None
+        self._engine_thread = 0
+        self._signed = lru_cache(_SIGNED_KEPT)(lambda *option: option)
 
     @property
     def caller(self) -> int | None:
@@ -95,6 +101,12 @@ class Calls:
         """Run calls that `small` knows wholly in C."""
         small.exclude(functools.partial(self.lock.acquire, False), self.lock.release, self._caller)
         self._small, self._in_c = small, small.run
+
+    def keep_to(self, engine_thread: int) -> None:
+        """Begin calls in C in the engine's thread alone: those of others come after its work."""
+        self._engine_thread = engine_thread
+        if self._small is not None:
+            self._small.keep_to(engine_thread)
 
     def use_python(self) -> None:
         """Begin no call in C any more: each needs a check, or is refused."""
@@ -129,13 +141,13 @@ class Calls:
         result: _Result = self._within(self._run, name, nbytes, run, *arguments)
         return result
 
-    def all_reduce(self, array: np.ndarray, option: ReduceOp | str) -> bool:
+    def all_reduce(self, array: np.ndarray, option: ReduceOp | str, signature: int = 0) -> bool:
         """All-reduce `array` by one C function; False: that does not know it, nothing was begun.
 
         So a small call takes a third of the time that it takes in `call`.
         """
         try:
-            done = self._in_c(array, option)
+            done = self._in_c(array, self._known_by(option, signature) if signature else option)
             if done:
                 if _log.isEnabledFor(logging.DEBUG):
                     self._log("all_reduce", array.nbytes)
@@ -144,7 +156,8 @@ class Calls:
                 return False
             # Another rank is late. C has taken the lock.
             flat, op = flat_view(array, "all_reduce"), reduce_op(option)
-            self._finish("all_reduce", array.nbytes, self._owner.collectives.all_reduce, flat, op)
+            run = self._owner.collectives.all_reduce
+            self._finish("all_reduce", array.nbytes, run, flat, op, signature)
             self._end_in_c()
         except BaseException as error:
             self._interrupted(error)
@@ -170,11 +183,22 @@ class Calls:
         assert self._small is not None
         self._small.end()
 
-    def teach(self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp) -> None:
+    def teach(
+        self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp, signature: int
+    ) -> None:
         """Have `all_reduce` know arrays like this one with `option`, which means `op`."""
-        if self._small is not None and not self._small.is_closed:
+        known = self._known_by(option, signature) if signature else option
+        if self._small is not None and self._small.begins_here and known is not None:
             with self.lock:
-                self._owner.collectives.teach(array, option, op)
+                self._owner.collectives.teach(array, known, op, signature)
+
+    def _known_by(self, option: ReduceOp | str, signature: int) -> object:
+        """One object for both, by which C finds a call of the engine's; None in other threads.
+
+        Those that the engine makes are of buckets, and few; others may be numbered.
+        """
+        is_ours = threading.get_ident() == self._engine_thread
+        return self._signed(option, signature) if is_ours else None
 
     def leaves_later(self, why: str) -> bool:
         """Have the call that this thread is in leave when it ends; False: it is in none."""

@@ -170,8 +170,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         workstations", JPDC 2009.
         """
         session = self._session
-        is_plain = not (signature or async_op)
-        if is_plain and session.calls.all_reduce(array, op):
+        if not async_op and session.calls.all_reduce(array, op, signature):
             return array
         how = reduce_op(op)
         flat = flat_view(array, "all_reduce")
@@ -179,8 +178,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
             self._check_mean(array.dtype)
         run = session.collectives.all_reduce
         result = session.calls.run("all_reduce", array, signature, async_op, run, flat, how)
-        if is_plain:
-            session.calls.teach(array, op, how)
+        if not async_op:
+            session.calls.teach(array, op, how, signature)
         return result
 
     def reduce_scatter(

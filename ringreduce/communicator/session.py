@@ -112,7 +112,7 @@ class Session:
                 self._close_flight()
                 raise
         if lasting.engine is not None:
-            self.calls.use_python()
+            self.calls.keep_to(lasting.engine.thread)
             lasting.engine.follow(self, self.collectives)
         self._life.advance(State.OPEN)
         registry.opened.add(self)
@@ -204,8 +204,8 @@ class Session:
                 raise closed(self.config)
             if self.lasting.engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
-                self.calls.use_python()
                 self.lasting.engine = Engine(name, self, self.collectives, self.events)
+                self.calls.keep_to(self.lasting.engine.thread)
             return self.lasting.engine
 
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:

@@ -20,7 +20,7 @@ from ringreduce.vocabulary.errors import NativeError
 _log = logging.getLogger(__name__)
 
 # RR_ABI of native/include/ringreduce.h.
-ABI = 15
+ABI = 16
 
 _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 

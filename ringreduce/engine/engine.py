@@ -151,6 +151,12 @@ class Engine:
         self.drain()
 
     @property
+    def thread(self) -> int:
+        """The identity of its thread."""
+        assert self._thread.ident is not None
+        return self._thread.ident
+
+    @property
     def native(self) -> NativeQueue | None:
         """The queue, if a framework's threads can put buckets into it."""
         return self._queue if isinstance(self._queue, NativeQueue) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
@@ -61,6 +62,7 @@ class _SmallCalls(ctypes.Structure):
         ("lock", _pointer),
         ("unlock", _pointer),
         ("caller", _pointer),
+        ("thread", _u64),
         ("running", _pointer),
         ("bytes", _u64),
         ("known", _SmallCall * _CALLS),
@@ -158,10 +160,15 @@ class SmallCalls:
         _, option, _ = self._taught[(address - first) // ctypes.sizeof(_SmallCall)]
         return option
 
+    def keep_to(self, thread: int) -> None:
+        """Have `run` begin calls in the thread of that identity alone, from now on."""
+        self._calls.thread = thread
+
     @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._calls.end is None
+    def begins_here(self) -> bool:
+        """Whether `run` may begin a call in this thread."""
+        thread = self._calls.thread
+        return self._calls.end is not None and thread in (0, threading.get_ident())
 
     def close(self) -> None:
         """Have `run` begin no call any more; from any thread, and before its end is freed."""

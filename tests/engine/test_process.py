@@ -125,6 +125,30 @@ def test_rank_killed_while_work_is_pending_is_named_by_every_wait(
         assert_lost(ring.wait("later", [0, 2]), 1)
 
 
+def test_rank_killed_before_a_bucket_that_runs_in_c_is_named(tmp_path: Path) -> None:
+    if native.library() is None:
+        pytest.skip(native.why_missing())
+    program = """
+    ring = join()
+    data = np.ones(1000)
+    def bucket():
+        ring.engine.submit(lambda: ring.all_reduce(data, "mean", signature=5)).wait()
+    for _ in range(20):
+        bucket()
+    say("ready", in_c=ring._session.collectives.small.nbytes)
+    if RANK == 1:
+        signal.pause()
+    attempt("first", bucket)
+    attempt("later", bucket)
+    hold()
+    """
+    with Ring(tmp_path, 3, program, transport="shm") as ring:
+        assert all(fact["in_c"] > 0 for fact in ring.wait("ready"))
+        ring.workers[1].signal(signal.SIGKILL)
+        assert_lost([{**fact, "seconds": 0.0} for fact in ring.wait("first", [0, 2])], 1)
+        assert_lost(ring.wait("later", [0, 2]), 1)
+
+
 def test_ctrl_c_ends_a_wait_for_work(tmp_path: Path, transport: str) -> None:
     program = """
     ring = join()

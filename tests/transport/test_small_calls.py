@@ -218,7 +218,8 @@ def test_no_call_begins_in_c_once_it_needs_a_check():
         small = comm._session.collectives.small
         assert small is not None
         work = comm.all_reduce(np.ones(5), async_op=True)
-        assert small.is_closed
+        assert not small.begins_here
+        assert small.run(np.ones(3), ReduceOp.SUM) is None
         np.testing.assert_array_equal(comm.all_reduce(np.ones(3)), np.full(3, comm.size))
         work.wait()
         group = comm.split(0)
@@ -228,9 +229,60 @@ def test_no_call_begins_in_c_once_it_needs_a_check():
         group.fail(ArrayError("something else"))
         small = group._session.collectives.small
         assert small is not None
-        assert small.is_closed
+        assert not small.begins_here
         with pytest.raises(ArrayError, match="something else"):
             group.all_reduce(np.ones(3))
+
+    ring_of_threads(2, work)
+
+
+def bucket(comm: Communicator, array: np.ndarray, op: ReduceOp, signature: int) -> np.ndarray:
+    """Reduce `array` as the engine reduces a bucket: in its thread, with the plan's signature."""
+    reduced: np.ndarray = comm.engine.submit(
+        lambda: comm.all_reduce(array, op, signature=signature)
+    ).wait()
+    return reduced
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+def test_small_buckets_are_reduced_in_c_with_equal_bits(name):
+    def work(comm: Communicator) -> None:
+        own = np.random.default_rng(comm.rank).standard_normal(301).astype(naive.DTYPES[name])
+        # With a signature, and not in the engine: by Python.
+        expected = comm.all_reduce(own.copy(), ReduceOp.MEAN, signature=5)
+        small = comm._session.collectives.small
+        assert small is not None
+        assert small.nbytes == 0
+        for _ in range(50):
+            got = bucket(comm, own.copy(), ReduceOp.MEAN, 5)
+            assert got.tobytes() == expected.tobytes()
+        assert small.nbytes > 0
+
+    ring_of_threads(2, work)
+
+
+def test_a_call_of_the_program_comes_after_the_buckets_before_it():
+    def work(comm: Communicator) -> None:
+        for _ in range(2):
+            comm.all_reduce(np.ones(3))
+            bucket(comm, np.ones(301), ReduceOp.SUM, 5)
+        buckets = [
+            comm.engine.submit(lambda: comm.all_reduce(np.ones(301), ReduceOp.SUM, signature=5))
+            for _ in range(100)
+        ]
+        comm.all_reduce(np.ones(3))
+        assert all(each.done() for each in buckets)
+
+    ring_of_threads(2, work)
+
+
+def test_buckets_of_different_plans_differ_in_c_too():
+    def work(comm: Communicator) -> None:
+        for signature in (5, 6):
+            for _ in range(2):
+                bucket(comm, np.ones(301), ReduceOp.SUM, signature)
+        with pytest.raises(MismatchError, match="with other gradients"):
+            bucket(comm, np.ones(301), ReduceOp.SUM, 5 + comm.rank)
 
     ring_of_threads(2, work)
 
