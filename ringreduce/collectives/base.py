@@ -16,10 +16,10 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
-from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import ShmLink
 from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
 from ringreduce.transport.small_calls import SmallCalls
+from ringreduce.transport.stalls import PeerStates
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.errors import RingReduceError
@@ -132,8 +132,9 @@ class Collectives(Protocol):
 
     def begin(self, peers: PeerStates) -> None:
         """Messages between two ranks know from now on what the other ranks do."""
-        if self.pairs is not None:
-            self.pairs.begin(peers)
+        for each in self._ways():
+            if not isinstance(each, ZmqLink):
+                each.begin(peers)
 
     def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
         """What sends to the rank at `group_rank`, or receives from it, and its place there."""

@@ -26,7 +26,6 @@ from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
@@ -187,11 +186,6 @@ class HierarchicalCollectives(Collectives):
                 self._ring.compare(kind, source.dtype, signature)
 
         self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
-
-    def begin(self, peers: PeerStates) -> None:
-        """Messages between two ranks know from now on what the other ranks do."""
-        super().begin(peers)
-        self._host.begin(peers)
 
     def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
         if group_rank in self._members:

@@ -17,7 +17,6 @@ from ringreduce.collectives.base import Collectives
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
-from ringreduce.transport.peers import PeerStates
 from ringreduce.transport.shm import HostCall, ShmLink
 from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.zmq_pairs import ZmqPairs
@@ -130,12 +129,6 @@ class SharedMemoryCollectives(Collectives):
         call, sent, received = self._all_to_all(kind, source.dtype, counts.tobytes(), signature)
         assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
         self._link.run(call, source, target)
-
-    def begin(self, peers: PeerStates) -> None:
-        """Messages between two ranks know from now on what the other ranks do."""
-        super().begin(peers)
-        if self._link is not None and self._link.pairs is not None:
-            self._link.pairs.begin(peers)
 
     def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
         assert self._link is not None

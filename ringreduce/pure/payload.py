@@ -110,7 +110,10 @@ def checked_counts(
                 remedy="Pass `counts`, the number of rows for each rank.",
             )
         return [rows // size] * size
-    numbers = [_whole(count) for count in counts]
+    try:
+        numbers = [operator.index(count) for count in counts]
+    except TypeError:
+        numbers = []
     if len(numbers) != size or min(numbers) < 0 or sum(numbers) != rows:
         raise ArrayError(
             f"got the counts {counts!r:.200} for {rows} rows",

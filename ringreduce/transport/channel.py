@@ -11,8 +11,8 @@ import contextlib
 import socket as sockets
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -23,7 +23,6 @@ from ringreduce.transport.address import endpoint
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.transport.monitor import unwatch, watch
-from ringreduce.transport.overdue import Silence
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
 from ringreduce.vocabulary.config import TIMES
@@ -289,6 +288,55 @@ class Outgoing:
             self.is_open = False
             unwatch(self.socket, self.events)
             self.socket.close(linger=0 if self.is_lost else linger_ms)
+
+
+class _Seen(NamedTuple):
+    arrived: int
+    since_s: float
+    looked_s: float
+
+
+class Silence:
+    """For how long no byte has come on a connection while a thread waits for a frame of it.
+
+    `arrived_bytes` returns how many have come in all; None where the system does not count them.
+    """
+
+    def __init__(self, arrived_bytes: Callable[[], int | None]) -> None:
+        self._arrived_bytes = arrived_bytes
+        self._seen: _Seen | None = None
+
+    def look(self) -> None:
+        """Note what has arrived; at each check of the thread that waits."""
+        now, seen, arrived = time.monotonic(), self._seen, self._arrived_bytes()
+        if arrived is None:
+            # Unknown counts as progress: a link that is merely slow must not look dead.
+            self._seen = None
+        elif (
+            seen is None
+            or arrived != seen.arrived
+            or now - seen.looked_s > TIMES.looked_s  # stood still itself
+        ):
+            self._seen = _Seen(arrived, now, now)
+        else:
+            self._seen = seen._replace(looked_s=now)
+
+    def end(self) -> None:
+        """No frame is due any more."""
+        self._seen = None
+
+    def dry_s(self) -> float | None:
+        """For how long; None: no frame is due. From any thread."""
+        seen, now = self._seen, time.monotonic()
+        # A thread that waits for the GIL, not for a frame, has not checked for long, and frames may
+        # have arrived meanwhile.
+        if (
+            seen is None
+            or now - seen.looked_s > TIMES.looked_s
+            or seen.arrived != self._arrived_bytes()
+        ):
+            return None
+        return now - seen.since_s
 
 
 def join_ports(addresses: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ next rank, and one each to the ranks 2, 4, 8, ... positions ahead, for the excha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from ringreduce.pure import schedule
@@ -23,7 +22,6 @@ from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.vocabulary.config import TIMES
 
 
 class Connections:
@@ -89,15 +87,6 @@ class Connections:
             ports = announced_ports(addresses[peer], ports_per_rank, peer, self.sockets.security)
             self.sockets.connect(ports[channel], peer, self.records[channel], channel)
             self.sockets.admit(self.incoming[channel], self.behind(channel)[0])
-
-    def lock(self) -> None:
-        """Refuse all further connections; call it once all ranks have taken part in a call.
-
-        A port whose rank has not connected within `TIMES.lock_s` stays open, with the
-        authenticator.
-        """
-        self.sockets.read_events()
-        self.sockets.lock_all(time.monotonic() + TIMES.lock_s)
 
     def behind(self, channel: int) -> tuple[int, str]:
         """The rank that `channel` receives from, and the address where that rank listens."""

@@ -71,10 +71,10 @@ class Sending(_End):
         """Whether libzmq still holds memory that is to be sent."""
         return self.socket is not None and self.socket.borrows
 
-    def is_lost(self) -> bool:
-        """Whether the connection has ended."""
-        if self.socket is None:
-            return False
+    def is_lost(self, has_left: bool, waited_s: float) -> bool:
+        """Whether nothing more can be sent; as of the other direction."""
+        if has_left or self.socket is None:
+            return has_left
         self.socket.read_events()
         return self.socket.is_lost or not self.socket.is_open
 

@@ -78,7 +78,7 @@ def address_of(flat: np.ndarray) -> int:
         return address
 
 
-def _checked(status: int) -> None:
+def checked(status: int) -> None:
     """Raise OSError for the errno in `status`."""
     if status < 0:
         raise OSError(-status, os.strerror(-status))
@@ -101,7 +101,7 @@ class Segment:
         self.descriptor = descriptor
         address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
         try:
-            _checked(
+            checked(
                 functions()["segment_map"](
                     descriptor, ctypes.addressof(address), ctypes.addressof(nbytes)
                 )
@@ -123,7 +123,7 @@ class Segment:
             OSError: ENOSPC, ENOMEM or EFBIG when there is not enough of it.
         """
         descriptor = ctypes.c_int()
-        _checked(
+        checked(
             functions()["segment_create"](staging_bytes, heap_bytes, ctypes.addressof(descriptor))
         )
         return cls(descriptor.value)
@@ -210,7 +210,7 @@ class Heap:
             self._returned.append((offset, length))
             if -status in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 return None
-            _checked(status)
+            checked(status)
         return offset
 
     def _release(self, offset: int, length: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.shm_ranks import DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.stalls import Interruption, PeerStates, State, finish
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
@@ -117,8 +116,6 @@ class ShmLink:
         # Ranks can share memory when their names are equal up to the slash.
         self.name = f"{memory_domain()}.{STAGING_BYTES}.{size}/{self._mesh.name}"
         self._heap: Heap | None = Heap(self._own)
-        self._segments: list[Segment] = []
-        self._group: int | None = None
         # Messages between two ranks, once this is connected.
         self.pairs: ShmPairs | None = None
         # Messages from this rank and to it, known once it is closed.
@@ -128,10 +125,6 @@ class ShmLink:
         self._connected: HostRanks | None = None
         self._facts = _Facts()
         self._interruption = Interruption()
-        self._events: Events | None = None
-        # Any thread may ask for the traffic, so `close` must not free the group meanwhile; not in
-        # a signal handler either.
-        self._traffic_lock, self._is_looking = threading.RLock(), False
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
@@ -170,13 +163,14 @@ class ShmLink:
             timeout_s=self._timeouts.timeout_s,
             check=check,
         )
+        segments: list[Segment] = []
         for place, member in enumerate(members):
             if place == index:
                 # One mapping only, so that registered arrays are recognised by address.
-                self._segments.append(self._own)
+                segments.append(self._own)
                 continue
             try:
-                self._segments.append(Segment(descriptors.pop(place)))
+                segments.append(Segment(descriptors.pop(place)))
             except OSError as error:
                 for rest in descriptors.values():
                     os.close(rest)
@@ -185,24 +179,22 @@ class ShmLink:
                     **self._who,
                     peer=member,
                 ) from error
-        addresses = (ctypes.c_void_p * len(members))(*[s.address for s in self._segments])
-        group = ctypes.c_void_p()
-        status = self._functions["shm_new"](
-            ctypes.addressof(group), index, len(members), ctypes.addressof(addresses)
-        )
-        if status != DONE or group.value is None:
+        shared = segments, self._mesh, self._timeouts, self._interruption
+        try:
+            self._connected = ranks = HostRanks(members, index, size, *shared)
+        except OSError as error:
             raise ProtocolError(
-                f"cannot use the memory of this host's ranks: {os.strerror(-status)}",
-                **self._who,
-            )
-        self._group = group.value
-        shared = self._segments, self._mesh, self._timeouts, self._interruption
-        self._connected = ranks = HostRanks(members, index, size, *shared)
+                f"cannot use the memory of this host's ranks: {error.strerror}", **self._who
+            ) from error
         self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
         assert self._heap is not None
         self.pairs = ShmPairs(ranks, self._heap)
         if are_possible():
-            self.small = SmallCalls(SmallKind.COLLECTIVE, self._group, self._wait_limits_address)
+            self.small = SmallCalls(SmallKind.COLLECTIVE, ranks.group, self._wait_limits_address)
+
+    def begin(self, peers: PeerStates) -> None:
+        """Errors and time limits of messages depend from now on on what other ranks do."""
+        self._ranks.peers = peers
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
@@ -210,10 +202,8 @@ class ShmLink:
         return None if heap is None else heap.empty(nbytes)
 
     def record(self, events: Events) -> None:
-        """Record in `events` which ranks collectives wait for, and those that run in C."""
-        self._events = events
-        if self.pairs is not None:
-            self.pairs.record(events)
+        """Record in `events` which ranks calls wait for, and the collectives that run in C."""
+        self._ranks.events = events
         if self.small is not None:
             self.small.record(events, Kind.ALL_REDUCE.label)
 
@@ -228,13 +218,13 @@ class ShmLink:
 
         After any exception the link is broken: `abort`, then `close`.
         """
-        address = address_of(source)
+        ranks, address = self._ranks, address_of(source)
         into = address if target is None else address_of(target)
         self._call = call
-        self._arguments = self._group, call.address, address, into, self._wait_limits_address
+        self._arguments = ranks.group, call.address, address, into, self._wait_limits_address
         if not self.resume():
             check_s = TIMES.shared_memory_poll_s
-            finish(self, self._interruption, self._timeouts, self._events, check_s)
+            finish(self, self._interruption, self._timeouts, ranks.events, check_s)
 
     @property
     def _ranks(self) -> HostRanks:
@@ -242,7 +232,7 @@ class ShmLink:
         return self._connected
 
     def _look(self) -> _Facts:
-        self._functions["shm_look"](self._group, ctypes.addressof(self._facts))
+        self._functions["shm_look"](self._ranks.group, ctypes.addressof(self._facts))
         return self._facts
 
     def abort(self) -> None:
@@ -251,8 +241,8 @@ class ShmLink:
         Registered arrays become private: a rank that was stopped while it wrote into them may
         continue.
         """
-        if self._group is not None:
-            self._functions["shm_abort"](self._group)
+        if self._connected is not None:
+            self._functions["shm_abort"](self._connected.group)
             if self._heap is not None and (left := self._heap.detach()):
                 _log.warning(
                     "[%d/%d] has no memory to take %d bytes of registered arrays out of the other "
@@ -266,22 +256,17 @@ class ShmLink:
 
     def traffic(self) -> Traffic:
         """What this rank has written to and read from shared memory so far; from any thread."""
-        with self._traffic_lock:
-            was_looking, self._is_looking = self._is_looking, True
-            group = self._group
-            if group is not None:
-                # Not into `_facts`, which a `run` in another thread may be reading.
-                facts = _Facts()
-                self._functions["shm_look"](group, ctypes.addressof(facts))
-                assert self.pairs is not None
-                messages = self.pairs.traffic()
-                self._traffic = Traffic(
-                    int(facts.progress),
-                    int(facts.bytes_sent) + messages.bytes_sent,
-                    int(facts.bytes_received) + messages.bytes_received,
-                )
-            self._is_looking = was_looking
-            return self._traffic
+        ranks = self._connected  # Which stays as it is, whoever closes the link meanwhile.
+        if ranks is not None and self.pairs is not None:
+            # Not into `_facts`, which a `run` in another thread may be reading.
+            facts, messages = _Facts(), self.pairs.traffic()
+            self._functions["shm_look"](ranks.group, ctypes.addressof(facts))
+            self._traffic = Traffic(
+                int(facts.progress),
+                int(facts.bytes_sent) + messages.bytes_sent,
+                int(facts.bytes_received) + messages.bytes_received,
+            )
+        return self._traffic
 
     def flow(self) -> Flow:
         """Nothing: the traffic shows whether shared memory makes progress."""
@@ -295,16 +280,10 @@ class ShmLink:
         if self.small is not None:
             self.small.close()
         self.traffic()
-        with self._traffic_lock:
-            group, self._group = self._group, None
-            # Where this is a signal handler within `traffic`, that still reads it.
-            if group is not None and not self._is_looking:
-                self._functions["shm_free"](group)
         if self.pairs is not None:
             # After leaving: the rank that sends later finds that this one has gone.
             self.unreceived += self.pairs.unreceived()
             self.pairs.close()
-        self._segments.clear()
         # The link itself may live much longer.
         self._own = self._heap = self._connected = None
 
@@ -333,7 +312,7 @@ class ShmLink:
     def lost(self, waited_s: float) -> int | None:
         """A rank whose process has ended and that has not finished the step."""
         arrived = self._functions["shm_has_arrived"]
-        late = (index for index in self._mesh.gone() if not arrived(self._group, index))
+        late = (index for index in self._mesh.gone() if not arrived(self._ranks.group, index))
         return next((self._ranks.members[index] for index in late), None)
 
     def where(self, peer: int) -> dict[str, Any]:

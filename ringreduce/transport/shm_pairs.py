@@ -20,17 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import HEADER_BYTES, Header
 from ringreduce.transport.link_calls import Traffic
-from ringreduce.transport.peers import PeerStates, PeerTimeouts
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import State, finish
+from ringreduce.transport.stalls import PeerTimeouts, State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
@@ -57,20 +55,10 @@ class ShmPairs:
         self._ranks: HostRanks | None = ranks
         self._heap: Heap | None = heap
         self._interruption, self._size = ranks.interruption, ranks.size
-        self._peers: PeerStates | None = None
-        self._events: Events | None = None
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.RLock()
         self._sending: dict[int, ShmEnd] = {}
         self._receiving: dict[int, ShmEnd] = {}
-
-    def begin(self, peers: PeerStates) -> None:
-        """Errors and time limits depend from now on on what the other rank does."""
-        self._peers = peers
-
-    def record(self, events: Events) -> None:
-        """Record in `events` which ranks messages wait for."""
-        self._events = events
 
     def send(self, place: int, header: Header, flat: np.ndarray) -> None:
         """Send `flat`, contiguous, to the rank at `place` among those of this host.
@@ -121,7 +109,7 @@ class ShmPairs:
 
     def _end(self, place: int, is_sending: bool) -> ShmEnd:
         assert self._ranks is not None
-        return ShmEnd(self._ranks, place, self._peers, self._events, is_sending=is_sending)
+        return ShmEnd(self._ranks, place, is_sending=is_sending)
 
     def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
@@ -159,33 +147,23 @@ class ShmPairs:
 
 
 class ShmEnd:
-    """This rank's end of one direction; a `StalledCall`. Who has it keeps all memory mapped.
+    """This rank's end of one direction; a `StalledCall`.
 
     Attributes:
         small: messages wholly in C, by array and tag; None where there are none.
     """
 
-    def __init__(
-        self,
-        ranks: HostRanks,
-        place: int,
-        peers: PeerStates | None,
-        events: Events | None,
-        *,
-        is_sending: bool,
-    ) -> None:
-        self._ranks, self._place = ranks, place
-        self._peers, self._events, self._is_sending = peers, events, is_sending
+    def __init__(self, ranks: HostRanks, place: int, *, is_sending: bool) -> None:
+        self._ranks, self._place, self._is_sending = ranks, place, is_sending
         self._peer = ranks.members[place]
         self._operation = "send" if is_sending else "recv"
         self._call = functions()["pair_send" if is_sending else "pair_receive"]
         self._nbytes = 0
         sender, receiver = (ranks.index, place) if is_sending else (place, ranks.index)
-        addresses = (ctypes.c_void_p * len(ranks.members))(*[s.address for s in ranks.segments])
         made = ctypes.c_void_p()
         status = functions()["pair_new"](
             ctypes.addressof(made),
-            *(len(ranks.members), ctypes.addressof(addresses), sender, receiver),
+            *(len(ranks.members), ctypes.addressof(ranks.segments), sender, receiver),
         )
         if status != DONE or made.value is None:
             raise MemoryError(os.strerror(-status))
@@ -228,10 +206,10 @@ class ShmEnd:
         data, nbytes = address_of(flat), flat.nbytes
         self._arguments = self._pair, self._words_address, data, nbytes, self._limits
         if not self.resume():
-            interruption, timeouts = self._ranks.interruption, self._ranks.timeouts
-            if self._peers is not None:
-                timeouts = PeerTimeouts(timeouts, self._peers, self._peer, sends=self._is_sending)
-            finish(self, interruption, timeouts, self._events, TIMES.shared_memory_poll_s)
+            ranks, timeouts = self._ranks, self._ranks.timeouts
+            if ranks.peers is not None:
+                timeouts = PeerTimeouts(timeouts, ranks.peers, self._peer, sends=self._is_sending)
+            finish(self, ranks.interruption, timeouts, ranks.events, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
 
     def unreceived(self) -> list[Unreceived]:

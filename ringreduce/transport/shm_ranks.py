@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.wire import Header
 from ringreduce.transport.diagnosis import lost_error, mismatch_error
-from ringreduce.transport.segment import Segment
-from ringreduce.transport.stalls import Interruption
+from ringreduce.transport.segment import Segment, checked, functions
+from ringreduce.transport.stalls import Interruption, PeerStates
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.cores import are_crowded
@@ -49,11 +51,20 @@ def wait_limits(ranks: int) -> WaitLimits:
 class HostRanks:
     """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
 
+    Who has it keeps all memory mapped, and `group` valid.
+
     Attributes:
         size: of the job.
+        segments: their addresses.
+        group: the C library's rr_shm of these ranks.
         mesh: which of them are lost.
         timeouts: how long the calls of collectives may wait.
         interruption: of all calls.
+        events: which ranks calls wait for is recorded there.
+        peers: what the other ranks do; None before the watcher runs.
+
+    Raises:
+        OSError: their memory does not fit together.
     """
 
     def __init__(
@@ -67,9 +78,21 @@ class HostRanks:
         interruption: Interruption,
     ) -> None:
         self.members, self.index, self.size = tuple(members), index, size
-        self.segments = tuple(segments)
+        self._segments = tuple(segments)
+        self.segments = (ctypes.c_void_p * len(members))(*[each.address for each in segments])
         self.wait_limits = wait_limits(len(members))
         self.mesh, self.timeouts, self.interruption = mesh, timeouts, interruption
+        self.events: Events | None = None
+        self.peers: PeerStates | None = None
+        made = ctypes.c_void_p()
+        checked(
+            functions()["shm_new"](
+                *(ctypes.addressof(made), index, len(members), ctypes.addressof(self.segments))
+            )
+        )
+        assert made.value is not None
+        self.group: int = made.value
+        weakref.finalize(self, functions()["shm_free"], self.group).atexit = False
 
     def named(self, peer: int) -> str:
         """How errors call a rank."""

@@ -11,12 +11,15 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
+from ringreduce.pure.cycles import Waits, describe
+from ringreduce.pure.liveness import Doing
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Limit, Timeouts
+from ringreduce.pure.watcher_messages import Left, Listening, Pending
+from ringreduce.transport.channel import Silence
 from ringreduce.transport.diagnosis import lost_error, timeout_error
-from ringreduce.transport.overdue import Silence
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
 
 
 class State(NamedTuple):
@@ -137,6 +140,44 @@ class _WaitSpan:
             now = time.monotonic()
             self._events.part(SpanKind.WAIT, self._began_s, now, other=self._known[0])
         self._known = None
+
+
+class PeerStates(Protocol):
+    """What is known of the other ranks; from any thread."""
+
+    def listen(self, listening: Listening) -> None:
+        """Notify a rank that this one listens for it."""
+
+    def left(self, rank: int) -> Left | None:
+        """The message of a rank that has closed its communicator; None if it has not."""
+
+    def doing(self, rank: int) -> Doing:
+        """What a rank does."""
+
+
+class PeerTimeouts(Timeouts):
+    """The limits of `timeouts` for a message to or from rank `peer`, whatever else holds this up.
+
+    `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
+    """
+
+    def __init__(self, timeouts: Timeouts, peers: PeerStates, peer: int, *, sends: bool) -> None:
+        super().__init__(timeouts.timeout_s, timeouts.busy_timeout_s)
+        self._peers, self._peer, self._sends = peers, peer, sends
+
+    def look(self) -> None:
+        """Note whether the rank that is waited for is busy now."""
+        self.is_busy = self._peers.doing(self._peer).is_busy
+
+    def explain(self, error: PeerTimeoutError) -> None:
+        """Say in `error` what the rank does."""
+        doing = self._peers.doing(self._peer)
+        if error.rank is not None and doing.waits:
+            own = Waits(error.rank, Pending(self._sends, self._peer, 0))
+            if (text := describe([own, *doing.waits])) is not None:
+                error.remedy = text
+                return
+        error.remedy = f"{doing.text[0].upper()}{doing.text[1:]}. {error.remedy}"
 
 
 def finish(

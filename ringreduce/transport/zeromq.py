@@ -145,10 +145,15 @@ class ZmqLink:
         self._events = events
 
     def lock(self) -> None:
-        """Refuse all further connections; call it once all ranks have taken part in a call."""
-        known = self._connections
-        if not known.sockets.is_closed and not self._has_failed and known.outgoing:
-            known.lock()
+        """Refuse all further connections; call it once all ranks have taken part in a call.
+
+        A port whose rank has not connected within `TIMES.lock_s` stays open, with the
+        authenticator.
+        """
+        sockets = self._connections.sockets
+        if not sockets.is_closed and not self._has_failed and sockets.outgoing:
+            sockets.read_events()
+            sockets.lock_all(time.monotonic() + TIMES.lock_s)
 
     def read_events(self) -> None:
         """Process the events of all connections."""

@@ -39,12 +39,11 @@ from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.pair_ends import Receiving, Sending
-from ringreduce.transport.peers import PeerStates, PeerTimeouts
 from ringreduce.transport.records import LinkRecord
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.stalls import Interruption, PeerStates, PeerTimeouts, State, finish
 from ringreduce.transport.statuses import (
     DONE,
     DRAINING,
@@ -430,9 +429,7 @@ class _Call:
         """The other rank, if its connection has ended or it has left."""
         end = self._end
         has_left = self._peers.left(end.peer) is not None
-        if isinstance(end, Receiving):
-            return end.peer if end.is_lost(has_left, waited_s) else None
-        return end.peer if has_left or end.is_lost() else None
+        return end.peer if end.is_lost(has_left, waited_s) else None
 
     def where(self, peer: int) -> dict[str, Any]:
         """The fields that every error of this call has."""

@@ -198,7 +198,7 @@ class Loop:
         self.context = zmq.Context()
         self.peer = self.context.socket(zmq.PUSH)
         self.peer.setsockopt(zmq.SNDTIMEO, 10_000)
-        members[1].data.join(self.peer, 0)
+        members[1].data.join(self.peer, 0, 0)
         is_sealed = encryption == "on"
         self.sealer = Sealer(members[1].frame_key(1, 0, 0)) if is_sealed else None
         self.peer.connect(self.link.address)

@@ -256,35 +256,37 @@ def test_statistics_stay_after_close():
 def test_statistics_in_another_thread_do_not_outlive_the_memory(monkeypatch):
     """The group is not freed while somebody looks at it."""
     looking, freed, go = threading.Event(), threading.Event(), threading.Event()
+    look, free = functions()["shm_look"], functions()["shm_free"]
+    groups: list[int] = []
+
+    def slow_look(group: int, facts: int) -> None:
+        if threading.current_thread().name == "asking":
+            looking.set()
+            assert go.wait(10)
+        look(group, facts)
+
+    def seen_free(group: int) -> None:
+        if group in groups:
+            freed.set()
+        free(group)
+
+    monkeypatch.setitem(functions(), "shm_look", slow_look)
+    monkeypatch.setitem(functions(), "shm_free", seen_free)
 
     def work(comm: Communicator) -> None:
         if comm.rank == 0:
-            link = comm._session.collectives._link
-            look, free = link._functions["shm_look"], link._functions["shm_free"]
-
-            def slow_look(*arguments: object) -> None:
-                looking.set()
-                go.wait(10)
-                look(*arguments)
-
-            def seen_free(*arguments: object) -> None:
-                freed.set()
-                free(*arguments)
-
-            link._functions = link._functions | {"shm_look": slow_look, "shm_free": seen_free}
-            asking = threading.Thread(target=comm.statistics)
+            groups.append(comm._session.collectives._link._ranks.group)
+            asking = threading.Thread(target=comm.statistics, name="asking")
             asking.start()
             assert looking.wait(10)
-            closing = threading.Thread(target=comm.close)
-            closing.start()
-            # In vain, but for who frees it too soon.
-            is_freed_too_soon = freed.wait(0.3)
+            comm.close()
+            assert not freed.is_set()
             go.set()
             asking.join()
-            closing.join()
-            assert not is_freed_too_soon
 
     ring_of_threads(2, work, transport="shm")
+    gc.collect()
+    assert freed.is_set()
 
 
 def test_statistics_do_not_disturb_a_call_that_runs_in_another_thread():
