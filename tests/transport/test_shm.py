@@ -612,7 +612,7 @@ for number in range(len(CONFIGS)):
     ring = join(number)
     data, other = ring.empty(COUNT), ring.empty(1000)
     link = ring._session.collectives._link
-    segments, heap = link._segments, link._heap
+    segments, heap = link._ranks._segments, link._heap
     data[:] = 0
     def call():
         ring.all_reduce(data)
