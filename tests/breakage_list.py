@@ -275,7 +275,7 @@ BREAKAGES = (
     ),
     Breakage(
         "whole-data-of-one-group",
-        "ringreduce/keras/unsharded.py",
+        "ringreduce/keras/mistakes.py",
         "any(one.config is ring.config and not one.closed for one in _divided)",
         "ring in _divided",
         "Models in parts are warned of data that was divided.",
@@ -637,7 +637,7 @@ BREAKAGES = (
     ),
     Breakage(
         "accumulation-weights-kept",
-        "ringreduce/keras/strategies/accumulate.py",
+        "ringreduce/keras/gradients.py",
         "            cycle.mean.assign(0.0)\n",
         "",
         "With accumulate_steps each update is smaller than the one before.",

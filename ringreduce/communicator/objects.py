@@ -9,7 +9,13 @@ import numpy as np
 
 from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
-from ringreduce.pure.payload import checked_root, decode, encode
+from ringreduce.pure.payload import (
+    checked_root,
+    decode,
+    encode,
+    encode_or_refuse,
+    encode_refusal,
+)
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.errors import ArrayError
 
@@ -29,16 +35,20 @@ class ObjectCalls(Handle):
             `value` itself on `root`, a decoded copy elsewhere.
 
         Raises:
-            As `all_reduce`; ArrayError on `root` alone when `value` cannot be encoded or is over
-            64 MiB. The other ranks still wait for it, so let that error end the process.
+            As `all_reduce`; ArrayError, on all ranks, when `value` cannot be encoded or is over
+            64 MiB. The communicator still works.
         """
         root = checked_root(root, self.size, self._config.who)
-        payload = encode(value) if self.rank == root else np.empty(0, np.uint8)
+        payload, refusal = np.empty(0, np.uint8), None
+        if self.rank == root:
+            payload, refusal = encode_or_refuse(value, self._config.who)
         arguments = self._session.collectives, payload, self.rank, root
         received = self._session.calls.call(
             "broadcast_object", payload.size, uneven.broadcast_object, *arguments
         )
-        return value if self.rank == root else decode(received)
+        if refusal is not None:
+            raise refusal
+        return value if self.rank == root else decode(received, self._config.who)
 
     def all_gather_object(self, value: Any, *, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, in rank order: `size` decoded copies.
@@ -58,15 +68,18 @@ class ObjectCalls(Handle):
             value: as for `broadcast_object`.
             root: the rank that gets them, as decoded copies; equal on all ranks.
 
-        Raises: as `broadcast_object`, ArrayError on any rank.
+        Raises: as `broadcast_object`; ArrayError only on the rank whose value it is, and on `root`.
         """
         root = checked_root(root, self.size, self._config.who)
-        payload = encode(value)
+        payload, refusal = encode_or_refuse(value, self._config.who)
         arguments = self._session.collectives, payload, root, self._identity
         gathered = self._session.calls.call(
             "gather_object", payload.size, uneven.gather_object, *arguments
         )
-        return [decode(each) for each in gathered] if self.rank == root else None
+        if refusal is not None:
+            raise refusal
+        who = self._config.who
+        return [decode(each, who) for each in gathered] if self.rank == root else None
 
     def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
         """One of the objects that rank `root` passed: the first on rank 0, and so on.
@@ -79,21 +92,28 @@ class ObjectCalls(Handle):
         Returns:
             A decoded copy, also on `root`.
 
-        Raises: as `broadcast_object`; ArrayError on `root` also when there are not `size` values.
+        Raises: as `broadcast_object`; ArrayError on `root` alone when there are not `size` values.
         """
-        root = checked_root(root, self.size, self._config.who)
+        root, who = checked_root(root, self.size, self._config.who), self._config.who
         payloads: list[np.ndarray] = []
+        refusal = None
         if self.rank == root:
             if values is None or len(values) != self.size:
                 count = "None" if values is None else f"{len(values)} objects"
                 raise ArrayError(
                     f"scatter_object got {count} on its root",
-                    **self._config.who,
+                    **who,
                     remedy=f"Pass a list of {self.size}, one for each rank, there.",
                 )
-            payloads = [encode(value) for value in values]
+            try:
+                payloads = [encode(value) for value in values]
+            except ArrayError as error:
+                refusal, payloads = error, [encode_refusal(error, who)] * self.size
         arguments = self._session.collectives, payloads, root, self.rank, self.size
         nbytes = sum(payload.size for payload in payloads)
-        return decode(
-            self._session.calls.call("scatter_object", nbytes, uneven.scatter_object, *arguments)
+        received = self._session.calls.call(
+            "scatter_object", nbytes, uneven.scatter_object, *arguments
         )
+        if refusal is not None:
+            raise refusal
+        return decode(received, who)

@@ -40,7 +40,7 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.payload import decode, encode
+from ringreduce.pure.payload import decode, encode_or_refuse
 from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.unreceived import describe
@@ -210,10 +210,12 @@ class Session:
 
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
-        payload = encode(value)
+        payload, refusal = encode_or_refuse(value, self.config.who)
         arguments = self.collectives, kind, payload, self.identity, signature
         gathered = self.calls.call(kind.label, payload.size, uneven.all_gather_object, *arguments)
-        return [decode(each) for each in gathered]
+        if refusal is not None:
+            raise refusal
+        return [decode(each, self.config.who) for each in gathered]
 
     def inherit(self) -> None:
         """Refuse to work: this is a forked child's copy."""

@@ -27,18 +27,22 @@ from ringreduce.communicator.process import (
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks
 from ringreduce.keras.advice import advice_on_name
-from ringreduce.keras.apart import warn_of_ranks_apart
 from ringreduce.keras.data import permutation, shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
-from ringreduce.keras.jit import compile_gradients
 from ringreduce.keras.join import join, joined
+from ringreduce.keras.mistakes import (
+    DataWarning,
+    ParityWarning,
+    WeightsWarning,
+    warn_of_ranks_apart,
+)
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
-from ringreduce.keras.parity import ParityWarning
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
+from ringreduce.keras.step import compile_gradients
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import (
     all_gather,
@@ -56,59 +60,20 @@ from ringreduce.keras.tensors import (
     scatter_object,
     send,
 )
-from ringreduce.keras.unsharded import DataWarning
-from ringreduce.keras.untrained import WeightsWarning
 from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow import verify_replicas
 from ringreduce.tensorflow.codecs import Compression
 from ringreduce.vocabulary.errors import ConfigError
 
-__all__ = [
-    "Compression",
-    "DataWarning",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "ParityWarning",
-    "SyncBatchNormalization",
-    "WeightsWarning",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_variables",
-    "callbacks",
-    "compile_gradients",
-    "evaluate",
-    "fit",
-    "fold_seeds",
-    "gather",
-    "gather_object",
-    "init",
-    "is_initialized",
-    "join",
-    "joined",
-    "launch",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "on_rank_zero",
-    "permutation",
-    "predict",
-    "rank",
-    "recv",
-    "reduce_scatter",
-    "scatter",
-    "scatter_object",
-    "send",
-    "shard",
-    "shutdown",
-    "size",
-    "step_weight",
-    "verify_replicas",
-]
+__all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
+__all__ += ["evaluate", "fit", "join", "joined", "launch", "permutation", "predict", "shard"]
+__all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
+__all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
+__all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
+__all__ += ["DataWarning", "ParityWarning", "WeightsWarning"]
+__all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"]
+__all__ += ["recv", "reduce_scatter", "scatter", "send"]
+__all__ += ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -40,6 +40,7 @@ class Arrays:
     """The arrays of a call of `model.fit` or the like, with equally many rows.
 
     They stay the caller's and are not copied, a `numpy.memmap` is not read: `take` copies rows.
+    ConfigError if something is no array, or the numbers of rows differ.
 
     Args:
         x, y, sample_weight: as for ``model.fit``.
@@ -48,9 +49,6 @@ class Arrays:
     Attributes:
         parts: x, (x, y) or (x, y, sample_weight), in tuples and dicts, as numpy arrays.
         count: number of rows.
-
-    Raises:
-        ConfigError: something is no array, or the numbers of rows differ.
     """
 
     def __init__(
@@ -161,8 +159,7 @@ def _batches_of(bounds: Any, rows: Any) -> Any:
 def split(parts: Any, fraction: float) -> tuple[Any, Any]:
     """All but the last `fraction` of the rows of (x, y, sample_weight), and these.
 
-    Raises:
-        ConfigError: as `Arrays`; or one side would have no rows.
+    ConfigError as for `Arrays`, or if one side would have no rows.
     """
     count = Arrays(*parts).count
     at = math.floor(count * (1.0 - fraction))
@@ -245,19 +242,17 @@ def compare_arrays(arrays: Arrays, what: str, ring: Communicator) -> None:
     if ring.size == 1:
         return
 
-    def difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        first = members[0]
-        for rank, (shapes, digest) in zip(members, gathered, strict=True):
-            if (shapes, digest) != tuple(gathered[0]):
-                differ = f"rank {first} has {gathered[0][0]}, rank {rank} {shapes}"
-                if shapes == gathered[0][0]:
-                    differ = f"rank {rank} has other values than rank {first}, or another order"
-                return Difference(
-                    rank,
-                    f"found different arrays as {what}: {differ}",
-                    "Pass the same whole arrays on every rank, loaded and shuffled alike (with a "
-                    "seed, or by rr.permutation); each rank takes its own rows.",
-                )
-        return None
+    def difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
+        if theirs == ours:
+            return None
+        differ = f"rank {first} has {ours[0]}, rank {rank} {theirs[0]}"
+        if theirs[0] == ours[0]:
+            differ = f"rank {rank} has other values than rank {first}, or another order"
+        return Difference(
+            rank,
+            f"found different arrays as {what}: {differ}",
+            "Pass the same whole arrays on every rank, loaded and shuffled alike (with a seed, or "
+            "by rr.permutation); each rank takes its own rows.",
+        )
 
     agree(ring, arrays.digest(), difference, "sharing out of data")

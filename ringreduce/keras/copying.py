@@ -67,8 +67,7 @@ def _stand_in(path: str, shape: tuple[int, ...], dtype: str, overwrites: bool) -
 def built_like(optimizer: Any, variables: Sequence[Any]) -> Any:
     """An optimizer with the configuration and the state of `optimizer`, built for `variables`.
 
-    Raises:
-        ConfigError: `variables` are not like those that `optimizer` is built for.
+    ConfigError unless these are like those that `optimizer` is built for.
     """
     # Outside of the function being traced, at whose end alone new variables would get values.
     with tf.init_scope():

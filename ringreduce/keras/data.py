@@ -12,8 +12,8 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
+from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.rows import Rows, as_tensor, is_uneven
-from ringreduce.keras.unsharded import note_sharding
 from ringreduce.vocabulary.errors import ConfigError
 
 _WHAT = "the data given to rr.shard"

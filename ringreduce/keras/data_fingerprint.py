@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.users_line import users_line
+from ringreduce.keras.mistakes import users_line
 
 _PERIOD = 64
 # A group of elements that are handled together has at most this many bytes.
@@ -31,12 +31,7 @@ _GROUP_BYTES = 1 << 20
 _STRING_BYTES = 64  # a guess
 
 
-def fingerprinted(
-    dataset: Any,
-    what: str,
-    remedy: str,
-    communicator: Communicator,
-) -> Any:
+def fingerprinted(dataset: Any, what: str, remedy: str, communicator: Communicator) -> Any:
     """`dataset` with the same elements, which ranks compare as they are read.
 
     Not collective. A difference breaks the ring, with a MismatchError that names `what`, such as

@@ -227,18 +227,16 @@ def _share_of(
         parts, is_empty = _map(lambda part: rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
 
-    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        whole, first = gathered[0][0], members[0]
-        for rank, (theirs, _) in zip(members, gathered, strict=True):
-            if theirs != whole:
-                return Difference(
-                    rank,
-                    f"found that rank {first} has passed {whole} {unit} and rank {rank} {theirs}",
-                    "Pass the same whole data on every rank; each takes its own share.",
-                )
-        return None
+    def difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
+        if theirs[0] == ours[0]:
+            return None
+        return Difference(
+            rank,
+            f"found that rank {first} has passed {ours[0]} {unit} and rank {rank} {theirs[0]}",
+            "Pass the same whole data on every rank; each takes its own share.",
+        )
 
-    gathered = agree(ring, [rows, is_empty], compare, "sharing out of data")
+    gathered = agree(ring, [rows, is_empty], difference, "sharing out of data")
     is_whole = all(is_empty for _, is_empty in gathered)
     return _Share(parts, is_empty, is_whole, feed)
 

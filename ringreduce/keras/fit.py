@@ -16,14 +16,18 @@ from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import Together
-from ringreduce.keras.join import build, empty_batch, weigh_steps
-from ringreduce.keras.own_data import own_batches, own_feed
-from ringreduce.keras.parity import warn_of_differences
+from ringreduce.keras.join import build, empty_batch, join, weigh_steps
+from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.seeds import fold_seeds
-from ringreduce.keras.settings import require_same_settings, settings_in
+from ringreduce.keras.settings import (
+    Settings,
+    require_same_settings,
+    settings_in,
+    settings_of_model,
+)
 from ringreduce.keras.shares import Measure, agreed_shares
-from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import (
+    is_distributed,
     refuse_other_optimizer,
     refuse_other_ring,
     require_compiled,
@@ -145,7 +149,8 @@ def fit(
         # With data of their own ranks may have different ones.
         **({} if sharded else of_data),
     }
-    require_same_settings("arguments of rr.fit and compile", settings_in(given), ring)
+    arguments = Settings("arguments of rr.fit and compile", settings_in(given))
+    require_same_settings([arguments], ring)
     if validation_split and validation_data is None:
         if not are_arrays(x):
             raise ConfigError(
@@ -163,55 +168,58 @@ def fit(
                 remedy="Batches are each rank's own: batch less on a slow rank. Gradients count "
                 "by rows.",
             )
-        training = own_feed(
-            *(x, model, ring),
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-        )
+        of_batches = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+        of_batches["steps_per_epoch"] = steps_per_epoch
+        if unused := sorted(name for name, value in of_batches.items() if value is not None):
+            raise ConfigError(
+                f"got {', '.join(unused)} with sharded=True",
+                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched; an "
+                "epoch is one pass over it.",
+            )
+        training = _own_feed(x, "x")
+        training.dataset = join(training.dataset, model, communicator=ring)
     else:
-        training = feed_of(
-            (x, y, sample_weight),
-            Plan(
-                ring,
-                "the data given to rr.fit",
-                batch_size=None if _is_batched(x, model) else batch_size,
-                steps=steps_per_epoch,
-                at_once=model.steps_per_execution,
-                first=initial_epoch,
-                shuffle=shuffle,
-                seed=seed,
-                class_weight=None if is_graph else class_weight,
-                check=check,
-                shares=shares,
-            ),
+        plan = Plan(
+            ring,
+            "the data given to rr.fit",
+            batch_size=None if _is_batched(x, model) else batch_size,
+            steps=steps_per_epoch,
+            at_once=model.steps_per_execution,
+            first=initial_epoch,
+            shuffle=shuffle,
+            seed=seed,
+            class_weight=None if is_graph else class_weight,
+            check=check,
+            shares=shares,
         )
+        training = feed_of((x, y, sample_weight), plan)
     validation = None
     if validation_data is not None and sharded:
-        validation = own_batches(validation_data, "validation_data")
+        # Its steps need no other rank.
+        validation = _own_feed(validation_data, "validation_data")
     elif validation_data is not None:
-        given = validation_data
-        parts = given if isinstance(given, (tuple, list)) else (given,)
+        is_alone = not isinstance(validation_data, (tuple, list))
+        parts = (validation_data,) if is_alone else validation_data
         of_validation = validation_batch_size or (batch_size if are_arrays(parts[0]) else None)
-        validation = feed_of(
-            parts,
-            Plan(
-                ring,
-                "the validation data given to rr.fit",
-                batch_size=None if _is_batched(parts[0], model) else of_validation,
-                steps=validation_steps,
-                at_once=model.steps_per_execution,
-                deal=True,
-                check=check,
-            ),
+        plan = Plan(
+            ring,
+            "the validation data given to rr.fit",
+            batch_size=None if _is_batched(parts[0], model) else of_validation,
+            steps=validation_steps,
+            at_once=model.steps_per_execution,
+            deal=True,
+            check=check,
         )
+        validation = feed_of(parts, plan)
     if ring.size > 1:
         note_sharding(ring)
         build(model, empty_batch(training.dataset))
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
             model.optimizer.build(model.trainable_variables)
+        if not is_distributed(model):
+            # Else its optimizer compares that in the first step.
+            require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
         warn_of_differences(model, ring)
         if not training.is_even:
@@ -252,6 +260,19 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
+
+
+def _own_feed(data: Any, name: str) -> Feed:
+    """This rank's own batches, such as a shard of Ray Data; `join` does what unequal ones need."""
+    if not isinstance(data, tf.data.Dataset):
+        raise ConfigError(
+            f"got {type(data).__name__} as {name} with sharded=True",
+            remedy="Pass a tf.data.Dataset; of Ray Data, that is "
+            "ray.train.get_dataset_shard(name).to_tf(features, labels, batch_size=n).",
+        )
+    feed = Feed()
+    feed.dataset, feed.is_even = data, True
+    return feed
 
 
 def _is_batched(data: Any, model: Any) -> bool:

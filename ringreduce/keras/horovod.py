@@ -158,10 +158,7 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Any], name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """`allgather` of each of `tensors`, in their order."""
     return [allgather(tensor, process_set=process_set) for tensor in tensors]
@@ -262,10 +259,7 @@ def broadcast_object(
 
 
 def broadcast_object_fn(
-    root_rank: int = 0,
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """A function that returns, on every rank, the object that rank `root_rank` passes to it."""
     return lambda value: broadcast_object(value, root_rank, process_set=process_set)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
-from ringreduce.keras.settings import require_same_settings
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ConfigError
@@ -80,15 +80,15 @@ class InitialValues:
         kinds: Sequence[Kind],
         ring: Communicator,
         state: Sequence[Any] = (),
-        settings: Callable[[], Mapping[str, str]] | None = None,
+        settings: Callable[[], Sequence[Settings]] | None = None,
     ) -> list[Any]:
         """Give all ranks rank 0's values of those of `variables` that have not received them yet.
 
         Collective where there are any. While tracing, random generators that the function has used
         get different states on all ranks, where they have the same. `state` are further variables,
-        on which gradients do not depend; `settings` returns those of the optimizer, which must be
-        equal. Returns the gradients to use: `gradients`, of `kinds`, unless this is an eager step
-        and some rank had other values.
+        on which gradients do not depend; `settings` returns those of optimizer and model, which
+        must be equal. Returns the gradients to use: `gradients`, of `kinds`, unless this is an
+        eager step and some rank had other values.
         """
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
@@ -98,8 +98,8 @@ class InitialValues:
             have_values = all(map(bridge.is_initialized, (*new_state, *new)))
             if have_values:
                 differed = give_values(new_state, new, ring)
-                if settings is not None:
-                    require_same_settings("optimizers", settings(), ring)
+                if settings is not None and ring.size > 1:
+                    require_same_settings(settings(), ring)
                 make_different(states, ring)
         if not have_values:
             # A tf.function that creates variables is traced twice. Variables have values (and this

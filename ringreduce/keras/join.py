@@ -11,7 +11,7 @@ undone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -22,11 +22,11 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras import weighting as weighting_module
+from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, count_of
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.step import WrapOrder, put_around
-from ringreduce.keras.unsharded import note_sharding
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     refuse_other_ring,
@@ -168,14 +168,13 @@ def _without_names(dataset: Any) -> Any:
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
 
-    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        for rank, (_, theirs) in zip(members, gathered, strict=True):
-            if theirs != weighting:
-                text = f"weights by {weighting}, rank {rank} by {theirs}"
-                return Difference(rank, text, "Pass the same weighting on every rank.")
-        return None
+    def difference(_: int, __: Any, rank: int, theirs: Any) -> Difference | None:
+        if theirs[1] == weighting:
+            return None
+        text = f"weights by {weighting}, rank {rank} by {theirs[1]}"
+        return Difference(rank, text, "Pass the same weighting on every rank.")
 
-    gathered = agree(ring, [count, weighting], compare, "join")
+    gathered = agree(ring, [count, weighting], difference, "join")
     counts = [count for count, _ in gathered]
     named = zip(ring.members, counts, strict=True)
     endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]

@@ -40,11 +40,7 @@ class LocalVariables:
         self._variables[id(plain_variable(variable))] = variable
 
     def check(self, inner: Any) -> None:
-        """Return if `inner`, a built optimizer, can train them apart from the others.
-
-        Raises:
-            ConfigError: it uses all gradients together, or does not train one of them.
-        """
+        """ConfigError if `inner`, a built optimizer, uses all gradients together, or lacks one."""
         if not self._variables:
             return
         for one in all_within(inner):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.vocabulary.types import ReduceOp
 
 # For each name in logs: whether it is a metric's, and its value, None if it is not a number.
@@ -70,9 +70,8 @@ def combined_results(
         [v.path, value.dtype.name, list(value.shape), v.aggregation]
         for v, value in zip(states.variables, states.values, strict=True)
     ]
-    gathered = agree(
-        communicator, [states.batches, own_layout], _difference, "averaging of metrics"
-    )
+    gathered = communicator.all_gather_object([states.batches, own_layout])
+    refuse(communicator, _difference(gathered, communicator.members), "averaging of metrics")
     counted = [rank for rank, (batches, _) in enumerate(gathered) if batches]
     if not counted:
         return {}

@@ -29,16 +29,17 @@ from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private, weighting
 from ringreduce.keras.advice import advice_on_option
 from ringreduce.keras.copying import describe, remake
+from ringreduce.keras.gradients import Accumulate, Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
+from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
 from ringreduce.keras.settings import (
+    Settings,
     require_same_settings,
     settings_in,
+    settings_of_model,
     settings_of_optimizer,
 )
-from ringreduce.keras.strategies import Accumulate, EveryStep, Reducer, Step, Strategy
-from ringreduce.keras.unsharded import model_in_fit, warn_of_whole_data
-from ringreduce.keras.untrained import warn_of_different_weights
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
@@ -141,9 +142,7 @@ class DistributedOptimizer(Wrapper):
         }
         self._options = {**of_bridge, "accumulate_steps": accumulate_steps, "op": how}
         self._bridge = GradientBridge(**of_bridge)
-        self._strategy: Strategy = (
-            Accumulate(accumulate_steps) if accumulate_steps > 1 else EveryStep()
-        )
+        self._accumulate = Accumulate(accumulate_steps) if accumulate_steps > 1 else None
         self._local = LocalVariables()
         self._initial = InitialValues()
         self._deferred: list[tuple[list[Any], Any]] | None = None
@@ -206,10 +205,12 @@ class DistributedOptimizer(Wrapper):
             grads = self._initial.give(every, grads, kinds, ring, state, settings)
             if self._initial.are_given:
                 self._look_at_fit(every)
-        step = Step(grads, known, kinds, weighting.current())
-        self._strategy.step(
-            step, self._inner, Reducer(self._bridge, self._ring(), self._options["op"])
-        )
+        weight = weighting.current()
+        reducer = Reducer(self._bridge, self._ring(), self._options["op"])
+        if self._accumulate is not None:
+            self._accumulate.step(grads, known, kinds, weight, self._inner, reducer)
+        else:
+            self._inner.apply(reducer.reduce(grads, known, kinds, weight), known)
 
     def _look_at_fit(self, trained: Sequence[Any]) -> None:
         """Prepare the model, and warn of likely mistakes, in the first step of its `fit`."""
@@ -270,12 +271,16 @@ class DistributedOptimizer(Wrapper):
             self.build_inner(variables)
         if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
             give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
-            require_same_settings("optimizers", self._settings(), self._ring())
+            require_same_settings(self._settings(), self._ring())
 
-    def _settings(self) -> dict[str, str]:
+    def _settings(self) -> list[Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
         own = {name: self._options[name] for name in ("accumulate_steps", "op")}
-        return {**settings_of_optimizer(self._inner), **settings_in(own)}
+        found = {**settings_of_optimizer(self._inner), **settings_in(own)}
+        model = model_in_fit()
+        # Layers with local variables may be others on each rank, and so may those around them.
+        is_shared = model is not None and not self._local
+        return [Settings("optimizers", found), *(settings_of_model(model) if is_shared else ())]
 
     def shared(self, variables: Sequence[Any]) -> list[Any]:
         """Those of `variables`, the model's or the optimizer's, that are equal on all ranks."""

@@ -24,8 +24,10 @@ def _missing(name: str) -> ConfigError:
 _DATA_ADAPTERS = "keras.src.trainers.data_adapters"
 # By class, the name under which a user has registered it.
 registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
-get_tensor_spec = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
-PyDatasetAdapter = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
+# The `tf.TensorSpec` of a list of batches, with any number of rows.
+spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
+# Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
+adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
 
 def _has(owner: type, name: str) -> bool:
@@ -88,13 +90,3 @@ def initial_epoch_of(model: Any) -> int | None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have `fit` begin with that epoch, or where its caller says."""
     model._initial_epoch = epoch
-
-
-def adapter_of_py_dataset(dataset: Any) -> Any:
-    """Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs."""
-    return PyDatasetAdapter(dataset)
-
-
-def spec_of_batches(batches: Any) -> Any:
-    """The `tf.TensorSpec` of a list of batches, with any number of rows."""
-    return get_tensor_spec(batches)

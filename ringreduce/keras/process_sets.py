@@ -109,14 +109,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     known = [each for each in _added if each._ring is ring]
 
-    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        for rank, theirs in zip(members, gathered, strict=True):
-            if theirs != gathered[0]:
-                text = f"found that rank 0 adds the ranks {gathered[0]}, and rank {rank} {theirs}"
-                return Difference(rank, text, "Add the same process sets on all ranks, in order.")
-        return None
+    def difference(_: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
+        text = f"found that rank 0 adds the ranks {ours}, and rank {rank} {theirs}"
+        remedy = "Add the same process sets on all ranks, in order."
+        return None if theirs == ours else Difference(rank, text, remedy)
 
-    agree(ring, one.ranks, compare, "add_process_set")
+    agree(ring, one.ranks, difference, "add_process_set")
     if one.ranks[-1] >= ring.size or any(each.ranks == one.ranks for each in known):
         raise ConfigError(
             f"cannot add {one}: "

@@ -1,58 +1,79 @@
 """Settings that must be equal on all ranks, and the first of them that are not.
 
-Weights that differ because of another momentum or seed look like any others: nothing else says so.
+Weights that differ because of another momentum or activation look like any others: nothing else
+says so.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from inspect import isfunction
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
+from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 
-# Of Keras's configurations: names are numbered anew in each process, the rest is of no effect.
-_OF_NO_EFFECT = {"name", "module", "registered_name", "build_config", "compile_config"}
+# Of Keras's configurations. Names are numbered anew in each process. Batches may have other shapes
+# on each rank. How layers are connected is compared by `_connections`, without names.
+_OF_NO_EFFECT = {
+    *("name", "module", "registered_name", "build_config", "compile_config", "batch_shape"),
+    *("build_input_shape", "inbound_nodes", "input_layers", "output_layers"),
+}
 _SHOWN = 3
+# Of a longer list, such as a vocabulary, only a hash is compared.
+_LISTED_MAX = 64
+_SAME = "Pass the same on every rank."
+_SAME_MODEL = (
+    "Build the same model on every rank; leave out of a layer's get_config what is to differ."
+)
 
 
-def require_same_settings(what: str, own: Mapping[str, str], ring: Communicator) -> None:
-    """Raise unless `own` is equal on all ranks. Collective.
+class Settings(NamedTuple):
+    """What must be equal.
 
-    Args:
-        what: names them in the error, such as ``arguments of rr.fit``.
-        own: settings as text, by name.
-
-    Raises:
-        MismatchError: some differ; on all ranks.
+    Attributes:
+        what: names them in an error, such as ``arguments of rr.fit``; may differ between ranks.
+        found: settings as text, by name.
+        remedy: what to do.
     """
-    if ring.size == 1:
-        return
 
-    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        first = gathered[0]
-        for rank, theirs in zip(members, gathered, strict=True):
-            names = [
-                name
-                for name in dict.fromkeys([*first, *theirs])
-                if first.get(name) != theirs.get(name)
-            ]
-            if names:
-                differ = "; ".join(
-                    f"{name} is {first.get(name, 'absent')} on rank {members[0]} and "
-                    f"{theirs.get(name, 'absent')} on rank {rank}"
-                    for name in names[:_SHOWN]
-                )
-                return Difference(
-                    rank, f"found different {what}: {differ}", "Pass the same on every rank."
-                )
-        return None
+    what: str
+    found: Mapping[str, str]
+    remedy: str = _SAME
 
-    agree(ring, dict(own), compare, "comparison of settings")
+
+def require_same_settings(own: Sequence[Settings], ring: Communicator) -> None:
+    """MismatchError, on all ranks, unless `own` are equal. Collective; if they are, a hash travels.
+
+    After the first there may be none on some ranks: these do not know the model.
+    """
+    digest = signature_of(*(sorted(each.found.items()) for each in own))
+    if ring.size > 1 and len(set(ring.all_gather_object(digest))) > 1:
+        agree(ring, own, _difference, "comparison of settings")
+
+
+def _difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
+    missing: Any = (None, {}, _SAME_MODEL)
+    pairs = list(itertools.zip_longest(ours, theirs, fillvalue=missing))
+    known = len(pairs) if min(len(ours), len(theirs)) > 1 else 1
+    for (what, one, remedy), (other, two, _) in pairs[:known]:
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        if names:
+            differ = "; ".join(
+                f"{name} is {one.get(name, 'absent')} on rank {first} and "
+                f"{two.get(name, 'absent')} on rank {rank}"
+                for name in names[:_SHOWN]
+            )
+            return Difference(rank, f"found different {what or other}: {differ}", remedy)
+    return None
 
 
 def settings_in(value: Any, name: str = "") -> dict[str, str]:
@@ -65,10 +86,15 @@ def settings_in(value: Any, name: str = "") -> dict[str, str]:
         plain = value.item() if isinstance(value, np.generic) else value
         return {name: repr(plain)}
     if isinstance(value, Mapping):
-        if value.get("class_name") == "__lambda__":
+        kind = str(value.get("class_name"))
+        if kind == "__lambda__":
             return {name: "a lambda"}  # Its code has the path of its file.
+        if kind.endswith("DTypePolicy"):
+            return {name: repr(value["config"].get("name", value["config"]))}
         parts = {str(key): part for key, part in value.items() if key not in _OF_NO_EFFECT}
     elif isinstance(value, (list, tuple)):
+        if len(value) > _LISTED_MAX and not isinstance(value[0], (Mapping, list, tuple)):
+            return {name: f"{len(value)} values ({signature_of(*value):x})"}
         parts = {str(index): part for index, part in enumerate(value)}
     elif hasattr(value, "get_config"):
         found = {name: type(value).__name__}
@@ -95,3 +121,50 @@ def settings_of_optimizer(optimizer: Any) -> dict[str, str]:
         for name, text in found.items()
         if name.rpartition(".")[2] != "learning_rate"
     }
+
+
+def settings_of_model(model: Any) -> list[Settings]:
+    """What is configured in a built model, layer by layer: by their order, not by their names.
+
+    Of a layer whose `get_config` does not work there is the class alone. Seeds are left out:
+    initial weights are rank 0's anyway, and random layers are to differ (`ringreduce.keras.seeds`).
+    """
+    layers = [model, *private.layers_of(model)]
+    # First those without others in them, which tell best where a difference is.
+    return [_settings_of_layer(layer) for layer in sorted(layers, key=private.has_layers)]
+
+
+def _settings_of_layer(layer: Any) -> Settings:
+    found = {"class": type(layer).__name__}
+    if not any(map(_has_large_constant, (layer, *private.layers_of(layer)))):
+        # Keras warns of functions that it could not load; a user's class may have no configuration.
+        with warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            config = layer.get_config()
+            connections = _connections(config) if "input_layers" in config else []
+            found |= settings_in(config) | settings_in(connections, "connections")
+    kept = {name: text for name, text in found.items() if "seed" not in name.rpartition(".")[2]}
+    return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
+
+
+def _has_large_constant(layer: Any) -> bool:
+    """Whether an initial value would be listed number by number, such as an embedding's table."""
+    constants = [v for v in vars(layer).values() if isinstance(v, keras.initializers.Constant)]
+    return any(np.size(constant.value) > _LISTED_MAX for constant in constants)
+
+
+def _connections(config: Mapping[str, Any]) -> Any:
+    """How the layers of a functional model are connected, by their places in it."""
+    places = {layer["name"]: place for place, layer in enumerate(config["layers"])}
+
+    def placed(part: Any) -> Any:
+        if isinstance(part, Mapping) and part.get("class_name") == "__keras_tensor__":
+            return placed(part["config"]["keras_history"])
+        if isinstance(part, Mapping):
+            return {key: placed(each) for key, each in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [placed(each) for each in part]
+        return places.get(part, part) if isinstance(part, str) else part
+
+    nodes = [layer["inbound_nodes"] for layer in config["layers"]]
+    return placed([config["input_layers"], config["output_layers"], nodes])

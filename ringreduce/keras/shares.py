@@ -25,7 +25,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.rows import count_of, rows_of
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -105,40 +105,28 @@ class Shares:
 def agreed_shares(given: Any, ring: Communicator) -> Shares:
     """What all ranks have `given` as ``batch_share``. Collective.
 
-    Raises:
-        ConfigError: a rank has given none of what is accepted; on all ranks.
-        MismatchError: ranks have given different kinds; on all ranks.
+    On all ranks ConfigError if one has given none of what is accepted, MismatchError if kinds
+    differ.
     """
     kind, number = "equal" if given is None else given, 1.0
-    gathered: list[Any]
     if not isinstance(given, (str, bool, type(None))) and _is_share(given):
         kind, number = "number", float(given)
     elif not isinstance(kind, str) or kind not in ("equal", "measured"):
         kind, number = f"bad: {given!r:.80}", 0.0
-
-    def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-        for rank, (theirs, _) in zip(members, gathered, strict=True):
-            if theirs.startswith("bad"):
-                return None
-            if theirs != gathered[0][0]:
-                first = f"rank {members[0]} {_described(gathered[0][0])}"
-                return Difference(
-                    rank,
-                    f"got batch_share of different kinds: {first}, rank {rank} "
-                    f"{_described(theirs)}",
-                    'Pass "measured" or "equal" on every rank, or a number on every rank.',
-                )
-        return None
-
-    gathered = [[kind, number]]
-    if ring.size > 1:
-        gathered = agree(ring, gathered[0], compare, "sharing out of data")
+    own: Any = [kind, number]
+    gathered = ring.all_gather_object(own) if ring.size > 1 else [own]
+    first, usual = ring.members[0], gathered[0][0]
     for rank, (theirs, _) in zip(ring.members, gathered, strict=True):
         if theirs.startswith("bad"):
             raise ConfigError(
                 f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}",
                 **ring.config.who,
             )
+        if theirs != usual:
+            differ = f"rank {first} {_described(usual)}, rank {rank} {_described(theirs)}"
+            text = f"got batch_share of different kinds: {differ}"
+            remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
+            refuse(ring, Difference(rank, text, remedy), "sharing out of data")
     weights = weights_of([number for _, number in gathered]) if kind == "number" else ()
     return Shares(ring, weights, kind == "measured" and ring.size > 1)
 

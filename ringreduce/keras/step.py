@@ -1,10 +1,17 @@
-"""Wraps a model's training step, in a fixed order."""
+"""Wraps a model's training step, in a fixed order; with XLA, where that cannot call the ring."""
 
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.wrappable import require_compiled
+from ringreduce.vocabulary.errors import ConfigError
 
 Step = Callable[[Any], Any]
 
@@ -38,3 +45,73 @@ class _Wrapped:
 
     def __call__(self, data: Any) -> Any:
         return self._whole(data)
+
+
+def compile_gradients(model: Any) -> None:
+    """Compile forward and backward pass of `model`'s training with XLA, and no more.
+
+    For where ``compile(jit_compile=True)``, which compiles the reduction too
+    (`ringreduce.tensorflow.xla`), is refused: without the native library, or with a TensorFlow
+    whose XLA has another interface. Slower than that, since nothing is reduced before the whole
+    backward pass is done::
+
+        model.compile(optimizer=rr.DistributedOptimizer(...), loss=..., jit_compile=False)
+        rr.compile_gradients(model)
+        model.fit(...)
+
+    The model's `train_step`, its own or a user's, is compiled as it is, but its gradients are
+    applied after it has ended. So its code after that call sees the old weights, and it must apply
+    gradients exactly once. Where XLA cannot call the ring, the forward pass must not either, as
+    `SyncBatchNormalization` does.
+
+    Raises:
+        ConfigError: `model` is not compiled, has no `DistributedOptimizer`, or is compiled with
+            ``jit_compile=True``; in training, its step applies no gradients, or several times.
+    """
+    require_compiled(model)
+    _require_wrapped(model)
+    if model.jit_compile:
+        raise ConfigError(
+            "got a model with jit_compile=True, which compiles all of the step",
+            remedy="Call model.compile(..., jit_compile=False) first.",
+        )
+    owner = weakref.ref(model)
+    put_around(model, WrapOrder.COMPILED, lambda step: _divided(step, owner))
+
+
+def _require_wrapped(model: Any) -> None:
+    if not isinstance(model.optimizer, DistributedOptimizer):
+        raise ConfigError(
+            f"got a model whose optimizer ({model.optimizer.name}) is no DistributedOptimizer",
+            remedy="Wrap it, or call model.compile(..., jit_compile=True).",
+        )
+
+
+def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
+    def train_step(data: Any) -> Any:
+        if tf.executing_eagerly():
+            return step(data)  # With run_eagerly=True nothing is compiled.
+        model = owner()
+        assert model is not None
+        _require_wrapped(model)  # It may have been compiled again.
+        applied: list[tuple[Any, Any]] = []
+
+        # A new one in each trace of the function around it, which is traced again for any change.
+        @tf.function(jit_compile=True, autograph=False)
+        def compiled(data: Any) -> Any:
+            with model.optimizer.deferred() as calls:
+                logs = step(data)
+            applied[:] = calls
+            return logs, [gradients for gradients, _ in calls]
+
+        logs, gradients = compiled(data)
+        if len(applied) != 1:
+            raise ConfigError(
+                f"got a model whose training step applies gradients {len(applied)} times",
+                remedy="rr.compile_gradients is for one that does so once: compile a function of "
+                "your own that computes gradients, and apply them outside of it.",
+            )
+        model.optimizer.apply(gradients[0], applied[0][1])
+        return logs
+
+    return train_step

@@ -12,8 +12,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
+from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, plain_variable
-from ringreduce.keras.strategies import Reducer, Step
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -81,14 +81,14 @@ class DistributedGradientTape:
             )
         self._tape, self._communicator = tape, communicator
         self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
-        self._options: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes,
-            "check_numerics": check_numerics,
-            "compression": compression,
-            "sparse_as_dense": sparse_as_dense,
-        }
-        # Made only to raise errors of the options here.
-        GradientBridge(**self._options)
+        self._options = bucket_bytes, check_numerics, compression, sparse_as_dense
+        # Used unless an earlier tape had the same options.
+        self._bridge = GradientBridge(
+            bucket_bytes,
+            check_numerics=check_numerics,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+        )
 
     def __enter__(self) -> DistributedGradientTape:
         """Begin to record."""
@@ -135,9 +135,9 @@ class DistributedGradientTape:
             if isinstance(source, (tf.Variable, keras.Variable)) and kind is Kind.MEAN
         ]
         gradients = kept.initial.give(shared, gradients, kinds, ring)
-        step = Step(gradients, flat, kinds, weighting.current())
-        reducer = Reducer(kept.bridge(self._options), ring, self._op)
-        found = reducer.reduce(step.weighted(), flat, kinds)
+        bridge = kept.bridges.setdefault(self._options, self._bridge)
+        reducer = Reducer(bridge, ring, self._op)
+        found = reducer.reduce(gradients, flat, kinds, weighting.current())
         return tf.nest.pack_sequence_as(own, found)
 
     def register_local_source(self, source: Any) -> None:
@@ -161,14 +161,7 @@ class _Shared:
     def __init__(self) -> None:
         self.initial = InitialValues()
         # By their options; a bridge keeps the plans that ranks agreed on.
-        self._bridges: dict[tuple[Any, ...], GradientBridge] = {}
-
-    def bridge(self, options: dict[str, Any]) -> GradientBridge:
-        """The one bridge with these options."""
-        key = tuple(options.values())
-        if key not in self._bridges:
-            self._bridges[key] = GradientBridge(**options)
-        return self._bridges[key]
+        self.bridges: dict[tuple[Any, ...], GradientBridge] = {}
 
 
 _shared: weakref.WeakKeyDictionary[Communicator, _Shared] = weakref.WeakKeyDictionary()

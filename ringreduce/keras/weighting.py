@@ -66,13 +66,6 @@ def gradient_op(op: ReduceOp | str) -> ReduceOp:
     return how
 
 
-def of_mean(mean: Any, op: ReduceOp, communicator: Communicator) -> Any:
-    """A gradient's mean over all ranks, or their sum if that is `op`."""
-    if op is ReduceOp.MEAN or communicator.size == 1:
-        return mean
-    return weighted(mean, Kind.MEAN, float(communicator.size))
-
-
 def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     """The result of `collective`, which has a gradient, on `value` in the present step.
 

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.users_line import warn_at_users_line
+from ringreduce.keras.mistakes import warn_at_users_line
 
 _prepared: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -19,12 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_unusable(inner: Any) -> None:
-    """Return if gradients can be reduced for the optimizer `inner` in this process.
-
-    Raises:
-        ConfigError: it is no Keras optimizer, is wrapped already, or accumulates gradients by
-            itself; or a `tf.distribute` strategy of several replicas is active.
-    """
+    """Raise ConfigError unless gradients can be reduced for `inner`: see `DistributedOptimizer`."""
     if isinstance(inner, Wrapper):
         raise ConfigError(
             f"got an optimizer that is already distributed ({inner.name})",
@@ -72,23 +67,26 @@ def build_optimizer_here(model: Any) -> None:
 
 
 def is_distributed(model: Any) -> bool:
-    """Whether an optimizer of `model` averages gradients; a GAN has several, as attributes."""
-    return any(isinstance(one, Wrapper) for one in (model.optimizer, *vars(model).values()))
+    """Whether an optimizer of `model` averages gradients."""
+    return bool(_wrappers_in(model))
+
+
+def _wrappers_in(model: Any) -> list[Wrapper]:
+    """The distributed optimizers of `model`; a GAN has several, as attributes."""
+    return [v for v in (model.optimizer, *vars(model).values()) if isinstance(v, Wrapper)]
 
 
 def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:
-    """Raise if `where` got a group, and an optimizer or a layer of `model` uses the whole job.
+    """ConfigError if `where` got a group, and an optimizer or layer of `model` uses the whole job.
 
     What has a communicator of its own may have another one on purpose.
-
-    Raises:
-        ConfigError: it does.
     """
     if not is_initialized() or communicator is default_communicator():
         return
-    for one in (model.optimizer, *vars(model).values(), *private.layers_of(model)):
-        averages = isinstance(one, (Wrapper, SyncBatchNormalization))
-        if averages and one.communicator is None:
+    layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]
+    averaging: list[Any] = [*_wrappers_in(model), *layers]
+    for one in averaging:
+        if one.communicator is None:
             name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
             raise ConfigError(
                 f"got a group of {communicator.size} ranks in {where}, while {one.name} of the "
@@ -99,13 +97,9 @@ def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> Non
 
 
 def refuse_other_optimizer(model: Any, communicator: Communicator) -> None:
-    """Raise if an optimizer of `model` averages over other ranks than `rr.fit` compares in the end.
-
-    Raises:
-        ConfigError: it does.
-    """
-    for one in (model.optimizer, *vars(model).values()):
-        own = one.communicator if isinstance(one, Wrapper) else None
+    """ConfigError if an optimizer averages over other ranks than `rr.fit` compares in the end."""
+    for one in _wrappers_in(model):
+        own = one.communicator
         if own is not None and list(own.members) != list(communicator.members):
             raise ConfigError(
                 f"trains on {communicator.size} ranks in rr.fit, while {one.name} averages over "
@@ -138,11 +132,7 @@ def require_compiled(model: Any, more: str = "") -> None:
 
 
 def require_distributed(model: Any, communicator: Communicator) -> None:
-    """Return if `model` averages gradients, or may do so in a `train_step` of its own.
-
-    Raises:
-        ConfigError: it is compiled with a plain optimizer.
-    """
+    """ConfigError unless `model` averages gradients, or may do so in a `train_step` of its own."""
     if is_distributed(model):
         return
     if type(model).train_step is not keras.Model.train_step:

@@ -16,6 +16,8 @@ from ringreduce.vocabulary.types import dtype_code
 # Objects are settings, file names, metrics; larger data travels as arrays.
 OBJECT_BYTES_MAX = 64 << 20
 TAG_MAX = (1 << 63) - 1
+# MessagePack's code of what travels in place of an object that cannot.
+_REFUSAL = -82
 
 
 def flat_view(array: np.ndarray, operation: str, *, writable: bool = True) -> np.ndarray:
@@ -148,6 +150,25 @@ def encode(value: Any) -> np.ndarray:
     return np.frombuffer(payload, np.uint8)
 
 
-def decode(payload: np.ndarray) -> Any:
-    """Decode what `encode` encoded, into plain types."""
-    return msgspec.msgpack.decode(payload.tobytes())
+def encode_refusal(error: ArrayError, who: dict[str, Any]) -> np.ndarray:
+    """What travels in place of an object that rank `who` cannot send: no other rank need wait."""
+    error.rank, error.size = who["rank"], who["size"]
+    refusal = msgspec.msgpack.Ext(_REFUSAL, str(error).encode(errors="replace"))
+    return np.frombuffer(msgspec.msgpack.encode(refusal), np.uint8)
+
+
+def encode_or_refuse(value: Any, who: dict[str, Any]) -> tuple[np.ndarray, ArrayError | None]:
+    """What `encode` returns, and None; or a refusal, and the error that says why."""
+    try:
+        return encode(value), None
+    except ArrayError as error:
+        return encode_refusal(error, who), error
+
+
+def decode(payload: np.ndarray, who: dict[str, Any] | None = None) -> Any:
+    """Decode what `encode` encoded, into plain types; ArrayError for a refusal, on rank `who`."""
+    found = msgspec.msgpack.decode(payload.tobytes())
+    if isinstance(found, msgspec.msgpack.Ext) and found.code == _REFUSAL:
+        text = bytes(found.data).decode(errors="replace")
+        raise ArrayError(f"got no object, since {text}", **(who or {}))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ringreduce.communicator.communicator import Communicator
@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 def agree(
     communicator: Communicator,
     own: Any,
-    compare: Callable[[list[Any], Sequence[int]], Difference | None],
+    differ: Callable[[int, Any, int, Any], Difference | None],
     operation: str,
     signature: int = 0,
 ) -> list[Any]:
@@ -28,23 +28,31 @@ def agree(
 
     Args:
         own: this rank's description, as `Communicator.all_gather_object` takes it.
-        compare: finds a difference in the gathered descriptions, on every rank or on none; gets
-            them and `Communicator.members`, by which it names ranks.
+        differ: how the descriptions of two ranks differ: gets the first rank of the job in
+            `communicator`, its description, a rank, and that one's.
         operation: for the error.
         signature: 64 bits that say what is described.
 
     Raises:
-        MismatchError: `compare` found a difference; on all ranks.
+        MismatchError: some differ; on all ranks.
     """
     gathered = communicator.all_gather_object(own, signature=signature)
-    if (found := compare(gathered, communicator.members)) is not None:
-        raise communicator.fail(
-            MismatchError(
-                found.text,
-                **communicator.config.who,
-                peer=found.peer,
-                operation=operation,
-                remedy=found.remedy,
-            )
-        )
+    named = list(zip(communicator.members, gathered, strict=True))
+    found = (differ(*named[0], *each) for each in named)
+    refuse(communicator, next(filter(None, found), None), operation)
     return gathered
+
+
+def refuse(communicator: Communicator, found: Difference | None, operation: str) -> None:
+    """Raise the MismatchError of a difference that all ranks have found; None: return."""
+    if found is None:
+        return
+    raise communicator.fail(
+        MismatchError(
+            found.text,
+            **communicator.config.who,
+            peer=found.peer,
+            operation=operation,
+            remedy=found.remedy,
+        )
+    )

@@ -1,8 +1,8 @@
 """Averages the gradients of a step over all ranks, by one of three routes with bit-equal results.
 
-In a graph, native ops hand each bucket to the engine as soon as its gradients are computed
-(`ringreduce.tensorflow.native_route`); in what XLA compiles, custom calls do that (`xla_route`).
-Eagerly, and without the native library, one Python function takes all gradients (`python_route`).
+In a graph, native ops hand each bucket to the engine as soon as its gradients are computed; in what
+XLA compiles, custom calls do that (`ringreduce.tensorflow.packed`). Eagerly, and without the native
+library, one Python function takes all gradients (`python_route`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
-from ringreduce.tensorflow.native_route import NativeRoute
 from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.tensorflow.packed import PackedPlan, can_pack
-from ringreduce.tensorflow.plans import AgreedPlans
+from ringreduce.tensorflow.packed import PackedRoute
+from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.python_route import PythonRoute
-from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean, as_tensors, merged
-from ringreduce.tensorflow.xla_route import XlaRoute
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
@@ -43,12 +40,8 @@ class _Route(Protocol):
 class GradientBridge:
     """Averages lists of gradients over all ranks.
 
-    The arguments are those of `DistributedOptimizer`; `first_bytes` is the size of the first
-    bucket, if that is less.
-
-    Raises:
-        ConfigError: `bucket_bytes` is less than 1; there is no such `check_numerics` or
-            `compression`.
+    The arguments, and errors, are those of `DistributedOptimizer`; `first_bytes` is the size of the
+    first bucket, if that is less.
     """
 
     def __init__(
@@ -73,10 +66,7 @@ class GradientBridge:
     # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
     @tf.autograph.experimental.do_not_convert
     def mean(
-        self,
-        communicator: Communicator,
-        gradients: Sequence[Any],
-        paths: Sequence[str],
+        self, communicator: Communicator, gradients: Sequence[Any], paths: Sequence[str]
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
@@ -100,23 +90,20 @@ class GradientBridge:
         refuse_unreachable(communicator)
         failures.watch(communicator)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
-        encoded = [self._codec.encode(gradient) for gradient in given]
+        encoded = [self._codec.encoded(gradient) for gradient in given]
         plan, route = self._routed(communicator, encoded, paths)
         dense, sparse = route.mean(
             [encoded[index] for index in plan.present], [encoded[index] for index in plan.sparse]
         )
         means = dict(zip((*plan.present, *plan.sparse), (*dense, *sparse), strict=True))
-        return [self._codec.decode(means.get(i), gradient) for i, gradient in enumerate(given)]
+        return [self._codec.decoded(means.get(i), gradient) for i, gradient in enumerate(given)]
 
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""
         return merged(as_tensors(gradient, self._sparse_as_dense))
 
     def _routed(
-        self,
-        communicator: Communicator,
-        gradients: Sequence[Any],
-        paths: Sequence[str],
+        self, communicator: Communicator, gradients: Sequence[Any], paths: Sequence[str]
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and their route; each is made once."""
         if self._agreed is None or self._agreed[0] is not communicator:
@@ -133,10 +120,11 @@ class GradientBridge:
         return self._routes[specs, way]
 
     def _route(self, way: str, reducer: BucketReducer, present: Sequence[Any]) -> _Route:
-        if way == "XLA" and present:
-            return XlaRoute(PackedPlan(reducer, present))
-        if way == "graph" and can_pack(present) and ops.are_available():
-            return NativeRoute(PackedPlan(reducer, present), self._sparse)
+        # What the kernels are registered for (native/src/tf_ops.c).
+        can_pack = all(gradient.dtype.is_floating for gradient in present)
+        is_native = way == "graph" and can_pack and ops.are_available()
+        if present and (is_native or way == "XLA"):
+            return PackedRoute(reducer, present, self._sparse)
         return PythonRoute(reducer, self._sparse)
 
     def _plan(

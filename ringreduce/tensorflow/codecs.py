@@ -11,13 +11,28 @@ from ringreduce.vocabulary.errors import ConfigError
 _DTYPES: dict[str, Any] = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
-class _Compressor(str):
-    """The name of a compression, which rounds tensors too, as Horovod's do."""
+class Codec(str):
+    """The name of a compression, which rounds gradients; ConfigError for none of `Compression`."""
+
+    def __new__(cls, name: str) -> Codec:
+        """The compression of that name."""
+        if name not in _DTYPES:
+            raise ConfigError(f"compression is {name!r}; accepted: {', '.join(_DTYPES)}")
+        return super().__new__(cls, name)
+
+    def encoded(self, gradient: Any) -> Any:
+        """`gradient`, a tensor, `tf.IndexedSlices` or None, as it travels: floats over 16 bits."""
+        is_wide = gradient is not None and gradient.dtype in (tf.float32, tf.float64)
+        dtype = _DTYPES[self]
+        return _cast(gradient, dtype) if is_wide and dtype is not None else gradient
+
+    def decoded(self, mean: Any, gradient: Any) -> Any:
+        """`mean` in the dtype of the `gradient` that was encoded."""
+        return None if gradient is None else _cast(mean, gradient.dtype)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """`tensor`, rounded if it is of floats, and what `decompress` needs."""
-        dtype = _DTYPES[self] if tensor.dtype.is_floating else None
-        return _cast(tensor, dtype or tensor.dtype), tensor.dtype
+        """As Horovod's: `tensor`, rounded if it is of floats, and what `decompress` needs."""
+        return self.encoded(tensor), tensor.dtype
 
     def decompress(self, tensor: Any, dtype: Any) -> Any:
         """`tensor` in the `dtype` that it had."""
@@ -37,29 +52,9 @@ class Compression:
         bf16: as bfloat16: 8 significant bits, and the range of float32.
     """
 
-    none = _Compressor("none")
-    fp16 = _Compressor("fp16")
-    bf16 = _Compressor("bf16")
-
-
-class Codec:
-    """Rounds 32- and 64-bit gradients; ConfigError if `name` is none of `Compression`."""
-
-    def __init__(self, name: str) -> None:
-        if name not in _DTYPES:
-            raise ConfigError(f"compression is {name!r}; accepted: {', '.join(_DTYPES)}")
-        self._dtype = _DTYPES[name]
-
-    def encode(self, gradient: Any) -> Any:
-        """`gradient`, a tensor, `tf.IndexedSlices` or None, as it travels."""
-        is_wide = gradient is not None and gradient.dtype in (tf.float32, tf.float64)
-        if self._dtype is None or not is_wide:
-            return gradient
-        return _cast(gradient, self._dtype)
-
-    def decode(self, mean: Any, gradient: Any) -> Any:
-        """`mean` in the dtype of the `gradient` that was encoded."""
-        return None if gradient is None else _cast(mean, gradient.dtype)
+    none = Codec("none")
+    fp16 = Codec("fp16")
+    bf16 = Codec("bf16")
 
 
 def _cast(gradient: Any, dtype: Any) -> Any:

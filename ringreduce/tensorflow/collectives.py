@@ -5,17 +5,12 @@ of the bridge; the communicator first waits for what its engine was given. So ra
 same program make the same calls in the same order. Nothing travels while tracing.
 
 A collective of a backward pass carries the number of the one whose gradient it is, since TensorFlow
-chooses the order of a backward pass by more than the program (`ringreduce.tensorflow.numbering`).
+chooses the order of a backward pass by more than the program (`differentiable.py`).
 
 The gradient of a collective is a collective, for a loss that is the sum of all ranks' losses; the
-mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of the mean loss:
-
-    all_reduce        the same all_reduce, for sums and means
-    all_gather        the sum over all ranks of this rank's rows
-    reduce_scatter    all_gather, for sums and means
-    broadcast         the sum over all ranks on the root, zeros elsewhere
-
-Those that only move rows are in `ringreduce.tensorflow.moving`.
+mean of these gradients over the ranks, as of `DistributedOptimizer`, is that of the mean loss.
+`ringreduce.keras.tensors` says which it is. Those that only move rows are in
+`ringreduce.tensorflow.moving`.
 """
 
 from __future__ import annotations
@@ -29,8 +24,8 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.payload import bounds_of, checked_root
 from ringreduce.pure.schedule import chunk_bounds
-from ringreduce.tensorflow import numbering, xla
-from ringreduce.tensorflow.differentiable import Sign, checked, collective
+from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.differentiable import NONE, Sign, checked, collective
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -40,15 +35,13 @@ def all_reduce(
     tensor: Any,
     communicator: Communicator,
     op: ReduceOp | str = ReduceOp.SUM,
-    of: Any = numbering.NONE,
+    of: Any = NONE,
 ) -> Any:
     """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run.
 
     With `of`, it is the gradient of the collective with that number.
     """
     how, value = reduce_op(op), checked(tensor)
-    if communicator.size == 1:
-        return tf.identity(value)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_reduce of a tensor", array.shape)
@@ -67,21 +60,15 @@ def all_gather(
     communicator: Communicator,
     *,
     counts: Sequence[int] | None = None,
-    of: Any = numbering.NONE,
+    of: Any = NONE,
 ) -> Any:
     """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
-    value = checked(tensor)
-    if value.shape.rank == 0:
-        value = tf.reshape(value, (1,))
-    if communicator.size == 1:
-        return tf.identity(value)
+    value = as_rows(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         return communicator.all_gather(array, signature=sign("all_gather of tensors"))
 
-    known = None if counts is None else list(counts)
-    if known is None and xla.is_compiling() and value.shape[0] is not None:
-        known = [value.shape[0]] * communicator.size
+    known = known_counts(value, counts, communicator)
     shape = tf.TensorShape([sum(known) if known else None]).concatenate(value.shape[1:])
 
     def gradient(upstream: Any, number: Any) -> Any:
@@ -93,11 +80,24 @@ def all_gather(
     return collective(communicator, "gather tensors", run, gradient, value, shape, of=of)
 
 
+def as_rows(tensor: Any) -> Any:
+    """`tensor` as a tensor to gather; one without dimensions counts as one of shape (1,)."""
+    value = checked(tensor)
+    return tf.reshape(value, (1,)) if value.shape.rank == 0 else value
+
+
+def known_counts(
+    value: Any, counts: Sequence[int] | None, communicator: Communicator
+) -> list[int] | None:
+    """All ranks' `counts` of rows to gather, if they are known before anything runs."""
+    if counts is None and xla.is_compiling() and value.shape[0] is not None:
+        return [value.shape[0]] * communicator.size
+    return None if counts is None else list(counts)
+
+
 def broadcast(tensor: Any, communicator: Communicator, root: int) -> Any:
     """`ringreduce.keras.broadcast`."""
     source, value = checked_root(root, communicator.size, communicator.config.who), checked(tensor)
-    if communicator.size == 1:
-        return tf.identity(value)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("broadcast of a tensor", array.shape)
@@ -120,8 +120,6 @@ def reduce_scatter(tensor: Any, communicator: Communicator, op: ReduceOp | str) 
             **communicator.config.who,
             remedy="Use all_reduce.",
         )
-    if communicator.size == 1:
-        return tf.identity(value)
 
     def run(array: np.ndarray, sign: Sign) -> np.ndarray:
         bounds = chunk_bounds(array.shape[0], communicator.size)
@@ -165,11 +163,7 @@ def _own_rows_of_sum(
 
 
 def _reduce_rows(
-    communicator: Communicator,
-    array: np.ndarray,
-    bounds: Sequence[int],
-    op: ReduceOp,
-    sign: Sign,
+    communicator: Communicator, array: np.ndarray, bounds: Sequence[int], op: ReduceOp, sign: Sign
 ) -> np.ndarray:
     """Reduce `array` and return this rank's rows, ``[bounds[rank], bounds[rank + 1])``."""
     rank, size, rest = communicator.rank, communicator.size, array.shape[1:]

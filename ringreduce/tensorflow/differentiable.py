@@ -1,7 +1,15 @@
-"""Makes a tensor's collective of a Python function and its gradient."""
+"""Makes a tensor's collective of a Python function and its gradient, and numbers it.
+
+A gradient names the forward call by its number. The numbers count calls as they run, not as they
+are traced: the n-th call is the n-th on every rank. A gradient's number follows from that of its
+collective alone, since TensorFlow may run several gradients in any order.
+"""
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,14 +17,73 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.tensorflow import numbering, xla
+from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow import xla
 from ringreduce.tensorflow.control_flow import is_in_loop
 from ringreduce.tensorflow.python_calls import call
-from ringreduce.vocabulary.errors import ArrayError
+from ringreduce.vocabulary.errors import ArrayError, MismatchError
 from ringreduce.vocabulary.types import DTYPE_NAMES
 
 # Makes the signature of a call from all that must be equal on all ranks.
 Sign = Callable[..., int]
+# In place of a forward call's number: there is no such call, or its number is not known.
+NONE, UNKNOWN = 0, -1
+# Numbers of the n-th forward call, its gradient, that one's: n, n + _DEGREE, n + 2 * _DEGREE.
+_DEGREE = 1 << 48
+
+
+class Numbers:
+    """The numbers of a communicator's calls. Several threads may compute gradients at a time."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count(1)
+        self._calling = threading.local()
+
+    def next(self, origin: int) -> tuple[int, Callable[..., int]]:
+        """The number of the call that begins, and a function that makes its signature from parts.
+
+        `origin` is the number of the call whose gradient this is, or NONE, or UNKNOWN.
+        """
+
+        def sign(*parts: object) -> int:
+            signature = signature_of(*parts, origin)
+            self._calling.signature, self._calling.origin = signature, origin
+            return signature
+
+        if origin == NONE:
+            return next(self._next), sign
+        return (UNKNOWN if origin == UNKNOWN else origin + _DEGREE), sign
+
+    def explain(self, error: MismatchError) -> MismatchError | None:
+        """The error for ranks that compute gradients of different collectives; None: they do not.
+
+        Called in the thread of the call that failed with `error`.
+        """
+        origin = getattr(self._calling, "origin", NONE)
+        if origin in (NONE, UNKNOWN) or error.signatures[0] != self._calling.signature:
+            return None
+        return MismatchError(
+            f"takes the gradient of its tensor collective number {origin % _DEGREE} while rank "
+            f"{error.peer} is in another call of that length",
+            rank=error.rank,
+            size=error.size,
+            peer=error.peer,
+            operation=error.operation,
+            remedy="Ask the tape for the gradients of one loss, the sum of several if need be, "
+            "within the function that computes it, and let every rank record the same on it.",
+        )
+
+
+_numbers: weakref.WeakKeyDictionary[Communicator, Numbers] = weakref.WeakKeyDictionary()
+
+
+def _numbers_of(communicator: Communicator) -> Numbers:
+    """The numbers of a communicator's calls."""
+    found = _numbers.get(communicator)
+    if found is None:
+        found = _numbers.setdefault(communicator, Numbers())
+        communicator.explain_with(found)
+    return found
 
 
 def collective(
@@ -28,10 +95,10 @@ def collective(
     shape: Any,
     *others: Any,
     more: Sequence[tuple[Any, Any]] = (),
-    of: Any = numbering.NONE,
-    numbers: numbering.Numbers | None = None,
+    of: Any = NONE,
+    numbers: Numbers | None = None,
 ) -> Any:
-    """The result of `run`, of `shape`, as a tensor with a gradient.
+    """The result of `run`, of `shape`, as a tensor with a gradient; `value` where a rank is alone.
 
     Args:
         run: gets the arrays of `value` and of `others`, and a function that makes the signature.
@@ -42,7 +109,9 @@ def collective(
         of: number of the collective whose gradient this is, a tensor or UNKNOWN; NONE: it is none.
         numbers: those of its kind; by default those of the communicator's collectives.
     """
-    numbers = numbers or numbering.of(communicator)
+    if communicator.size == 1 and not more:
+        return tf.identity(value)
+    numbers = numbers or _numbers_of(communicator)
 
     def numbered(*arrays: np.ndarray) -> tuple[Any, ...]:
         *given, origin = arrays
@@ -55,14 +124,14 @@ def collective(
     def called(*given: Any) -> Any:
         arguments = [*given, tf.convert_to_tensor(of, tf.int64)]
         results = [(shape, value.dtype), *more, ((), tf.int64)]
-        of_gradient = of is not numbering.NONE
+        of_gradient = of is not NONE
         result, *further, number = call(
             communicator, what, numbered, arguments, results, of_gradient=of_gradient
         )
         if xla.is_compiling() and is_in_loop():
             # XLA cannot pass on what a loop keeps for its gradient; and there the order of a
             # backward pass follows from that of the forward pass.
-            number = numbering.UNKNOWN
+            number = UNKNOWN
 
         @xla.compiled_alike
         def back(upstream: Any, *_: Any) -> Any:

@@ -1,11 +1,4 @@
-"""Collectives on tensors that move rows from rank to rank and compute nothing, with gradients.
-
-The gradient of each moves rows back:
-
-    all_to_all        all_to_all, with the counts that were received
-    gather            scatter from the root
-    scatter           gather on the root, zeros elsewhere
-"""
+"""Collectives on tensors that move rows from rank to rank, as their gradients move them back."""
 
 from __future__ import annotations
 
@@ -17,19 +10,17 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.payload import checked_counts, checked_root
-from ringreduce.tensorflow import numbering, xla
-from ringreduce.tensorflow.collectives import all_gather
-from ringreduce.tensorflow.differentiable import Sign, checked, collective
+from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.collectives import all_gather, as_rows, known_counts
+from ringreduce.tensorflow.differentiable import NONE, Sign, checked, collective
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 
 
-def all_to_all(tensor: Any, communicator: Communicator, of: Any = numbering.NONE) -> Any:
+def all_to_all(tensor: Any, communicator: Communicator, of: Any = NONE) -> Any:
     """`ringreduce.keras.all_to_all` of equal parts."""
     value = _with_rows(tensor, communicator, "all_to_all")
     if value.shape.rank and value.shape[0] is not None:
         checked_counts(None, value.shape[0], communicator.size, communicator.config.who)
-    if communicator.size == 1:
-        return tf.identity(value)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         signature = sign("all_to_all of a tensor", array.shape)
@@ -41,9 +32,7 @@ def all_to_all(tensor: Any, communicator: Communicator, of: Any = numbering.NONE
     return collective(communicator, "exchange parts", run, gradient, value, value.shape, of=of)
 
 
-def all_to_all_uneven(
-    tensor: Any, communicator: Communicator, counts: Any, of: Any = numbering.NONE
-) -> Any:
+def all_to_all_uneven(tensor: Any, communicator: Communicator, counts: Any, of: Any = NONE) -> Any:
     """`ringreduce.keras.all_to_all` with `counts`: the rows, and how many came from each rank."""
     value = _with_rows(tensor, communicator, "all_to_all")
     each = tf.convert_to_tensor(counts)
@@ -83,21 +72,15 @@ def gather(
     communicator: Communicator,
     root: int,
     counts: Sequence[int] | None = None,
-    of: Any = numbering.NONE,
+    of: Any = NONE,
 ) -> Any:
     """`ringreduce.keras.gather`; its gradient need not exchange known `counts` of rows."""
-    source, value = checked_root(root, communicator.size, communicator.config.who), checked(tensor)
-    if value.shape.rank == 0:
-        value = tf.reshape(value, (1,))
-    if communicator.size == 1:
-        return tf.identity(value)
+    source, value = checked_root(root, communicator.size, communicator.config.who), as_rows(tensor)
 
     def run(array: np.ndarray, sign: Sign) -> Any:
         return communicator.gather(array, source, signature=sign("gather of tensors"))
 
-    known = None if counts is None else list(counts)
-    if known is None and xla.is_compiling() and value.shape[0] is not None:
-        known = [value.shape[0]] * communicator.size
+    known = known_counts(value, counts, communicator)
     rows = 0 if communicator.rank != source else sum(known) if known else None
     shape = tf.TensorShape([rows]).concatenate(value.shape[1:])
 
@@ -119,8 +102,6 @@ def scatter(
     known = None if counts is None else list(counts)
     if value.shape.rank and value.shape[0] is not None:
         known = checked_counts(counts, value.shape[0], size, who)
-    if size == 1:
-        return tf.identity(value)
     shape = tf.TensorShape([known and known[communicator.rank]]).concatenate(value.shape[1:])
 
     def sign_with(sign: Sign, array: np.ndarray) -> int:
@@ -136,7 +117,7 @@ def _parts(
     counts: Any,
     shape: Any,
     sign_with: Callable[[Sign, np.ndarray], int] = lambda sign, _: sign("parts of a tensor"),
-    of: Any = numbering.NONE,
+    of: Any = NONE,
 ) -> Any:
     """This rank's rows, of `shape`, of the tensor of rank `source`, whose parts have `counts` rows.
 

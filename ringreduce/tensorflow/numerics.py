@@ -29,8 +29,8 @@ _ORIGIN = "The first step with such a message, and the rank it names, are where 
 class NumericsCheck:
     """Checks the buckets of one bridge's steps. Used by one thread at a time.
 
-    Raises:
-        ConfigError: `mode` is none of `MODES`.
+    ConfigError if `mode` is none of `MODES`. In mode "raise" what is not finite is a NumericsError,
+    on all ranks.
     """
 
     def __init__(self, mode: str) -> None:
@@ -45,16 +45,9 @@ class NumericsCheck:
         self._is_bad = False
 
     def check_own(self, communicator: Communicator, values: Values) -> None:
-        """Check this rank's `values` before they are reduced.
-
-        Raises:
-            NumericsError: one is not finite, and the mode is "raise"; on all ranks.
-        """
-        if (
-            self._mode == "off"
-            or self._is_bad
-            or (found := values.find(0, values.elements.size)) is None
-        ):
+        """Check this rank's `values` before they are reduced."""
+        is_off = self._mode == "off" or self._is_bad
+        if is_off or (found := values.find(0, values.elements.size)) is None:
             return
         self._report(
             communicator,
@@ -69,9 +62,6 @@ class NumericsCheck:
 
         In other modes the rank with the bad gradient has reported it; this costs nearly as much as
         its check.
-
-        Raises:
-            NumericsError: one is not finite; on all ranks.
         """
         if self._mode != "raise":
             return

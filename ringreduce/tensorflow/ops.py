@@ -1,12 +1,17 @@
 """The native ops in a graph: they hand a bucket's gradients over and return its means.
 
-TensorFlow's C API registers them on first use (native/src/tf_ops.c), so one library serves every
-TensorFlow 2. Where that fails, gradients go through Python.
+TensorFlow's C API registers them on first use (native/src/tf_ops.c), found in its libraries by
+their symbols, so one library of ours serves every TensorFlow 2; and XLA's interface the custom
+calls (native/src/xla_calls.c). Where that fails, gradients go through Python.
 """
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import logging
+import os
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,9 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.effects import native
-from ringreduce.tensorflow import framework, private
+from ringreduce.tensorflow import private
 
 _log = logging.getLogger(__name__)
+# RR_WHY_BYTES of native/include/ringreduce.h.
+_WHY_BYTES = 2048
 
 
 @cache
@@ -24,7 +31,7 @@ def are_available() -> bool:
     """Whether this process has the ops; the first call registers them."""
     if native.library() is None:
         return False
-    why = framework.ops_missing()
+    why = _registered("rr_tensorflow_register", ("framework",))
     if why is not None:
         _log.warning("gradients go through Python, since the native ops cannot be used: %s", why)
     return why is None
@@ -58,3 +65,39 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
     for mean, gradient in zip(means, gradients, strict=True):
         mean.set_shape(gradient.shape)
     return list(means)
+
+
+def custom_calls_missing() -> str | None:
+    """Register the custom calls; None if that worked, else the reason it did not."""
+    if native.library() is None:
+        return native.why_missing()
+    header = os.path.join(tf.sysconfig.get_include(), "xla", "ffi", "api", "c_api.h")
+    try:
+        with open(header, encoding="utf-8") as file:
+            functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\);", file.read())
+        futures_at = functions.index("XLA_FFI_Future_Create")
+    except (OSError, ValueError) as error:
+        return f"the order of the functions in XLA's table is not known: {error}"
+    # Up to TensorFlow 2.19 only the second exports XLA's interface.
+    return _registered("rr_xla_register", ("framework", "cc"), ctypes.c_int(futures_at))
+
+
+def _registered(function: str, libraries: tuple[str, ...], *arguments: ctypes.c_int) -> str | None:
+    """Call `function` of the native library to register with TensorFlow; None, or why it failed.
+
+    It takes the path of one of TensorFlow's `libraries` (parts of names), `arguments`, and a buffer
+    for the reason of a failure; it returns 0 if it succeeded.
+    """
+    library = native.library()
+    if library is None:
+        return native.why_missing()
+    types = [ctypes.c_char_p, *map(type, arguments), ctypes.c_char_p]
+    register = native.declare(library, function, ctypes.c_int, types)
+    why = ctypes.create_string_buffer(_WHY_BYTES)
+    folder = tf.sysconfig.get_lib()
+    for name in libraries:
+        # The version follows the suffix on Linux, and precedes it elsewhere.
+        for path in sorted(glob.glob(os.path.join(folder, f"libtensorflow_{name}.*"))):
+            if register(os.fsencode(path), *arguments, why) == 0:
+                return None
+    return why.value.decode(errors="replace") or f"no libtensorflow_{libraries[0]} in {folder}"

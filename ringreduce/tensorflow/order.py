@@ -12,7 +12,7 @@ a value that goes in and comes out.
 
 TensorFlow does not order ops on a variable in the backward pass of a function whose gradient a tape
 outside of it asks for. There ranks may run collectives in different orders, which their signatures
-show (`ringreduce.tensorflow.numbering`).
+show (`ringreduce.tensorflow.differentiable`).
 """
 
 from __future__ import annotations

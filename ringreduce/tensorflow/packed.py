@@ -1,4 +1,14 @@
-"""Registers a bucket plan with the engine: TensorFlow's threads pack, the engine reduces.
+"""A step's gradients through buckets that TensorFlow's threads pack and the engine reduces.
+
+    gradients of bucket 0 --> start 0 --token--+--> wait 0 --> means of bucket 0
+                                 |  engine     |
+    gradients of bucket 1 --> start 1 --token--+--> wait 1 --> means of bucket 1
+
+A start runs as soon as its bucket's gradients are computed, before those of earlier layers are.
+Every wait depends on every start, so that no wait holds a thread that a start needs. Starts and
+waits are native ops, or custom calls where XLA compiles the graph. XLA runs independent ops in any
+order: there every start also depends on the token of the collective before it, and the last wait on
+all others.
 
 Buckets are in registered memory where ranks share some. A gradient that has a bucket to itself in a
 step that XLA compiles is reduced in XLA's memory.
@@ -13,31 +23,26 @@ from typing import Any
 import numpy as np
 
 from ringreduce.effects.handoff import BucketItem, Layout
-from ringreduce.tensorflow.reducer import BucketReducer
-
-# What the kernels are registered for (native/src/tf_ops.c).
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-
-
-def can_pack(gradients: Sequence[Any]) -> bool:
-    """Whether there are any `gradients`, all of dtypes that the kernels support."""
-    return bool(gradients) and all(g.dtype.name in _DTYPES for g in gradients)
+from ringreduce.tensorflow import ops, order, xla
+from ringreduce.tensorflow.plans import BucketReducer
+from ringreduce.tensorflow.sparse import SparseMean
 
 
-class PackedPlan:
-    """The memory of a plan's buckets, registered with the engine.
+class PackedRoute:
+    """The route of one plan, whose buckets are registered with the engine.
 
     Memory and registration last as long as this object; a graph that runs after that gets an error
-    that says so. The engine's thread calls `reducer`; `number` is the plan's in the handoff queue.
+    that says so. The engine's thread calls `reducer`.
     """
 
-    def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
-        self.plan, self.communicator = reducer.plan, reducer.communicator
-        buckets = self.plan.buckets
+    def __init__(self, reducer: BucketReducer, present: Sequence[Any], sparse: SparseMean) -> None:
+        self._plan, self._communicator = reducer.plan, reducer.communicator
+        self._sparse = sparse
+        buckets = self._plan.buckets
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
         nbytes = [bucket.count * dtypes[bucket.dtype].itemsize for bucket in buckets]
         memory = [
-            None if bucket.in_place else self.communicator.empty(size, np.uint8)
+            None if bucket.in_place else self._communicator.empty(size, np.uint8)
             for bucket, size in zip(buckets, nbytes, strict=True)
         ]
         layouts = []
@@ -45,9 +50,9 @@ class PackedPlan:
             each = dtypes[bucket.dtype].itemsize
             spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
             layouts.append(Layout(whole, size, spans))
-        engine = self.communicator.engine
+        engine = self._communicator.engine
         assert engine.native is not None
-        self.number = engine.native.register(layouts)
+        self._number = engine.native.register(layouts)
 
         def reduce(item: BucketItem) -> None:
             bucket = item.bucket
@@ -57,19 +62,48 @@ class PackedPlan:
                 reducer.begin_step()
             reducer.reduce(bucket, whole.view(dtypes[buckets[bucket].dtype]))
 
-        engine.serve(self.number, reduce)
-        weakref.finalize(self, engine.forget, self.number).atexit = False
+        engine.serve(self._number, reduce)
+        weakref.finalize(self, engine.forget, self._number).atexit = False
 
-    def parts(self, dense: Sequence[Any]) -> list[list[Any]]:
-        """The gradients in each bucket."""
-        by_gradient = dict(zip(self.plan.present, dense, strict=True))
-        return [[by_gradient[slot.gradient] for slot in b.slots] for b in self.plan.buckets]
+    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The means of the plan's dense gradients and of its sparse ones, in their order.
 
-    def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """The means of the dense gradients, in their order, from the means in each bucket."""
+        Sparse ones are reduced between the starts and the waits; what XLA compiles has none.
+        """
+        plan = self._plan
+        by_gradient = dict(zip(plan.present, dense, strict=True))
+        parts = [[by_gradient[slot.gradient] for slot in b.slots] for b in plan.buckets]
+        way = self._compiled if xla.is_compiling() else self._in_graph
+        waited, sparse = way(parts, slices)
         means = {
             slot.gradient: mean
-            for bucket, part in zip(self.plan.buckets, parts, strict=True)
+            for bucket, part in zip(plan.buckets, waited, strict=True)
             for slot, mean in zip(bucket.slots, part, strict=True)
         }
-        return [means[index] for index in self.plan.present]
+        return [means[index] for index in plan.present], sparse
+
+    def _in_graph(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        communicator, number = self._communicator, self._number
+        with order.in_order(communicator):
+            tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
+        sparse = self._sparse.mean(communicator, self._plan, slices)
+        waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
+        order.done(communicator, [mean for part in waited for mean in part])
+        return waited, sparse
+
+    def _compiled(self, parts: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        assert not slices
+        number, after = self._number, order.token(self._communicator)
+        buckets = enumerate(zip(parts, self._plan.buckets, strict=True))
+        started = [xla.start(number, i, part, after, b.in_place) for i, (part, b) in buckets]
+        waited: list[list[Any]] = []
+        over: list[Any] = []
+        for place, part in enumerate(parts):
+            likes = [(gradient.shape, gradient.dtype) for gradient in part]
+            # The last wait keeps XLA from dropping the others.
+            last = place == len(parts) - 1
+            *means, token = xla.wait(number, place, likes, started, over if last else (), last)
+            waited.append(means)
+            over.append(token)
+        order.follow(self._communicator, over[-1])
+        return waited, []

@@ -1,15 +1,18 @@
-"""Records the bucket plans that the ranks have compared, and says where plans differ."""
+"""Plans of buckets: compared by all ranks before their first use, then reduced; on every route."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.numerics import NumericsCheck, Values
 from ringreduce.vocabulary.errors import MismatchError
+from ringreduce.vocabulary.types import ReduceOp
 
 _OPERATION = "gradient reduction"
 _REMEDY = (
@@ -34,39 +37,28 @@ class AgreedPlans:
         communicator.explain_with(self)
 
     def require(self, communicator: Communicator, plan: BucketPlan) -> None:
-        """Compare a plan with every rank's before its first use.
-
-        Raises:
-            MismatchError: they differ; on all ranks.
-        """
+        """Compare a plan with every rank's before its first use; on all ranks MismatchError."""
         if self._epoch != communicator.epoch:
             self._epoch, self._plans = communicator.epoch, {}
         if plan.signature in self._plans:
             return
-        own: dict[str, Any] = {
-            "gradients": [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients],
-            "signature": plan.signature,
-            "buckets": f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})",
-        }
+        gradients = [(g.path, g.shape, g.dtype, g.present, g.sparse) for g in plan.gradients]
+        buckets = f"{plan.describe_buckets()} (bucket_bytes={self._bucket_bytes})"
+        own = [gradients, plan.signature, buckets]
 
-        def compare(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-            for peer, theirs in zip(members, gathered, strict=True):
-                specs = [
-                    GradientSpec(path, tuple(shape), *rest)
-                    for path, shape, *rest in theirs["gradients"]
-                ]
-                what, found = "gradients", first_difference(plan.gradients, specs)
-                if found is None and theirs["signature"] != plan.signature:
-                    what = "buckets of gradients"
-                    found = own["buckets"], theirs["buckets"]
-                if found is not None:
-                    text = f"has other {what} than rank {peer}: here {found[0]}; there {found[1]}"
-                    return Difference(peer, text, _REMEDY)
-            return None
+        def difference(_: int, __: Any, peer: int, theirs: Any) -> Difference | None:
+            specs = [GradientSpec(path, tuple(shape), *rest) for path, shape, *rest in theirs[0]]
+            what, found = "gradients", first_difference(plan.gradients, specs)
+            if found is None and theirs[1] != plan.signature:
+                what, found = "buckets of gradients", (buckets, theirs[2])
+            if found is None:
+                return None
+            text = f"has other {what} than rank {peer}: here {found[0]}; there {found[1]}"
+            return Difference(peer, text, _REMEDY)
 
         self._comparing = plan
         try:
-            agree(communicator, own, compare, _OPERATION, signature_of("gradients"))
+            agree(communicator, own, difference, _OPERATION, signature_of("gradients"))
         finally:
             self._comparing = None
         self._plans[plan.signature] = self._latest = plan
@@ -110,3 +102,37 @@ def _difference(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str] | None:
 
 def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
     return ours.describe_buckets(), theirs.describe_buckets()
+
+
+class BucketReducer:
+    """Reduces the buckets of one plan in place, in the thread that calls it."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        plan: BucketPlan,
+        agreed: AgreedPlans,
+        numerics: NumericsCheck,
+    ) -> None:
+        self.communicator, self.plan, self.numerics = communicator, plan, numerics
+        self._agreed = agreed
+        self._parts = [
+            [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
+            for bucket in plan.buckets
+        ]
+
+    def begin_step(self) -> None:
+        """Begin a step: `require` that all ranks have this plan."""
+        self._agreed.require(self.communicator, self.plan)
+        self.numerics.begin_step()
+
+    def reduce(self, bucket: int, values: np.ndarray) -> None:
+        """Replace a bucket's `values` with their mean; every rank reduces buckets in order.
+
+        `values` has the shape (count,), is contiguous, and has the bucket's dtype. Raises as
+        `Communicator.all_reduce` and `NumericsCheck`.
+        """
+        looked_at = Values(values, self._parts[bucket])
+        self.numerics.check_own(self.communicator, looked_at)
+        self.communicator.all_reduce(values, ReduceOp.MEAN, signature=self.plan.signature)
+        self.numerics.check_mean(self.communicator, looked_at)

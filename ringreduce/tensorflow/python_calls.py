@@ -1,15 +1,26 @@
-"""Calls a Python function that communicates: eagerly, in a graph, and in what XLA compiles."""
+"""Calls a Python function that communicates: eagerly, in a graph, and in what XLA compiles.
+
+XLA fixes all shapes before anything runs, so there the results' shapes must be known when the call
+is traced. As with a bucket of gradients, arguments are packed into our memory, the engine calls the
+function there, and its results are unpacked.
+"""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.tensorflow import compiled, failures, order, private, xla
+from ringreduce.effects.handoff import BucketItem, Layout, RoundFailed
+from ringreduce.pure.buckets import ALIGNMENT
+from ringreduce.tensorflow import failures, order, private, xla
 from ringreduce.tensorflow.control_flow import refuse_unreachable
+from ringreduce.vocabulary.errors import ConfigError, MismatchError, RingReduceError
 
 
 def call(
@@ -47,7 +58,7 @@ def call(
         return [tf.compat.v1.placeholder(dtype, shape) for shape, dtype in results]
     refuse_unreachable(communicator, what, of_gradient=of_gradient)
     if xla.is_compiling():
-        return compiled.call(communicator, what, run, arguments, results)
+        return _compiled(communicator, what, run, arguments, results)
 
     # This runs on the CPU; TensorFlow copies arguments there from any device.
     with order.in_order(communicator):
@@ -57,3 +68,87 @@ def call(
     for tensor, (shape, _) in zip(tensors, results, strict=True):
         tensor.set_shape(shape)
     return list(tensors)
+
+
+def _compiled(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    results: Sequence[tuple[Any, Any]],
+) -> list[Any]:
+    """`call` in a graph that XLA will compile; ConfigError where a shape is not known.
+
+    The engine calls `run`, one call at a time, in the program's order. `run` may write to its
+    arrays, and the arrays that it returns are copied.
+    """
+    shapes = [tf.TensorShape(shape) for shape, _ in results]
+    for tensor_shape in (*shapes, *(tensor.shape for tensor in arguments)):
+        if not tensor_shape.is_fully_defined():
+            raise ConfigError(
+                f"cannot {what} of shape {tensor_shape} inside a function compiled with "
+                "jit_compile=True, which fixes all shapes",
+                **communicator.config.who,
+                remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
+                ", or a sum over the batch.",
+            )
+    graph = tf.compat.v1.get_default_graph()
+    # Branches and loops belong to the function around them.
+    while isinstance(graph, private.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    kinds = [(tuple(shape), tf.as_dtype(dtype)) for shape, dtype in results]
+    number = _register(communicator, what, run, arguments, kinds)
+    # As long as the function may run.
+    weakref.finalize(graph, communicator.engine.forget, number).atexit = False
+    started = xla.start(number, 0, arguments, order.token(communicator))
+    *found, token = xla.wait(number, 0, kinds, [started])
+    order.follow(communicator, token)
+    return found
+
+
+def _register(
+    communicator: Communicator,
+    what: str,
+    run: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+) -> int:
+    """Have the engine call `run` in memory of ours; return the number of that with the engine."""
+    spans, kinds, end = [], [], 0
+    for shape, dtype in (*((tuple(t.shape), t.dtype) for t in arguments), *results):
+        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
+        nbytes = math.prod(shape) * numpy_dtype.itemsize
+        spans.append((end, nbytes))
+        kinds.append((shape, numpy_dtype))
+        end += nbytes + -nbytes % ALIGNMENT
+    memory = communicator.empty(end, np.uint8)
+    arrays = [
+        memory[start : start + nbytes].view(dtype).reshape(shape)
+        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
+    ]
+    count = len(arguments)
+
+    def reduce(_: BucketItem) -> None:
+        try:
+            returned = run(*arrays[:count])
+        except RingReduceError as error:
+            if communicator.failure is None:
+                raise RoundFailed(str(error)) from error
+            raise
+        for result, value in zip(arrays[count:], returned, strict=True):
+            found = np.asarray(value)
+            if found.shape != result.shape:
+                raise MismatchError(
+                    f"got a result of shape {found.shape} where {result.shape} was compiled, as if "
+                    "tensors had the shape of this rank's on all ranks",
+                    **communicator.config.who,
+                    operation=what,
+                    remedy="Under jit_compile=True pass tensors of equal shape on all ranks.",
+                )
+            np.copyto(result, found)
+
+    engine = communicator.engine
+    assert engine.native is not None
+    number = engine.native.register([Layout(memory, end, spans[:count], spans[count:])])
+    engine.serve(number, reduce)
+    return number

@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.pure.buckets import ALIGNMENT
+from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
-from ringreduce.tensorflow.reducer import BucketReducer
 from ringreduce.tensorflow.sparse import SparseMean
 
 

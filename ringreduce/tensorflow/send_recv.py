@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.payload import checked_peer, checked_tag
-from ringreduce.tensorflow.differentiable import Sign, checked, collective
-from ringreduce.tensorflow.numbering import Numbers
+from ringreduce.tensorflow.differentiable import Numbers, Sign, checked, collective
 from ringreduce.vocabulary.errors import ConfigError, MismatchError
 from ringreduce.vocabulary.types import dtype_named
 

@@ -33,8 +33,6 @@ from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ArrayError, ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-
 # Indices, shape (n,), rising, int64; and their rows, shape (n, elements of a row).
 _Rows = tuple[np.ndarray, np.ndarray]
 
@@ -96,7 +94,7 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
     """
     if gradient is None:
         return None
-    is_sparse = isinstance(gradient, tf.IndexedSlices) and gradient.dtype.name in _DTYPES
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and gradient.dtype.is_floating
     if not is_sparse or gradient.dense_shape is None or sparse_as_dense or is_compiling():
         return tf.convert_to_tensor(gradient)
     return gradient
@@ -283,11 +281,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:
-    if rows.itemsize > 2:
-        return rows
-    wide = np.empty(rows.shape, np.float32)
-    kernels.widen(rows.reshape(-1), wide.reshape(-1))
-    return wide
+    return rows.astype(_wide(rows.dtype), copy=False)
 
 
 def _narrowed(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:

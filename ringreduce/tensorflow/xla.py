@@ -16,23 +16,10 @@ from typing import Any
 import tensorflow as tf
 
 from ringreduce.effects import native
-from ringreduce.tensorflow import framework, private
+from ringreduce.tensorflow import ops, private
 
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
-
-# StableHLO's names of the dtypes that can travel.
-_DTYPES = {
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "ui8",
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ def why_not() -> str | None:
     """Why this process has no custom calls, or None. The first call registers them."""
     if native.library() is not None and tf.config.get_visible_devices("GPU"):
         return "XLA compiles for the GPU here, where the ring cannot be called from."
-    why = framework.custom_calls_missing()
+    why = ops.custom_calls_missing()
     if why is None or native.library() is None:
         return why
     return f"XLA cannot call the ring: {why}."
@@ -174,4 +161,6 @@ module @ringreduce_{name} {{
 
 
 def _type(shape: Any, dtype: Any) -> str:
-    return f"tensor<{''.join(f'{n}x' for n in shape)}{_DTYPES[tf.as_dtype(dtype).name]}>"
+    # StableHLO's names of the dtypes that can travel: f32, bf16, i64, ui8.
+    name = tf.as_dtype(dtype).name.replace("float", "f").replace("int", "i")
+    return f"tensor<{''.join(f'{n}x' for n in shape)}{name}>"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -157,28 +159,54 @@ def unencodable() -> list[Any]:
     return [object(), endless, "\ud800", 1 << 70, {"a": lambda: 0}]
 
 
-def test_object_that_cannot_be_encoded_is_refused_and_leaves_the_ring_usable():
+# What each rank passes, of which only rank 1's value cannot be sent.
+OBJECT_CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
+    "broadcast": lambda comm, value: comm.broadcast_object(value, root=1),
+    "all_gather": lambda comm, value: comm.all_gather_object(value if comm.rank == 1 else 0),
+    "gather": lambda comm, value: comm.gather_object(value if comm.rank == 1 else 0, root=0),
+    "scatter": lambda comm, value: comm.scatter_object([0, value, 0], root=1),
+}
+
+
+@pytest.mark.parametrize("name", OBJECT_CALLS)
+def test_object_that_cannot_be_encoded_is_refused_on_all_ranks_and_leaves_the_ring_usable(name):
+    """Of a gather a rank that is neither the root nor the one at fault learns nothing."""
+
     def work(comm: Communicator) -> None:
         for value in unencodable():
-            with pytest.raises(ArrayError, match=f"cannot send a {type(value).__name__}"):
-                comm.all_gather_object(value)
-            with pytest.raises(ArrayError, match="MessagePack"):
-                comm.broadcast_object(value, root=comm.rank)
+            why = f"rank 1 of 3 cannot send a {type(value).__name__} to other ranks"
+            if name == "gather" and comm.rank == 2:
+                assert OBJECT_CALLS[name](comm, value) is None
+                continue
+            with pytest.raises(ArrayError, match=why) as caught:
+                OBJECT_CALLS[name](comm, value)
+            assert (caught.value.rank, caught.value.size) == (comm.rank, 3)
         assert_usable(comm)
 
-    ring_of_threads(2, work)
+    ring_of_threads(3, work)
 
 
-def test_object_over_the_limit_is_refused_and_leaves_the_ring_usable(monkeypatch):
-    monkeypatch.setattr(payload, "OBJECT_BYTES_MAX", 100)
+@pytest.mark.parametrize("name", OBJECT_CALLS)
+def test_object_over_the_limit_is_refused_and_leaves_the_ring_usable(monkeypatch, name):
+    monkeypatch.setattr(payload, "OBJECT_BYTES_MAX", 1000)
 
     def work(comm: Communicator) -> None:
-        assert comm.all_gather_object(b"x" * 98) == [b"x" * 98] * 2  # and 2 bytes of MessagePack
-        with pytest.raises(ArrayError, match="of 101 bytes; the limit is 100"):
-            comm.all_gather_object(b"x" * 99)
-        with pytest.raises(ArrayError, match="of 101 bytes; the limit is 100"):
-            comm.broadcast_object(b"x" * 99, root=comm.rank)
+        # And 3 bytes of MessagePack.
+        OBJECT_CALLS[name](comm, b"x" * 997)
+        if name != "gather" or comm.rank < 2:
+            with pytest.raises(ArrayError, match="of 1001 bytes; the limit is 1000"):
+                OBJECT_CALLS[name](comm, b"x" * 998)
+        else:
+            OBJECT_CALLS[name](comm, b"x" * 998)
         assert_usable(comm)
+
+    ring_of_threads(3, work)
+
+
+def test_an_extension_of_messagepack_travels_as_before():
+    def work(comm: Communicator) -> None:
+        found = comm.broadcast_object(msgspec.msgpack.Ext(7, b"data") if comm.rank == 0 else None)
+        assert (found.code, found.data) == (7, b"data")
 
     ring_of_threads(2, work)
 
@@ -379,6 +407,7 @@ def test_mean_of_narrow_integers_over_more_ranks_than_they_hold_is_refused(monke
 
 FORK = """
 import os
+import msgspec
 import numpy as np
 import ringreduce
 from ringreduce.testing import ring_of_threads

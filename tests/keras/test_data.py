@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import ringreduce.keras as rr
 from ringreduce import MismatchError
-from ringreduce.keras import unsharded
+from ringreduce.keras import mistakes
 from ringreduce.testing import ring_of_threads
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
@@ -179,18 +179,18 @@ def test_a_rank_may_read_alone_and_ahead():
 @pytest.mark.parametrize("divided", ["job", "group"])
 def test_a_warning_of_whole_data_knows_what_other_groups_divide(divided, monkeypatch):
     warned = []
-    monkeypatch.setattr(unsharded, "warn_at_users_line", lambda text, kind: warned.append(text))
+    monkeypatch.setattr(mistakes, "warn_at_users_line", lambda text, kind: warned.append(text))
     model = keras.Sequential(name="towers")
 
     def work(comm):
         whole, trains = comm.split(0), comm.split(0)
         trains, other = (trains, comm) if divided == "job" else (comm, trains)
         if comm.rank == 0:
-            unsharded.warn_of_whole_data(model, whole)
+            mistakes.warn_of_whole_data(model, whole)
             assert len(warned) == 1
             assert "towers.fit trains on" in warned.pop()
             rr.shard(np.zeros(4), check=False, communicator=other)
-            unsharded.warn_of_whole_data(model, trains)
+            mistakes.warn_of_whole_data(model, trains)
             assert not warned
         comm.barrier()
 

@@ -4,7 +4,7 @@ import keras
 import pytest
 from keras import layers
 
-from ringreduce.keras.parity import differences
+from ringreduce.keras.mistakes import differences
 
 pytestmark = pytest.mark.tensorflow
 

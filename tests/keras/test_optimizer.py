@@ -326,6 +326,21 @@ def test_fit_over_other_ranks_than_the_optimizers_is_refused():
     ring_of_threads(2, work)
 
 
+@pytest.mark.filterwarnings("ignore::ringreduce.keras.DataWarning")
+def test_layers_with_local_variables_may_be_configured_differently():
+    def work(comm):
+        expert = keras.layers.Dense(1, "relu" if comm.rank else "tanh", use_bias=False)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), expert])
+        local = expert.trainable_variables
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.5), comm, local_variables=local)
+        model.compile(optimizer, loss="mse", run_eagerly=True)
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+        return [variable.numpy().tolist() for variable in model.layers[0].trainable_variables]
+
+    first, second = ring_of_threads(2, work)
+    assert first == second
+
+
 @pytest.mark.parametrize(("name", "word"), [("allreduce", "all_reduce"), ("elastic", "none")])
 def test_names_of_horovods_that_are_not_there_say_what_is(name, word):
     with pytest.raises(AttributeError, match=word):
@@ -368,7 +383,7 @@ def test_horovods_passes_are_accumulated_as_a_mean():
     made = hvd.DistributedOptimizer(
         keras.optimizers.SGD(), average_aggregated_gradients=True, **given
     )
-    assert made._settings()["accumulate_steps"] == "3"
+    assert made._settings()[0].found["accumulate_steps"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from ringreduce.keras import parity
+from ringreduce.keras import mistakes
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(120)]
 
@@ -16,7 +16,7 @@ def test_a_mask_counts_only_if_it_reaches_the_loss(reaches):
         [keras.Input((6,)), words, layers.LSTM(4, return_sequences=reaches), layers.Dense(2)]
     )
     model.compile(loss="mse")
-    found = parity.differences(model)
+    found = mistakes.differences(model)
     assert len(found) == reaches
     assert all(text.startswith("words: if the mask") for text in found)
 
@@ -30,4 +30,4 @@ def test_a_mask_may_reach_the_loss_of_a_model_that_is_subclassed():
         def call(self, inputs):
             return self.words(inputs)
 
-    assert len(parity.differences(Model())) == 1
+    assert len(mistakes.differences(Model())) == 1

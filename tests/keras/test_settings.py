@@ -3,8 +3,9 @@
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
-from ringreduce.keras.settings import settings_in, settings_of_optimizer
+from ringreduce.keras.settings import settings_in, settings_of_model, settings_of_optimizer
 
 pytestmark = pytest.mark.tensorflow
 
@@ -56,3 +57,144 @@ def test_a_schedule_counts(recwarn):
     assert of_sgd(decay(0.1, 10, 0.5)) != of_sgd(decay(0.2, 10, 0.5))
     assert of_sgd(lambda: 0.1) == of_sgd(lambda: 0.2)
     assert not recwarn
+
+
+class Unwritten(layers.Layer):
+    """Has no configuration: what it is made with cannot be written down."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def call(self, inputs):
+        return inputs
+
+
+class Scaled(layers.Layer):
+    """A user's layer with a number."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+class Whole(keras.Model):
+    """A subclassed model, whose layers are attributes, and which has no configuration."""
+
+    def __init__(self, own, activation):
+        super().__init__()
+        self.own, self.dense = own, layers.Dense(2, activation=activation)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def sequential(*parts, **options):
+    return keras.Sequential([keras.Input((3,), **options), *parts])
+
+
+def functional(build):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, build(inputs))
+
+
+def joined(is_other):
+    """Adds what the first of two layers makes, or what it is given, to what the second makes."""
+
+    def build(inputs):
+        first = layers.Dense(3)(inputs)
+        return layers.Add()([layers.Dense(3)(first), inputs if is_other else first])
+
+    return functional(build)
+
+
+def recurrent(activation):
+    return layers.Bidirectional(layers.SimpleRNN(2, activation=activation))
+
+
+# A model, or another if 1 is given, and the first difference between the two.
+DIFFERENT = {
+    "activation": (
+        lambda other: sequential(layers.Dense(2, activation="tanh" if other else "relu")),
+        ("layer 'dense", "activation", "'relu'", "'tanh'"),
+    ),
+    "rate": (
+        lambda other: sequential(layers.Dropout(0.25 + other / 2)),
+        ("layer 'dropout", "rate", "0.25", "0.75"),
+    ),
+    "precision": (
+        lambda other: sequential(layers.Dense(2, dtype="mixed_float16" if other else None)),
+        ("layer 'dense", "dtype", "'float32'", "'mixed_float16'"),
+    ),
+    "vocabulary": (
+        lambda other: keras.Sequential(
+            [layers.StringLookup(vocabulary=[str(number) for number in range(200 + other)])]
+        ),
+        ("layer 'string_lookup", "vocabulary", "200 values (", "201 values ("),
+    ),
+    "a layer of a layer": (
+        lambda other: sequential(layers.Reshape((3, 1)), recurrent("relu" if other else "tanh")),
+        ("layer 'simple_rnn_cell", "activation", "'tanh'", "'relu'"),
+    ),
+    "a user's layer": (
+        lambda other: sequential(Scaled(1 + other)),
+        ("layer 'scaled", "factor", "1", "2"),
+    ),
+    "a subclassed model": (
+        lambda other: Whole(object(), "tanh" if other else "relu"),
+        ("layer 'dense", "activation", "'relu'", "'tanh'"),
+    ),
+    "a layer more": (
+        lambda other: sequential(layers.ReLU(), *[layers.Softmax()] * other, layers.Dense(2)),
+        ("layer 'dense", "class", "Dense", "Softmax"),
+    ),
+    "a number in an operation": (
+        lambda other: functional(lambda inputs: inputs * (2.0 + other)),
+        ("layer 'functional", "connections.2.1.0.args.1", "2.0", "3.0"),
+    ),
+    "connections": (joined, ("layer 'functional", "connections.2.3.0.args.0.1.0", "1", "0")),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_models_that_differ_are_told_by_layer_and_setting(name):
+    make, (layer, key, here, there) = DIFFERENT[name]
+    pairs = zip(settings_of_model(make(0)), settings_of_model(make(1)), strict=False)
+    one, two = next((one, two) for one, two in pairs if one.found != two.found)
+    assert layer in one.what
+    assert one.found[key].startswith(here)
+    assert two.found[key].startswith(there)
+
+
+EQUAL = {
+    "names": lambda _: sequential(layers.Dense(2), layers.ELU(), layers.Dense(2, activation="elu")),
+    "names of connected layers": lambda _: joined(False),
+    "seeds": lambda other: sequential(
+        layers.Dropout(0.5, seed=1 + other),
+        layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed=other)),
+    ),
+    "lambdas": lambda other: sequential(
+        layers.Lambda([lambda x: x + 1, lambda x: x + 2][other], output_shape=(3,))
+    ),
+    "no configuration": lambda other: sequential(Unwritten(object())),
+    "sizes of batches": lambda other: sequential(layers.Dense(2), batch_size=4 + other),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_differs_harmlessly_is_equal(name, recwarn):
+    one, two = (settings_of_model(EQUAL[name](other)) for other in (0, 1))
+    assert [each.found for each in one] == [each.found for each in two]
+    assert not recwarn
+
+
+def test_a_table_of_initial_values_is_not_listed():
+    table = keras.initializers.Constant(np.zeros((100, 3)))
+    model = sequential(layers.Embedding(100, 3, embeddings_initializer=table))
+    assert [each.found for each in settings_of_model(model)[-2:]] == [
+        {"class": "Embedding"},
+        {"class": "Sequential"},
+    ]

@@ -22,7 +22,7 @@ VICTIM = 1
 PREAMBLE = """
 import keras
 import tensorflow as tf
-from ringreduce.keras import DistributedOptimizer
+from ringreduce.keras import DistributedGradientTape, DistributedOptimizer
 from ringreduce.keras import fit as fit_divided
 from ringreduce.tensorflow import ops
 
@@ -49,10 +49,11 @@ def make(
     rate=0.0,
     accumulate_steps=1,
     sgd=(),
+    activation=None,
     **options,
 ):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(units, name=name, dtype=dtype) for name in names]
+    layers = [keras.layers.Dense(units, activation, name=name, dtype=dtype) for name in names]
     gate = Gate()
     model = keras.Sequential([keras.Input((4,)), layers[0], gate, *layers[1:]], name="model")
     model.gate = gate
@@ -123,14 +124,33 @@ def pretending(module):
 def decay(rate):
     return keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5)
 
+class Taped(keras.Model):
+    '''Averages gradients by itself.'''
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+    def train_step(self, data):
+        with DistributedGradientTape(communicator=ring) as tape:
+            loss = tf.reduce_mean(self(data[0]) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
 class FasterOnOneRank(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         if ODD and epoch == 1:
             self.model.optimizer.learning_rate = 0.5
 
-def divided(loss="mse", **options):
-    model = make(rate=0.25)
-    model.compile(optimizer=model.optimizer, loss=loss)
+def divided(loss="mse", activation=None, own_step=False, **options):
+    model = make(rate=0.25, activation=activation)
+    if own_step:
+        model = Taped(model)
+    model.compile(optimizer="sgd" if own_step else model.optimizer, loss=loss)
     x = np.arange(48, dtype=np.float32).reshape(12, 4) % 5
     usual = {"batch_size": 6, "epochs": 2, "verbose": 0, "communicator": ring}
     fit_divided(model, x, x, **{**usual, **options})
@@ -192,6 +212,21 @@ SCENARIOS = {
     "accumulated steps": (
         "fit(make(accumulate_steps=3 if ODD else 2))",
         ("accumulate_steps is 2 on rank 0 and 3 on rank 1",),
+    ),
+    "activation": (
+        "fit(make(activation='tanh' if ODD else 'relu'))",
+        (
+            "found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on "
+            "rank 1, in comparison of settings. Build the same model on every rank; leave out of",
+        ),
+    ),
+    "activation in rr.fit": (
+        "divided(activation='tanh' if ODD else 'relu')",
+        ("found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on",),
+    ),
+    "activation in a step of the user's": (
+        "divided(activation='tanh' if ODD else 'relu', own_step=True)",
+        ("found different models: layer 'third': activation is 'relu' on rank 0 and 'tanh' on",),
     ),
     "batch size and seed of rr.fit": (
         "divided(batch_size=7, seed=3) if ODD else divided()",

@@ -16,21 +16,10 @@ from ringreduce.keras.callbacks.learning_rate import (
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together
 
-__all__ = [
-    "Broadcast",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateSchedule",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmup",
-    "LearningRateWarmupCallback",
-    "MetricAverage",
-    "MetricAverageCallback",
-    "OnRankZero",
-    "StopTogether",
-    "Together",
-    "VerifyReplicas",
-    "linear_scaling",
-]
+__all__ = ["Broadcast", "LearningRateSchedule", "LearningRateWarmup", "MetricAverage"]
+__all__ += ["OnRankZero", "StopTogether", "Together", "VerifyReplicas", "linear_scaling"]
+__all__ += ["BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback"]
+__all__ += ["LearningRateWarmupCallback", "MetricAverageCallback"]
 
 # Horovod's names, so that its users' programs need only another import.
 LearningRateScheduleCallback = LearningRateSchedule

@@ -15,6 +15,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
+from ringreduce.keras.wrappable import all_within
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -190,8 +191,7 @@ def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:
 
 def _momenta_of(optimizer: Any) -> list[Any]:
     """The accumulated momenta, where they are kept multiplied by the learning rate."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
+    optimizer = all_within(optimizer)[-1]
     if not optimizer.built or not getattr(optimizer, "momentum", 0):
         return []
     if isinstance(optimizer, keras.optimizers.SGD):

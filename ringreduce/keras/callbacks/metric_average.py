@@ -16,7 +16,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.agreement import Difference, refuse
 
 _VALIDATION = "val_"
 
@@ -97,7 +97,8 @@ class MetricAverage(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         results = {**training.results, **_as_validation(validation.results)}
         own = {"entries": entries_of(logs, results), "validated": validated}
-        gathered = agree(ring, own, _difference, "averaging of metrics")
+        gathered = ring.all_gather_object(own)
+        refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
         together = combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
             together.update(_as_validation(combined_results(self.model, validation, ring)))
@@ -115,29 +116,25 @@ def _as_validation(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(gathered: list[Any], members: Sequence[int]) -> Difference | None:
-    """Which ranks log under different names; ranks with no validation data are left out."""
+    """Which ranks log under different names; of ranks without validation data in training only."""
+    # 0 batches, not None: the rank validated, and had no data.
+    has_data = [theirs["validated"] != 0 for theirs in gathered]
+    first = has_data.index(True) if any(has_data) else 0
 
     def names(rank: int, *, validation: bool) -> list[str]:
         entries = gathered[rank]["entries"]
-        return sorted(name for name in entries if name.startswith(_VALIDATION) is validation)
+        return sorted(n for n in entries if validation or not n.startswith(_VALIDATION))
 
-    for validation in (False, True):
-        # 0 batches, not None: the rank validated, and had no data.
-        first, *rest = [
-            rank
-            for rank, theirs in enumerate(gathered)
-            if not validation or theirs["validated"] != 0
-        ] or [0]
-        for rank in rest:
-            if names(rank, validation=validation) != names(first, validation=validation):
-                logged = {r: ", ".join(sorted(gathered[r]["entries"])) for r in (first, rank)}
-                here, there = (
-                    f"rank {members[r]} logs {each or 'nothing'}" for r, each in logged.items()
-                )
-                return Difference(
-                    members[rank],
-                    f"found that {here} and {there}",
-                    "Compile the same metrics on every rank, give all of them validation data or "
-                    "none, and let a train_step log under the same names everywhere.",
-                )
+    for rank, validation in enumerate(has_data):
+        if names(rank, validation=validation) != names(first, validation=validation):
+            here, there = (
+                f"rank {members[r]} logs {', '.join(names(r, validation=True)) or 'nothing'}"
+                for r in (first, rank)
+            )
+            return Difference(
+                members[rank],
+                f"found that {here} and {there}",
+                "Compile the same metrics on every rank, give all of them validation data or none, "
+                "and let a train_step log under the same names everywhere.",
+            )
     return None

@@ -1,0 +1,174 @@
+"""The gradients of a step: how those of all ranks combine, and those of several steps.
+
+    step       1        2        3        4        5 ...
+               add      add      add      add
+               -        -        -        reduce, apply, clear        (accumulate_steps = 4)
+
+The sums are variables of the wrapper, not of the optimizer, and are not saved. All ranks count the
+same steps, so all take the same branch of the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.weighting import Kind, Weight, weighted
+from ringreduce.tensorflow import GradientBridge, path_of
+from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.tensorflow.control_flow import vouch_for_branch
+from ringreduce.vocabulary.types import ReduceOp
+
+
+class Reducer:
+    """Combines all ranks' gradients, by kind; `op`, MEAN or SUM, is for those of kind MEAN."""
+
+    def __init__(self, bridge: GradientBridge, communicator: Communicator, op: ReduceOp) -> None:
+        self._bridge, self._communicator, self._op = bridge, communicator, op
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        kinds: Sequence[Kind],
+        weight: Weight | None = None,
+    ) -> list[Any]:
+        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL gradients.
+
+        `gradients` are this rank's: tensors, `tf.IndexedSlices` or None; `variables`, for a tape
+        also other sources, and `kinds` are equal on all ranks. `weight` is this rank's in the mean;
+        None: all are equal. Raises as `GradientBridge.mean`.
+        """
+        if weight is not None:
+            counts = {Kind.MEAN: weight.factor, Kind.LOCAL: tf.math.sign(weight.own)}
+            gradients = [
+                weighted(gradient, kind, counts.get(kind, weight.own))
+                for gradient, kind in zip(gradients, kinds, strict=True)
+            ]
+        # The others are not compared: ranks may have other local variables, with other names.
+        shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
+        means: dict[int, Any] = {}
+        if shared:
+            paths = [_name(variables[number], number) for number in shared]
+            own = [gradients[number] for number in shared]
+            found = self._bridge.mean(self._communicator, own, paths)
+            means = dict(zip(shared, found, strict=True))
+        final = []
+        for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
+            if kind is Kind.MEAN:
+                mean, size = means[number], self._communicator.size
+                is_sum = self._op is ReduceOp.SUM and size > 1
+                final.append(weighted(mean, kind, float(size)) if is_sum else mean)
+            elif kind is Kind.LOCAL or gradient is None:
+                final.append(self._bridge.own(gradient))
+            else:
+                final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
+        return final
+
+
+def _name(variable: Any, number: int) -> str:
+    """A variable's path; of another source of a tape its number: names differ between ranks."""
+    is_variable = isinstance(variable, (tf.Variable, keras.Variable))
+    return path_of(variable) if is_variable else f"source {number}"
+
+
+class Accumulate:
+    """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        # One optimizer may be applied to several sets of variables, each with its own steps.
+        self._cycles: dict[tuple[int, ...], _Cycle] = {}
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        kinds: Sequence[Kind],
+        weight: Weight | None,
+        inner: Any,
+        reducer: Reducer,
+    ) -> None:
+        """Add a step's gradients; every `steps` times reduce their mean and apply it."""
+        cycle = self._cycle_of(gradients, variables, kinds)
+        one = tf.constant(1.0)
+        weight = weight or Weight(one, one)
+        for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
+            if gradient is not None:
+                _add(cycle.sums[id(variable)], gradient, kind, weight.own)
+        cycle.own.assign_add(weight.own)
+        cycle.mean.assign_add(weight.mean)
+        is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
+        # A variable that had a gradient only in an earlier step is part of the mean too.
+        sums = [cycle.sums.get(id(variable)) for variable in variables]
+
+        def apply() -> None:
+            vouch_for_branch()
+            # Divided so that the plain mean over the ranks is the weighted mean over all steps and
+            # ranks; for local variables over this rank's steps.
+            divisors = {Kind.MEAN: cycle.mean, Kind.LOCAL: cycle.own}
+            means = [
+                None if total is None else _divided(total, variable, divisors.get(kind))
+                for total, variable, kind in zip(sums, variables, kinds, strict=True)
+            ]
+            inner.apply(reducer.reduce(means, variables, kinds), variables)
+            for total, kind in zip(sums, kinds, strict=True):
+                if total is not None:
+                    total.assign(_empty(total.shape, total.dtype, kind))
+            cycle.own.assign(0.0)
+            cycle.mean.assign(0.0)
+
+        tf.cond(is_due, apply, lambda: None)
+
+    def _cycle_of(
+        self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]
+    ) -> _Cycle:
+        # Outside of the function that is being traced, since they outlive it.
+        with tf.init_scope():
+            key = tuple(map(id, variables))
+            if key not in self._cycles:
+                self._cycles[key] = _Cycle()
+            cycle = self._cycles[key]
+            for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
+                if gradient is not None and id(variable) not in cycle.sums:
+                    # 16-bit gradients are added up in float32.
+                    dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+                    start = _empty(variable.shape, dtype, kind)
+                    cycle.sums[id(variable)] = tf.Variable(start, trainable=False)
+        return cycle
+
+
+class _Cycle:
+    """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
+
+    def __init__(self) -> None:
+        self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
+        self.sums: dict[int, Any] = {}
+
+
+def _add(total: Any, gradient: Any, kind: Kind, own: Any) -> None:
+    if isinstance(gradient, tf.IndexedSlices) and kind is not Kind.MAXIMUM:
+        values = weighted(tf.cast(gradient.values, total.dtype), kind, own)
+        total.scatter_add(tf.IndexedSlices(values, gradient.indices))
+        return
+    value = weighted(tf.cast(gradient, total.dtype), kind, own)
+    if kind is Kind.MAXIMUM:
+        total.assign(tf.maximum(total, value))
+    else:
+        total.assign_add(value)
+
+
+def _divided(total: Any, variable: Any, divisor: Any) -> Any:
+    value = tf.convert_to_tensor(total)
+    if divisor is not None:
+        value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
+    return tf.cast(value, variable.dtype)
+
+
+def _empty(shape: Any, dtype: Any, kind: Kind) -> Any:
+    return tf.fill(shape, tf.constant(dtype.min if kind is Kind.MAXIMUM else 0, dtype))

@@ -1,0 +1,222 @@
+"""Warns of likely mistakes: in `fit` when training begins, and of ranks that trained apart.
+
+Rank 0 warns, once, at the line of the user's program.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator, is_initialized
+from ringreduce.keras import private
+from ringreduce.keras.normalization import SyncBatchNormalization
+from ringreduce.keras.seeds import is_seed_state
+from ringreduce.tensorflow.variables import differing, path_of
+
+_log = logging.getLogger(__name__)
+# The one that forms the ring.
+_BARRIERS = 1
+# Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
+_divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_PACKAGES = (
+    *(str(Path(str(module.__file__)).parent) for module in (keras, tf)),
+    str(Path(__file__).parents[1]),
+)
+
+
+class DataWarning(UserWarning):
+    """All ranks may be training on the same data."""
+
+
+class WeightsWarning(UserWarning):
+    """Ranks train with different values of weights that training does not make equal."""
+
+
+class ParityWarning(UserWarning):
+    """N ranks do not train exactly as one process with the same global batch does."""
+
+
+def note_sharding(communicator: Communicator) -> None:
+    """Note that this rank has its part of some data."""
+    _divided.add(communicator)
+
+
+def model_in_fit() -> Any:
+    """The model whose ``fit`` calls this function, through any others; None outside of `fit`."""
+    frame = sys._getframe()
+    while frame is not None:
+        # Keras has no other way to find out, and no callback need be there.
+        if frame.f_code.co_name == "fit" and isinstance(frame.f_locals.get("self"), keras.Model):
+            return frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
+    """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
+    ring = communicator
+    if ring.size == 1 or ring.rank != 0 or ring in _warned:
+        return
+    # A job's groups share its settings. Data may be divided among other ranks than train together.
+    if any(one.config is ring.config and not one.closed for one in _divided):
+        return
+    _warned.add(ring)
+    warn_at_users_line(
+        f"nothing has divided the data that {model.name}.fit trains on, so all {ring.size} ranks "
+        "may be training on all of it. Call rr.fit(model, ...) with the same arguments, whose "
+        "batches are global; or give fit rr.shard(data). If each rank reads data of its own "
+        'already, ignore this: warnings.simplefilter("ignore", rr.DataWarning).',
+        DataWarning,
+    )
+
+
+def warn_of_different_weights(
+    model: Any, trained: Sequence[Any], communicator: Communicator
+) -> None:
+    """Compare the weights of `model` that are not among `trained`; rank 0 warns of a difference.
+
+    Collective. Frozen layers with random values, `Normalization` adapted to a part of the data, and
+    moving averages are such weights. States of random generators should differ and are left out.
+    """
+    if communicator.size == 1:
+        return
+    known = {id(variable) for variable in trained}
+    others = {id(v): v for v in model.weights if id(v) not in known and not is_seed_state(v)}
+    found = differing(list(others.values()), communicator)
+    if not found or communicator.rank != 0:
+        return
+    warn_at_users_line(
+        f"the ranks have different values of {_first_of(map(path_of, found))}, which training does "
+        "not change or make equal: each rank goes on with its own. Call "
+        "rr.broadcast_variables(model.variables) after building the model (and after "
+        "Normalization.adapt, which sees only its rank's data), or seed all ranks alike with "
+        "keras.utils.set_random_seed.",
+        WeightsWarning,
+    )
+
+
+def warn_of_differences(model: Any, communicator: Communicator) -> None:
+    """Warn on rank 0 of layers and losses that look at a whole batch."""
+    if communicator.rank == 0 and (found := differences(model)):
+        warn_at_users_line(
+            f"{communicator.size} ranks will not train exactly as one process does with the same "
+            "global batch, since " + "; ".join(found) + ".",
+            ParityWarning,
+        )
+
+
+def differences(model: Any) -> list[str]:
+    """What in a built and compiled model sees its rank's rows only, by name and with a remedy."""
+    layers = [layer for layer in private.layers_of(model) if layer.trainable]
+    found = []
+    if names := _named(_normalizes_batches, layers):
+        found.append(f"{names}: each rank normalizes its rows (use rr.SyncBatchNormalization)")
+    if names := _named(_is_random, [model, *layers]):
+        found.append(f"{names}: each rank draws other random numbers")
+    for loss in keras.tree.flatten(getattr(model, "loss", None) or []):
+        reduction = loss.reduction if isinstance(loss, keras.losses.Loss) else None
+        if reduction in ("mean_with_sample_weight", "sum"):
+            found.append(
+                f"the loss {loss.name}: with reduction={reduction!r} it is no mean over samples"
+            )
+    if (names := _named(_masks, layers)) and _may_mask_outputs(model):
+        found.append(f"{names}: if the mask reaches the loss, that is a mean over what it leaves")
+    return found
+
+
+def _normalizes_batches(layer: Any) -> bool:
+    is_plain = not isinstance(layer, SyncBatchNormalization)
+    return isinstance(layer, keras.layers.BatchNormalization) and is_plain
+
+
+def _is_random(layer: Any) -> bool:
+    if isinstance(layer, keras.layers.RNN) or hasattr(layer, "cell"):
+        return False  # Their cells are layers too, and always have a generator.
+    if hasattr(layer, "recurrent_dropout"):
+        return bool(layer.dropout or layer.recurrent_dropout)
+    return any(isinstance(one, keras.random.SeedGenerator) for one in vars(layer).values())
+
+
+def _masks(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", 0))
+
+
+def _may_mask_outputs(model: Any) -> bool:
+    outputs = getattr(model, "outputs", None)
+    if outputs is None:  # Of a subclassed model this is not known.
+        return True
+    return any(getattr(output, "_keras_mask", None) is not None for output in outputs)
+
+
+def _named(is_meant: Callable[[Any], bool], layers: Iterable[Any]) -> str:
+    return _first_of(layer.name for layer in layers if is_meant(layer))
+
+
+def _first_of(names: Iterable[str]) -> str:
+    first, rest = (found := list(names))[:3], len(found) - 3
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
+
+
+def warn_of_ranks_apart() -> None:
+    """At exit, log on rank 0 if it has trained a model and nothing was exchanged.
+
+    Unless an exception ends the program.
+    """
+    if not is_initialized() or getattr(sys, "last_value", None) is not None:
+        return
+    ring = default_communicator()
+    if ring.size == 1 or ring.rank != 0:
+        return
+    done = ring.statistics()
+    has_exchanged = done.collectives > _BARRIERS or done.bytes_sent or done.bytes_received
+    if not has_exchanged and _has_trained():
+        _log.warning(
+            "[%d/%d] the ranks have exchanged nothing, so each has trained by itself. Wrap the "
+            "optimizer, rr.DistributedOptimizer(optimizer), or the tape.",
+            *ring.config.who.values(),
+        )
+
+
+def _has_trained() -> bool:
+    """Whether an optimizer of this process has made a step; Keras keeps no list of them."""
+    found = [each for each in gc.get_objects() if isinstance(each, keras.optimizers.Optimizer)]
+    return any(each.built and int(each.iterations) > 0 for each in found)
+
+
+def users_line() -> tuple[str, int]:
+    """File and line of the innermost caller that is neither ours nor a framework's."""
+    frame = _users_frame()
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _users_frame() -> FrameType:
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return frame
+
+
+def warn_at_users_line(text: str, category: type[Warning]) -> None:
+    """`warnings.warn` that points at the user's program."""
+    frame = _users_frame()
+    # With the registry of that module the same warning of a line is shown once, as Python's are.
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
