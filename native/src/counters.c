@@ -2,7 +2,8 @@
  *
  * Spinning reacts in tens of nanoseconds and is best while every rank has a core. With more ranks
  * than cores the awaited rank may need this core, so the waiter yields it (sched_yield). A long
- * wait should cost the others nothing, so the waiter then sleeps.
+ * wait should cost the others nothing, so the waiter then sleeps. A rank that was on this very core
+ * when it last counted cannot go on while this one spins.
  */
 
 #ifndef _GNU_SOURCE
@@ -38,6 +39,22 @@ static uint32_t *futex_word(struct rr_counter *counter)
 #endif
 }
 
+/* As many as where ranks share all cores (ringreduce/transport/shm_ranks.py). */
+enum { SPINS_SHARED = 20 };
+
+static uint32_t own_core(void)
+{
+    return (uint32_t)(sched_getcpu() + 1);
+}
+
+/* Whether its writer needs this core to go on, as two ranks do that were woken by one process: the
+ * system leaves them there for tenths of a second. */
+static int shares_core(const struct rr_counter *counter)
+{
+    const uint32_t theirs = __atomic_load_n(&counter->core, __ATOMIC_RELAXED);
+    return theirs != 0 && theirs == own_core();
+}
+
 static uint64_t load(const struct rr_counter *counter)
 {
     return __atomic_load_n(&counter->value, __ATOMIC_ACQUIRE);
@@ -55,6 +72,7 @@ void rr_counter_wake(struct rr_counter *counter)
 
 void rr_counter_publish(struct rr_counter *counter, uint64_t value)
 {
+    __atomic_store_n(&counter->core, own_core(), __ATOMIC_RELAXED);
     /* Sequentially consistent, as is the count of sleepers: either the sleeper sees the new value
      * before it sleeps, or this rank sees the sleeper. */
     __atomic_store_n(&counter->value, value, __ATOMIC_SEQ_CST);
@@ -65,6 +83,8 @@ void rr_counter_publish(struct rr_counter *counter, uint64_t value)
 int rr_counter_wait(struct rr_counter *counter, uint64_t value, uint32_t *spins, uint32_t *yields,
                     uint32_t sleep_ms)
 {
+    if (load(counter) < value && *spins > SPINS_SHARED && shares_core(counter))
+        *spins = SPINS_SHARED;
     for (;;) {
         const uint64_t seen = load(counter);
         if (seen >= value)

@@ -11,6 +11,7 @@
 /* Grows; one thread writes `value`, others may sleep until it has grown. */
 struct rr_counter {
     _Alignas(RR_LINE) uint64_t value;
+    uint32_t core;                       /* 1 + the core that its writer was on; 0: unknown */
     _Alignas(RR_LINE) uint32_t sleepers; /* written by them */
 };
 
