@@ -126,8 +126,7 @@ class Rendezvous:
             version=__version__,
             wire_version=WIRE_VERSION,
             job_id=config.job_id,
-            rank=config.rank,
-            size=config.size,
+            **config.who,
             members=membership.members,
             epoch=membership.epoch,
             address=address,
@@ -222,8 +221,7 @@ class Rendezvous:
             if not all(map(listens_on_loopback, announced)) or not all(map(is_loopback, offered)):
                 raise RendezvousError(
                     "was told of a rank that listens on the network, and the job has no secret",
-                    rank=self._config.rank,
-                    size=self._config.size,
+                    **self._config.who,
                     remedy="Give all ranks the same RINGREDUCE_SECRET.",
                 )
         return table
@@ -372,8 +370,7 @@ class Rendezvous:
             text = answer.text if is_own else f"was told by rank {first}: it {answer.text}"
             raise kind(
                 text,
-                rank=config.rank,
-                size=config.size,
+                **config.who,
                 peer=answer.peer,
                 remedy="Form the ring anew without the same ranks on all that are left."
                 if self._epoch
@@ -381,8 +378,7 @@ class Rendezvous:
             )
         raise ConfigError(
             f"got an answer from {config.rendezvous} that is not ringreduce's",
-            rank=config.rank,
-            size=config.size,
+            **config.who,
             remedy=f"Check {_NAMED_IN}.",
         )
 
@@ -460,8 +456,7 @@ def _listen(socket: zmq.Socket[bytes], config: Config, listeners: Mapping[str, i
     except zmq.ZMQError as error:
         raise RendezvousError(
             f"cannot listen on {config.rendezvous} for the other ranks: {error.strerror}",
-            rank=config.rank,
-            size=config.size,
+            **config.who,
             remedy="Another program, or another job, has that port: choose another in "
             f"{_NAMED_IN}.",
         ) from error

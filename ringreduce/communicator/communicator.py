@@ -240,8 +240,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         ):
             raise ArrayError(
                 f"cannot split by color {color!r} and key {key!r}",
-                rank=self._config.rank,
-                size=self._config.size,
+                **self._config.who,
                 remedy="Pass whole numbers; a color may also be text, or None to take no part.",
             )
         session = groups.split(self._session, color, key or 0)

@@ -82,8 +82,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
         raise parent.fail(
             MismatchError(
                 f"cannot split by colors of different types: {shown:.300}",
-                rank=parent.config.rank,
-                size=parent.config.size,
+                **parent.config.who,
                 operation="split",
                 remedy="Pass whole numbers or text on all ranks, or None to take no part.",
             )
@@ -93,8 +92,7 @@ def _own_group(parent: Session, color: int | str | None, key: int) -> Membership
         # The same on all ranks, and nothing was formed.
         raise ArrayError(
             f"cannot split: the job has formed {GROUPS_MAX - 1} groups, as many as have numbers",
-            rank=parent.config.rank,
-            size=parent.config.size,
+            **parent.config.who,
             remedy="Form groups once, and use them again.",
         )
     if job is not None:

@@ -9,13 +9,7 @@ import numpy as np
 
 from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
-from ringreduce.pure.payload import (
-    checked_root,
-    decode,
-    encode,
-    encode_or_refuse,
-    encode_refusal,
-)
+from ringreduce.pure.payload import checked_root, decode, encode, encode_or_refuse, encode_refusal
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.errors import ArrayError
 

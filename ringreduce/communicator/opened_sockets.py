@@ -135,8 +135,7 @@ def _shared_memory(config: Config, timeouts: Timeouts) -> ShmLink | None:
         if config.transport == "shm":
             raise RendezvousError(
                 f"cannot get memory to share with the other ranks: {error.strerror}",
-                rank=config.rank,
-                size=config.size,
+                **config.who,
                 remedy="Free some memory, or use RINGREDUCE_TRANSPORT=zmq.",
             ) from error
         _log.warning(

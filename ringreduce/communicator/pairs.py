@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.communicator.handle import Handle
-from ringreduce.pure.payload import (
-    checked_peer,
-    checked_tag,
-    decode,
-    encode,
-    flat_view,
-)
+from ringreduce.pure.payload import checked_peer, checked_tag, decode, encode, flat_view
 
 
 class PairCalls(Handle):

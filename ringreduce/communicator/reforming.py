@@ -87,8 +87,7 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
     if not address:
         raise ConfigError(
             f"cannot form the ring anew: rank {first} has no port for that",
-            rank=config.rank,
-            size=config.size,
+            **config.who,
             remedy="Rings are formed anew on Linux alone.",
         )
     security = job.security.for_group(membership)

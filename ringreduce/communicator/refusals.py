@@ -19,8 +19,7 @@ def forked(config: Config) -> ClosedError:
     """The error of a call in a forked child."""
     return ClosedError(
         "is used in a forked child, whose sockets are its parent's",
-        rank=config.rank,
-        size=config.size,
+        **config.who,
         remedy="Start processes with spawn, or form a new communicator in the child.",
     )
 
@@ -29,8 +28,7 @@ def interrupted(config: Config, error: BaseException, call: str) -> PeerLostErro
     """The error when something such as Ctrl-C ends a call: ranks are out of step."""
     return PeerLostError(
         f"was interrupted in {call} by {type(error).__name__}",
-        rank=config.rank,
-        size=config.size,
+        **config.who,
         peer=config.rank,
         remedy="Form a new communicator.",
     )

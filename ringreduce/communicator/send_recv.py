@@ -223,8 +223,7 @@ class Messages:
         if direction.caller == threading.get_ident():
             raise MismatchError(
                 "made a send or recv in a signal handler, within another one of the same direction",
-                rank=owner.config.rank,
-                size=owner.config.size,
+                **owner.config.who,
                 peer=direction.peer,
                 remedy="Note in the handler that it has run, and send afterwards.",
             )

@@ -25,13 +25,7 @@ from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
 from ringreduce.communicator.lifecycle import LifeCycle, State
-from ringreduce.communicator.refusals import (
-    again,
-    closed,
-    described,
-    ending_error,
-    forked,
-)
+from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
 from ringreduce.effects.dumping import FlightFile
@@ -46,10 +40,7 @@ from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import (
-    PeerLostError,
-    RingReduceError,
-)
+from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
 

@@ -47,8 +47,7 @@ def unreachable(config: Config, error: Exception) -> RendezvousError:
     why = (error.strerror if isinstance(error, OSError) else None) or error
     return RendezvousError(
         f"cannot reach the rendezvous {config.rendezvous}: {why}",
-        rank=config.rank,
-        size=config.size,
+        **config.who,
         remedy="Check RINGREDUCE_RENDEZVOUS.",
     )
 

@@ -27,12 +27,7 @@ from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import exchange, frames, libzmq, loop
 from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
-from ringreduce.transport.diagnosis import (
-    format_bytes,
-    frame_error,
-    lost_error,
-    mismatch_error,
-)
+from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import LinkRecord

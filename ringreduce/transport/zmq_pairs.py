@@ -44,14 +44,7 @@ from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import Interruption, PeerStates, PeerTimeouts, State, finish
-from ringreduce.transport.statuses import (
-    DONE,
-    DRAINING,
-    KEY_ENDED,
-    MISMATCH,
-    UNSENDABLE,
-    WAITING,
-)
+from ringreduce.transport.statuses import DONE, DRAINING, KEY_ENDED, MISMATCH, UNSENDABLE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
