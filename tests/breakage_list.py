@@ -799,7 +799,7 @@ BREAKAGES = (
     Breakage(
         "small-call-interrupted-in-silence",
         "ringreduce/communicator/calls.py",
-        "                owner.broke(error)\n",
+        "                session.broke(error)\n",
         "                pass\n",
         "After Ctrl-C in a small call the next call goes on with its part.",
         ("tests/communicator/test_failures.py", "tests/communicator/test_leaving.py"),

@@ -68,9 +68,9 @@ from ringreduce.vocabulary.errors import (
 )
 from ringreduce.vocabulary.times import milliseconds
 
-# A table of a thousand ranks is about 60 KiB.
 _log = logging.getLogger(__name__)
 
+# A table of a thousand ranks is about 60 KiB.
 _MESSAGE_BYTES_MAX = 1 << 20
 # Messages queued on a connection; a rank sends one.
 _QUEUED_MAX = 16

@@ -309,9 +309,7 @@ def _hosts(names: str | None, file: Path | None) -> list[Host]:
     help="Print from all ranks' flight records what each was doing, and which rank is the culprit."
     "\n\nRanks write them into --log-dir when the ring breaks, and when the launcher gets SIGUSR1.",
 )
-def report(
-    folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was."),
-) -> None:
+def report(folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was.")) -> None:
     """Read the records of a folder, and print the verdict."""
     # Imported here, since `run` does not need it.
     from ringreduce.commands.report.flight_records import read_records

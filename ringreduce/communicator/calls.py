@@ -12,20 +12,19 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives
 from ringreduce.communicator.refusals import again, forked, interrupted
-from ringreduce.effects.events import Events
-from ringreduce.engine.engine import Engine
 from ringreduce.pure.payload import flat_view
 from ringreduce.pure.spans import CODES
 from ringreduce.transport.small_calls import SmallCalls
-from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
+
+if TYPE_CHECKING:
+    from ringreduce.communicator.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -35,52 +34,15 @@ _SIGNED_KEPT = 64
 _Result = TypeVar("_Result")
 
 
-class Owner(Protocol):
-    """The session, as its calls see it."""
-
-    config: Config
-    collectives: Collectives
-    events: Events
-    is_inherited: bool
-
-    @property
-    def engine(self) -> Engine:
-        """The background thread, started by its first use."""
-
-    @property
-    def engine_so_far(self) -> Engine | None:
-        """The background thread, if it was started."""
-
-    @property
-    def is_working(self) -> bool:
-        """Whether calls may begin."""
-
-    @property
-    def failure(self) -> RingReduceError | None:
-        """The error that has broken it; None while it works."""
-
-    def refuse(self) -> None:
-        """Raise the error of a call that may not begin."""
-
-    def explained(self, error: RingReduceError) -> RingReduceError:
-        """A better error for `error`, or `error` itself."""
-
-    def broke(self, error: RingReduceError) -> None:
-        """Notify all ranks and threads of the first error, once; under the calls' lock."""
-
-    def leave(self, why: str) -> None:
-        """Close the session."""
-
-
 class Calls:
-    """The collectives of the session `owner`; from any thread.
+    """The collectives of a session; from any thread.
 
     Attributes:
         lock: held during a call.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self.lock = threading.RLock()
         # The thread that is in a call, 0 for none; C writes it too.
         self._caller = ctypes.c_uint64()
@@ -127,16 +89,16 @@ class Calls:
             raise ArrayError(f"got signature {signature}", remedy="It must fit 64 bits, unsigned.")
         if async_op:
             now = (name, array, signature, False, run, *arguments)
-            return self._owner.engine.submit(lambda: self.run(*now))
+            return self._session.engine.submit(lambda: self.run(*now))
         result = self.call(name, array.nbytes, run, *arguments, signature)
         return array if result is None else result
 
     def call(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run one collective, after all that the engine was given before; break if it fails."""
-        owner = self._owner
-        if owner.is_inherited:
-            raise forked(owner.config)
-        if (engine := owner.engine_so_far) is not None:
+        session = self._session
+        if session.is_inherited:
+            raise forked(session.config)
+        if (engine := session.lasting.engine) is not None:
             engine.drain()
         result: _Result = self._within(self._run, name, nbytes, run, *arguments)
         return result
@@ -156,7 +118,7 @@ class Calls:
                 return False
             # Another rank is late. C has taken the lock.
             flat, op = flat_view(array, "all_reduce"), reduce_op(option)
-            run = self._owner.collectives.all_reduce
+            run = self._session.collectives.all_reduce
             self._finish("all_reduce", array.nbytes, run, flat, op, signature)
             self._end_in_c()
         except BaseException as error:
@@ -170,12 +132,12 @@ class Calls:
 
         If it comes from a signal handler, the call may have been begun, so it cannot be made again.
         """
-        owner = self._owner
+        session = self._session
         with self.lock:
-            if owner.is_working:
+            if session.is_working:
                 if not isinstance(error, RingReduceError):
-                    error = interrupted(owner.config, error, "a collective")
-                owner.broke(error)
+                    error = interrupted(session.config, error, "a collective")
+                session.broke(error)
             self._end_in_c()
         self._leave_if_due()
 
@@ -190,7 +152,7 @@ class Calls:
         known = self._known_by(option, signature) if signature else option
         if self._small is not None and self._small.begins_here and known is not None:
             with self.lock:
-                self._owner.collectives.teach(array, known, op, signature)
+                self._session.collectives.teach(array, known, op, signature)
 
     def _known_by(self, option: ReduceOp | str, signature: int) -> object:
         """One object for both, by which C finds a call of the engine's; None in other threads.
@@ -216,7 +178,7 @@ class Calls:
                     if is_nested:
                         raise MismatchError(
                             "made a call in a signal handler, within another call",
-                            **self._owner.config.who,
+                            **self._session.config.who,
                             remedy="Note in the handler that it has run, and call afterwards.",
                         )
                     # From here on a signal handler that closes the session leaves it to this call.
@@ -235,39 +197,39 @@ class Calls:
         """
         if self._leaves_with is not None and self.caller is None:
             why, self._leaves_with = self._leaves_with, None
-            self._owner.leave(why)
+            self._session.leave(why)
 
     def _run(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        if not self._owner.is_working:
-            self._owner.refuse()
+        if not self._session.is_working:
+            self._session.refuse()
         return self._finish(name, nbytes, run, *arguments)
 
     def _finish(
         self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
     ) -> _Result:
         """Run a collective, or the rest of it; what has ended the session meanwhile ends it."""
-        owner = self._owner
-        owner.events.begin(CODES[name], nbytes)
+        session = self._session
+        session.events.begin(CODES[name], nbytes)
         try:
             result = run(*arguments)
         except RingReduceError as error:
-            owner.broke(owner.explained(error))
-            if owner.failure is error:
+            session.broke(session.explained(error))
+            if session.failure is error:
                 raise
             # The watcher's error was better or earlier; later calls raise the same one.
-            raise again(owner.failure or error) from error
+            raise again(session.failure or error) from error
         except BaseException as error:
-            owner.broke(interrupted(owner.config, error, "a collective"))
+            session.broke(interrupted(session.config, error, "a collective"))
             raise
-        owner.events.end()
+        session.events.end()
         self._log(name, nbytes)
         return result
 
     def _log(self, name: str, nbytes: int) -> None:
         if _log.isEnabledFor(logging.DEBUG):
-            owner, now = self._owner, self._owner.events.current_call()
+            session, now = self._session, self._session.events.current_call()
             _log.debug(
                 "[%d/%d] %s #%d, %d bytes, %.3f ms",
-                *(owner.config.rank, owner.config.size),
+                *(session.config.rank, session.config.size),
                 *(name, now.number - 1, nbytes, now.elapsed_s * 1e3),
             )

@@ -201,11 +201,7 @@ def announced_in(table: Table) -> list[Announced]:
 
 
 def form_group(
-    config: Config,
-    job: Job,
-    membership: Membership,
-    parent: Exchange,
-    check: Callable[[], None],
+    config: Config, job: Job, membership: Membership, parent: Exchange, check: Callable[[], None]
 ) -> Formed:
     """Form the ring of a group of two or more, of which this rank is a member.
 
@@ -372,10 +368,7 @@ def _collectives(
         addresses = {member: announced[member].address for member in members}
         part = replace(membership, members=tuple(members))
         link.connect(
-            job=job.number,
-            addresses=addresses,
-            membership=part,
-            ranks_here=job.ranks_here(rank),
+            job=job.number, addresses=addresses, membership=part, ranks_here=job.ranks_here(rank)
         )
         ring = Ring(
             link,

@@ -10,49 +10,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ringreduce.collectives.base import Collectives
-from ringreduce.communicator.formation import Job
 from ringreduce.communicator.refusals import interrupted
 from ringreduce.engine.executor import Executor
-from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
 from ringreduce.pure.watcher_messages import Pending
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.shm_pairs import ShmEnd
 from ringreduce.transport.small_calls import SmallCalls
-from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
+
+if TYPE_CHECKING:
+    from ringreduce.communicator.session import Session
 
 _Result = TypeVar("_Result")
 # Distinct messages remembered for each direction; a pipeline has a few.
 _KEPT = 64
-
-
-class Owner(Protocol):
-    """The session, as its messages see it."""
-
-    config: Config
-    membership: Membership
-    group_rank: int
-    collectives: Collectives
-
-    @property
-    def job(self) -> Job | None:
-        """What is known of all ranks of the job."""
-
-    def check(self) -> None:
-        """Raise the error of a call that may not begin."""
-
-    def message_failed(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring, unless this rank leaves; return the error to raise."""
-
-    def leave(self, why: str) -> None:
-        """Close the session."""
 
 
 class _Direction:
@@ -70,9 +47,9 @@ class _Direction:
         described: what a message of a kind, dtype, count and tag is called.
     """
 
-    def __init__(self, owner: Owner, sends: bool, group_rank: int) -> None:
-        self._owner, self._sends, self._group_rank = owner, sends, group_rank
-        self.peer = owner.membership.members[group_rank]
+    def __init__(self, session: Session, sends: bool, group_rank: int) -> None:
+        self._session, self._sends, self._group_rank = session, sends, group_rank
+        self.peer = session.membership.members[group_rank]
         self.lock = threading.Lock()
         self.caller: int | None = None
         self.pending: Pending | None = None
@@ -80,7 +57,7 @@ class _Direction:
         self.executor: Executor | None = None
         self.was_used = False
         self.end: ShmEnd | None = None
-        self._pass, self._index = owner.collectives.route(sends, group_rank)
+        self._pass, self._index = session.collectives.route(sends, group_rank)
         self.described = lru_cache(_KEPT)(self._describe)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
@@ -101,7 +78,7 @@ class _Direction:
         """Have `transfer_in_c` know arrays like this one with `tag`, where there is C to call."""
         self.was_used = True
         if self.end is None:
-            self.end = self._owner.collectives.end(self._sends, self._group_rank)
+            self.end = self._session.collectives.end(self._sends, self._group_rank)
         if self.end is not None:
             with self.lock:
                 header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header
@@ -115,14 +92,14 @@ class _Direction:
         return None if running is None else Pending(self._sends, self.peer, running)
 
     def _describe(self, kind: Kind, dtype: np.dtype, count: int, tag: int) -> _Described:
-        owner = self._owner
-        assert owner.job is not None
+        session = self._session
+        assert session.job is not None
         header = Header(
             kind=kind,
-            job=owner.job.number,
-            rank=owner.group_rank if self._sends else self._group_rank,
-            group=owner.membership.group,
-            epoch=owner.membership.epoch,
+            job=session.job.number,
+            rank=session.group_rank if self._sends else self._group_rank,
+            group=session.membership.group,
+            epoch=session.membership.epoch,
             dtype=dtype_code(dtype),
             count=count,
             signature=tag,
@@ -132,7 +109,7 @@ class _Direction:
     def background(self) -> Executor:
         """The thread for calls in the background."""
         if self.executor is None:
-            config, what = self._owner.config, f"{'to' if self._sends else 'from'} {self.peer}"
+            config, what = self._session.config, f"{'to' if self._sends else 'from'} {self.peer}"
             self.executor = Executor(f"ringreduce {what} {config.rank}/{config.size}")
         return self.executor
 
@@ -151,10 +128,10 @@ class _Described(NamedTuple):
 
 
 class Messages:
-    """The sends and recvs of the session `owner`; from any thread."""
+    """The sends and recvs of the session `session`; from any thread."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._lock = threading.RLock()
         self._directions: dict[tuple[bool, int], _Direction] = {}
 
@@ -179,7 +156,7 @@ class Messages:
         self, sends: bool, group_rank: int, tag: int, flat: np.ndarray, async_op: bool, result: Any
     ) -> Any:
         """Send `flat` to that rank, or receive it; return `result`, or its `Work`."""
-        self._owner.check()
+        self._session.check()
         direction = self._direction(sends, group_rank)
         if async_op:
 
@@ -198,7 +175,7 @@ class Messages:
 
     def object(self, sends: bool, group_rank: int, tag: int, payload: np.ndarray) -> np.ndarray:
         """Send the bytes of an object, `payload`, or receive those of one; return them."""
-        self._owner.check()
+        self._session.check()
         direction, kind = self._direction(sends, group_rank), Kind.SEND_OBJECT
 
         def run() -> np.ndarray:
@@ -219,11 +196,11 @@ class Messages:
         *arguments: Any,
     ) -> _Result:
         """Run a call, after all of its direction; `pending` is None in the background."""
-        owner = self._owner
+        session = self._session
         if direction.caller == threading.get_ident():
             raise MismatchError(
                 "made a send or recv in a signal handler, within another one of the same direction",
-                **owner.config.who,
+                **session.config.who,
                 peer=direction.peer,
                 remedy="Note in the handler that it has run, and send afterwards.",
             )
@@ -231,19 +208,19 @@ class Messages:
             direction.executor.drain()
         try:
             with direction.lock:
-                owner.check()
+                session.check()
                 direction.caller, direction.pending = threading.get_ident(), pending
                 try:
                     return run(*arguments)
                 except ArrayError:
                     raise  # Before anything was sent.
                 except RingReduceError as error:
-                    failure = owner.message_failed(error)
+                    failure = session.message_failed(error)
                     if failure is error:
                         raise
                     raise failure from error
                 except BaseException as error:
-                    owner.message_failed(interrupted(owner.config, error, "a send or recv"))
+                    session.message_failed(interrupted(session.config, error, "a send or recv"))
                     raise
                 finally:
                     direction.pending = direction.caller = None
@@ -251,13 +228,13 @@ class Messages:
             if direction.leaves_with is not None:
                 # Without the lock, for which it waits.
                 why, direction.leaves_with = direction.leaves_with, None
-                owner.leave(why)
+                session.leave(why)
 
     def _direction(self, sends: bool, group_rank: int) -> _Direction:
         found = self._directions.get((sends, group_rank))
         if found is None:
             with self._lock:
-                made = _Direction(self._owner, sends, group_rank)
+                made = _Direction(self._session, sends, group_rank)
                 found = self._directions.setdefault((sends, group_rank), made)
         return found
 

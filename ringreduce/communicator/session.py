@@ -181,11 +181,6 @@ class Session:
         return self._life.is_working
 
     @property
-    def engine_so_far(self) -> Engine | None:
-        """The background thread, if it was started."""
-        return self.lasting.engine
-
-    @property
     def engine(self) -> Engine:
         """The background thread, started by its first use. Raises ClosedError after `close`."""
         if self.is_inherited:

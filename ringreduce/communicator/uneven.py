@@ -194,11 +194,7 @@ def scatter_object(
 
 
 def all_gather_object(
-    collectives: Collectives,
-    kind: Kind,
-    payload: np.ndarray,
-    own: Identity,
-    signature: int,
+    collectives: Collectives, kind: Kind, payload: np.ndarray, own: Identity, signature: int
 ) -> list[np.ndarray]:
     """The payloads of all ranks, dtype uint8, in rank order; `kind` is the caller's call."""
     rows = np.zeros((own.size, _LENGTH_BYTES + _FIRST_BYTES), np.uint8)

@@ -32,10 +32,7 @@ from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(
-    tensor: Any,
-    communicator: Communicator,
-    op: ReduceOp | str = ReduceOp.SUM,
-    of: Any = NONE,
+    tensor: Any, communicator: Communicator, op: ReduceOp | str = ReduceOp.SUM, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.all_reduce` of one tensor; in a graph, errors come when it is run.
 
@@ -56,11 +53,7 @@ def all_reduce(
 
 @tf.autograph.experimental.do_not_convert
 def all_gather(
-    tensor: Any,
-    communicator: Communicator,
-    *,
-    counts: Sequence[int] | None = None,
-    of: Any = NONE,
+    tensor: Any, communicator: Communicator, *, counts: Sequence[int] | None = None, of: Any = NONE
 ) -> Any:
     """`ringreduce.keras.all_gather`; its gradient need not exchange known `counts` of rows."""
     value = as_rows(tensor)

@@ -10,7 +10,7 @@ import zmq
 from ringreduce.pure import wire
 from ringreduce.pure.timeouts import Limit
 from ringreduce.pure.wire import Header
-from ringreduce.transport import statuses
+from ringreduce.transport import records
 from ringreduce.vocabulary.errors import (
     ClosedError,
     CorruptionError,
@@ -71,7 +71,7 @@ def frame_error(
     It is from rank `peer`, which listens on `address`, to this one, which listens `here`; `errno`
     is libzmq's.
     """
-    if status == statuses.CORRUPT:
+    if status == records.CORRUPT:
         return CorruptionError(
             f"received a frame from rank {peer} ({address}) that does not open with the key of "
             "this connection: it, or one before it, was changed, lost or repeated on the way; "
@@ -80,16 +80,16 @@ def frame_error(
             remedy="Start again from the last checkpoint. Should it come back, test the memory and "
             f"the network of the hosts of ranks {peer} and {where['rank']}, and what lies between.",
         )
-    if status == statuses.KEY_ENDED:
+    if status == records.KEY_ENDED:
         return ClosedError(
             "may seal no more frames with the key of this connection",
             **where,
             remedy="Form a new communicator.",
         )
-    if status == statuses.FAILED:
+    if status == records.FAILED:
         text = zmq.strerror(errno)
         return ProtocolError(f"got an error from libzmq: {text}", **where)
-    if status == statuses.MISSHAPEN:
+    if status == records.MISSHAPEN:
         what = f"a frame that says {format_bytes(received.nbytes)} and has another length"
     elif received.magic == wire.MAGIC and received.version != wire.WIRE_VERSION:
         what = f"a frame of wire version {received.version}, not {wire.WIRE_VERSION}"

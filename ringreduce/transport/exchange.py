@@ -20,8 +20,7 @@ from numba import carray
 
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import receive, release, send
-from ringreduce.transport.records import CHANNEL, EXCHANGE, EXCHANGE_STEP, LINK, pointer
-from ringreduce.transport.statuses import DONE
+from ringreduce.transport.records import CHANNEL, DONE, EXCHANGE, EXCHANGE_STEP, LINK, pointer
 from ringreduce.vocabulary.compiled import jit
 
 # The longest frame of an exchange, which may hold the rows of many ranks; receivers refuse longer

@@ -26,19 +26,22 @@ from numba import carray
 
 from ringreduce.pure.wire import HEADER_BYTES, MAGIC, WIRE_VERSION
 from ringreduce.transport import libzmq, sodium
-from ringreduce.transport.records import CHANNEL, LINK, ChannelRecord, pointer
-from ringreduce.transport.sodium import TAG_BYTES
-from ringreduce.transport.statuses import (
+from ringreduce.transport.records import (
+    CHANNEL,
     CORRUPT,
     DONE,
     FAILED,
     FOREIGN,
     KEY_ENDED,
+    LINK,
     MISMATCH,
     MISSHAPEN,
     UNSENDABLE,
     WAITING,
+    ChannelRecord,
+    pointer,
 )
+from ringreduce.transport.sodium import TAG_BYTES
 from ringreduce.vocabulary.compiled import jit
 from ringreduce.vocabulary.cores import are_crowded
 

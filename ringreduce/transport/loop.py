@@ -36,8 +36,7 @@ from ringreduce.pure.kernels import call_kernel
 from ringreduce.pure.schedule import FINISH, FORWARD, REDUCE, segment_count
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import INLINE_BYTES_MAX, receive, release, send
-from ringreduce.transport.records import CHANNEL, LINK, PASS, PASS_STEP, pointer
-from ringreduce.transport.statuses import DONE, DRAINING
+from ringreduce.transport.records import CHANNEL, DONE, DRAINING, LINK, PASS, PASS_STEP, pointer
 from ringreduce.vocabulary.compiled import jit
 
 # How long to wait for borrowed segments before the caller checks its deadlines.

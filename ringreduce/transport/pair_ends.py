@@ -10,9 +10,8 @@ import numpy as np
 from ringreduce.pure import wire
 from ringreduce.transport import frames
 from ringreduce.transport.channel import Incoming, Outgoing
-from ringreduce.transport.records import ChannelRecord, LinkRecord, TransferRecord
+from ringreduce.transport.records import DONE, WAITING, ChannelRecord, LinkRecord, TransferRecord
 from ringreduce.transport.segment import address_of
-from ringreduce.transport.statuses import DONE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.times import milliseconds
 

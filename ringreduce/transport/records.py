@@ -1,4 +1,4 @@
-"""What Python and the compiled loops share in memory.
+"""What Python and the compiled loops share: memory, and what the loops return.
 
 Python uses a record as a ctypes structure, a compiled function by its address and numpy dtype,
 ``carray(pointer(address), 1, LINK)[0]``: numba would inspect each array argument in every call,
@@ -19,6 +19,18 @@ from numba.core.typing import Signature
 from numba.extending import intrinsic
 
 NO_SOURCE = -1
+
+# What the loops return.
+DONE = 0
+WAITING = 1  # nothing arrived for one receive timeout, or a signal came
+DRAINING = 2  # libzmq still holds borrowed segments, and nothing else can be done
+FOREIGN = 3  # a frame without our magic, version or job
+MISMATCH = 4  # a frame of ours that is not the one due
+MISSHAPEN = 5  # the header due, but a payload of another size
+UNSENDABLE = 6  # the next rank's connection is gone
+FAILED = 7  # libzmq reported `errno`
+CORRUPT = 8  # a sealed frame that does not open
+KEY_ENDED = 9  # a channel's key has sealed as many frames as it may
 
 _i64, _address = ctypes.c_int64, ctypes.c_int64
 _Header = ctypes.c_uint64 * 8

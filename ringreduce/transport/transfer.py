@@ -19,8 +19,7 @@ from numba import carray
 from ringreduce.transport import libzmq
 from ringreduce.transport.frames import INLINE_BYTES_MAX, receive, release, send
 from ringreduce.transport.loop import CIPHERTEXTS_MAX, count_segments, is_released
-from ringreduce.transport.records import CHANNEL, LINK, TRANSFER, pointer
-from ringreduce.transport.statuses import DONE, DRAINING
+from ringreduce.transport.records import CHANNEL, DONE, DRAINING, LINK, TRANSFER, pointer
 from ringreduce.vocabulary.compiled import jit
 
 # All borrowed segments may still be unwritten when the function returns.

@@ -30,10 +30,9 @@ from ringreduce.transport.connections import Connections
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import LinkRecord
+from ringreduce.transport.records import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING, LinkRecord
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Interruption, State, finish
-from ringreduce.transport.statuses import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
@@ -109,12 +108,7 @@ class ZmqLink:
         self._lent: list[np.ndarray] = []
 
     def connect(
-        self,
-        *,
-        job: int,
-        addresses: Mapping[int, str],
-        membership: Membership,
-        ranks_here: int,
+        self, *, job: int, addresses: Mapping[int, str], membership: Membership, ranks_here: int
     ) -> None:
         """Connect to the ranks ahead, whose sockets are bound already.
 

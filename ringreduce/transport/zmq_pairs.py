@@ -39,12 +39,19 @@ from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.pair_ends import Receiving, Sending
-from ringreduce.transport.records import LinkRecord
+from ringreduce.transport.records import (
+    DONE,
+    DRAINING,
+    KEY_ENDED,
+    MISMATCH,
+    UNSENDABLE,
+    WAITING,
+    LinkRecord,
+)
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import Interruption, PeerStates, PeerTimeouts, State, finish
-from ringreduce.transport.statuses import DONE, DRAINING, KEY_ENDED, MISMATCH, UNSENDABLE, WAITING
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 

@@ -264,11 +264,7 @@ LAUNCHERS = (
     _TORCHRUN,
     # PyTorchJob, and scripts that set these by hand; RANK alone means many things.
     replace(
-        _TORCHRUN,
-        key="torch",
-        name="PyTorch",
-        signs=(("RANK", "WORLD_SIZE"),),
-        port="MASTER_PORT",
+        _TORCHRUN, key="torch", name="PyTorch", signs=(("RANK", "WORLD_SIZE"),), port="MASTER_PORT"
     ),
     Launcher(
         "horovod",

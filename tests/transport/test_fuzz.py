@@ -26,7 +26,7 @@ from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
 from ringreduce.pure.schedule import Schedule
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import loop, statuses
+from ringreduce.transport import loop, records
 from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
 from ringreduce.transport.link_calls import RingCall
 from ringreduce.transport.listening import Bind
@@ -265,7 +265,7 @@ class Loop:
         assert self.receiver.poll(10_000)
         status = int(loop.run(*self.arguments))
         # Nothing was due after a frame of another epoch.
-        assert status != statuses.WAITING or self.record.received[2] & 0xFFFF != 0
+        assert status != records.WAITING or self.record.received[2] & 0xFFFF != 0
         return status
 
     def close(self) -> None:
@@ -275,10 +275,10 @@ class Loop:
 
 
 REFUSED = {
-    statuses.FOREIGN,
-    statuses.MISMATCH,
-    statuses.MISSHAPEN,
-    statuses.WAITING,
+    records.FOREIGN,
+    records.MISMATCH,
+    records.MISSHAPEN,
+    records.WAITING,
 }
 
 
@@ -308,9 +308,9 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
                 for parts in batch:
                     status = tried.run()
                     seen.add(status)
-                    refused = REFUSED | ({statuses.CORRUPT} if tried.sealer is not None else set())
+                    refused = REFUSED | ({records.CORRUPT} if tried.sealer is not None else set())
                     assert status in refused, (status, [part[:80] for part in parts])
-                    if status == statuses.CORRUPT:
+                    if status == records.CORRUPT:
                         # libsodium has overwritten what did not open with zeros.
                         inside = tried.memory[_GUARD:-_GUARD]
                         assert not inside.any() or (inside == 0xA5).all()
@@ -318,9 +318,9 @@ def test_the_loop_refuses_every_frame_but_the_right_one(
                     assert tried.memory.tobytes() == tried.untouched, [p[:80] for p in parts]
                 frames -= len(batch)
         assert seen >= REFUSED
-        assert (statuses.CORRUPT in seen) is (tried.sealer is not None)
+        assert (records.CORRUPT in seen) is (tried.sealer is not None)
         tried.peer.send_multipart(tried.right())
-        assert tried.run() == statuses.DONE
+        assert tried.run() == records.DONE
         assert tried.memory[_GUARD:-_GUARD].tobytes() == tried.payload
         assert (tried.memory[:_GUARD] == 0xA5).all()
         assert (tried.memory[-_GUARD:] == 0xA5).all()

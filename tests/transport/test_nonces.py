@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.transport import sodium, statuses
+from ringreduce.transport import records, sodium
 from tests.rings import Ring
 
 PROGRAM = """
@@ -115,7 +115,7 @@ def test_no_nonce_is_used_twice_with_a_key(tmp_path: Path, monkeypatch: pytest.M
             assert fact["kind"] == "ClosedError", fact
             assert "forked child" in fact["text"]
         for fact in ring.wait("forked"):
-            assert {fact["status"], fact["pairs"]} == {statuses.KEY_ENDED}
+            assert {fact["status"], fact["pairs"]} == {records.KEY_ENDED}
             assert fact["seals"] == 0
             assert set(fact["keys"]) == {bytes(sodium.KEY_BYTES).hex()}
         ring.release()

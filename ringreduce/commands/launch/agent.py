@@ -125,10 +125,7 @@ def main() -> None:
 
 
 def _run(
-    connection: _Connection,
-    assignment: Assignment,
-    port: int,
-    listener: socket.socket | None,
+    connection: _Connection, assignment: Assignment, port: int, listener: socket.socket | None
 ) -> None:
     with Guard() as guard, selectors.DefaultSelector() as selector:
         host = LocalHost(assignment, selector, guard)

@@ -25,10 +25,7 @@ KILLED = (
 
 
 def conclude(
-    cause: Cause,
-    failures: Sequence[Failure],
-    tracebacks: str,
-    ended: Sequence[int] = (),
+    cause: Cause, failures: Sequence[Failure], tracebacks: str, ended: Sequence[int] = ()
 ) -> list[str]:
     """The lines that explain a failure.
 

@@ -225,11 +225,7 @@ class Nodes:
         node = self._node
         size = node.own.count + sum(peer.join.count for peer in peers if peer.join)
         listener = listen(
-            node.host,
-            0,
-            size,
-            remedy="Give RINGREDUCE_PORTS more ports.",
-            ports=ports_wanted(),
+            node.host, 0, size, remedy="Give RINGREDUCE_PORTS more ports.", ports=ports_wanted()
         )
         job_id, port = secrets.token_hex(8), listener.getsockname()[1]
         first = node.own.count
