@@ -758,8 +758,8 @@ BREAKAGES = (
     Breakage(
         "optimizer-averages-over-all-groups",
         "ringreduce/keras/wrappable.py",
-        "if averages and one.communicator is None:",
-        "if averages and one.communicator is model:",
+        "        if one.communicator is None:\n            name",
+        "        if one.communicator is model:\n            name",
         "Groups that train different models average their gradients with each other.",
         ("tests/keras/test_groups.py",),
     ),

@@ -152,7 +152,7 @@ class FlightFile:
             "since": wall + (last_s if current.operation is None else current.since_s),
             "pending": self._pending(recorder),
             "failure": _failure(recorder, wall),
-            "peers": [] if recorder.peers is None else recorder.peers(),
+            "peers": _peers(recorder),
             "entries": recorder.entries(),
             "parts": recorder.parts(),
         }
@@ -179,6 +179,14 @@ def _failure(recorder: Recorder, wall: float) -> Failure | None:
         failure.operation, failure.sequence = error.operation, error.sequence
         failure.step = error.step
     return failure
+
+
+def _peers(recorder: Recorder) -> list[dict[str, Any]]:
+    try:
+        return [] if recorder.peers is None else recorder.peers()
+    except Exception as error:  # Half a record is better than none.
+        _log.warning("could not ask for what other ranks did: %s", error)
+        return []
 
 
 def _replace(path: Path, data: bytes) -> None:

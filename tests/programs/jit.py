@@ -11,7 +11,7 @@ from shared import built, difference, digest, error_of, say
 
 import ringreduce.keras as rr
 from ringreduce import ArrayError
-from ringreduce.tensorflow import compiled
+from ringreduce.tensorflow import python_calls
 
 comm = rr.init()
 rank, size = comm.rank, comm.size
@@ -341,7 +341,7 @@ def an_error_that_breaks_nothing():
 
     @tf.function(jit_compile=True)
     def step(value):
-        return compiled.call(comm, "try", run, [value], [((2,), tf.float32)])[0]
+        return python_calls.call(comm, "try", run, [value], [((2,), tf.float32)])[0]
 
     say("refused", **error_of(lambda: step(tf.constant([1.0, 2.0]))))
     say("after refused", total=step(tf.constant([1.0, 2.0])).numpy().tolist())
