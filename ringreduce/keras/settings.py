@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Mapping, Sequence
 from inspect import isfunction
 from typing import Any, NamedTuple
@@ -136,10 +135,8 @@ def settings_of_model(model: Any) -> list[Settings]:
 
 def _settings_of_layer(layer: Any) -> Settings:
     found = {"class": type(layer).__name__}
-    if not any(map(_has_large_constant, (layer, *private.layers_of(layer)))):
-        # Keras warns of functions that it could not load; a user's class may have no configuration.
-        with warnings.catch_warnings(), contextlib.suppress(Exception):
-            warnings.simplefilter("ignore")
+    if not any(map(_is_unwieldy, (layer, *private.layers_of(layer)))):
+        with contextlib.suppress(Exception):  # A user's class may have none that works.
             config = layer.get_config()
             connections = _connections(config) if "input_layers" in config else []
             found |= settings_in(config) | settings_in(connections, "connections")
@@ -147,10 +144,17 @@ def _settings_of_layer(layer: Any) -> Settings:
     return Settings(f"models: layer {layer.name!r}", kept, _SAME_MODEL)
 
 
-def _has_large_constant(layer: Any) -> bool:
-    """Whether an initial value would be listed number by number, such as an embedding's table."""
-    constants = [v for v in vars(layer).values() if isinstance(v, keras.initializers.Constant)]
-    return any(np.size(constant.value) > _LISTED_MAX for constant in constants)
+def _is_unwieldy(layer: Any) -> bool:
+    """Whether its configuration lists a table of initial values, or Keras would warn of a lambda.
+
+    Ignoring the warning here would make Python repeat others that it shows once.
+    """
+    for part in vars(layer).values():
+        if isinstance(part, keras.initializers.Constant) and np.size(part.value) > _LISTED_MAX:
+            return True
+        if isfunction(part) and part.__name__ == "<lambda>":
+            return True
+    return False
 
 
 def _connections(config: Mapping[str, Any]) -> Any:

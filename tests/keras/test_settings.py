@@ -1,5 +1,7 @@
 """What of an optimizer, or of arguments, must be equal on all ranks."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -198,3 +200,13 @@ def test_a_table_of_initial_values_is_not_listed():
         {"class": "Embedding"},
         {"class": "Sequential"},
     ]
+
+
+def test_warnings_that_were_shown_once_are_not_shown_again():
+    model, registry = sequential(layers.Dense(2)), {}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            warnings.warn_explicit("a mistake", UserWarning, "train.py", 1, registry=registry)
+            settings_of_model(model)
+    assert len(shown) == 1
