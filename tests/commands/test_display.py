@@ -303,7 +303,8 @@ except KeyboardInterrupt:
         job.signal(2)
         assert job.wait() == 130
         assert sorted(job.stdout.splitlines()[-2:]) == ["[0] saves", "[1] saves"]
-        stopped, where = job.stderr.splitlines()[shown:]
+        *waits, stopped, where = job.stderr.splitlines()[shown:]
+        assert all("waits up to" in line for line in waits)  # Where Python takes long to end.
         assert stopped == "ringreduce: stopped by SIGINT"
         assert where.startswith("ringreduce: ranks 0, 1: KeyboardInterrupt (File ")
         assert where.endswith('script.py", line 13, in <module>)')

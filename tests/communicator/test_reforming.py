@@ -158,7 +158,7 @@ def test_what_was_begun_in_the_old_ring_ends_and_the_engine_goes_on() -> None:
 def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    formed, failed = Events.formed, threading.local()
+    formed, failed, both = Events.formed, threading.local(), threading.Barrier(2, timeout=30)
 
     def fail_once(events: Events) -> None:
         if not getattr(failed, "once", False):
@@ -171,6 +171,7 @@ def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attem
         monkeypatch.setattr(Events, "formed", fail_once)
         with pytest.raises(OSError, match="no memory"):
             reform(comm, [])
+        both.wait()  # Both have closed what they had opened.
         reform(comm, [])
         assert comm.engine is engine
         assert comm.all_reduce(np.ones(3), async_op=True).wait().tolist() == [2, 2, 2]
