@@ -20,8 +20,8 @@ NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in E
 @pytest.mark.parametrize("name", NAMES)
 def test_it_ends_well_and_says_what_all_ended_with(name, options, monkeypatch):
     if name == "mixed_precision":
-        # oneDNN takes ten times as long for float16 on processors with AVX512-FP16. TensorFlow reads
-        # this when it is imported, which a process that others are forked from has done.
+        # oneDNN takes ten times as long for float16 on processors with AVX512-FP16. TensorFlow
+        # reads this when it is imported, which a process that others are forked from has done.
         monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
         monkeypatch.setenv("RINGREDUCE_TEST_FRESH", "1")
     result = run_job(2, [str(EXAMPLES / f"{name}.py"), *options])
