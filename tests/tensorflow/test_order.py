@@ -118,8 +118,7 @@ def test_gradients_that_tensorflow_does_not_order_are_never_silently_wrong(case,
     assert {fact["rank"] for fact in facts} == set(range(size))
     for fact in facts:
         if fact["error"]:
-            # Of the backward pass of a function the error is TensorFlow's, with our text: that calls
-            # or steps of ranks do not go together.
+            # Of the backward pass of a function the error is TensorFlow's, with our text.
             texts = ("tensor collective number", "began another step while gradients")
             is_ours = any(text in fact["text"] for text in texts)
             assert fact["error"] == "MismatchError" or is_ours, fact
