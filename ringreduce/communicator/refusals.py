@@ -12,7 +12,7 @@ from ringreduce.vocabulary.errors import ClosedError, PeerLostError, RingReduceE
 
 def closed(config: Config) -> ClosedError:
     """The error of a call after `close`."""
-    return ClosedError("made a call after close()", rank=config.rank, size=config.size)
+    return ClosedError("made a call after close()", **config.who)
 
 
 def forked(config: Config) -> ClosedError:

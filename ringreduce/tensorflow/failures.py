@@ -28,7 +28,7 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 # An op's text is cut to RR_WHY_BYTES; this many characters tell errors apart.
 _TELLING = 1000
-_CLOSED = "the communicator was closed"
+_CLOSED, _AFTER = "the communicator was closed", "made a call after close()"
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
 
 
@@ -71,7 +71,7 @@ def _ours(text: str) -> RingReduceError | None:
             return failure
     if FORMED_ANEW in text:
         return ClosedError(FORMED_ANEW, remedy="Make the step again.")
-    if _CLOSED in text:
+    if _CLOSED in text or _AFTER in text:
         return ClosedError(_CLOSED, remedy="Train before shutdown() or close().")
     return None
 
