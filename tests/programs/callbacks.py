@@ -200,7 +200,7 @@ def deep_model(seed):
 
 
 class Interruption(Exception):
-    """OpenedSockets training on all ranks."""
+    """Ends training on all ranks."""
 
 
 def interrupted_and_restored():
