@@ -217,7 +217,8 @@ SCENARIOS = {
         "fit(make(activation='tanh' if ODD else 'relu'))",
         (
             "found different models: layer 'first': activation is 'relu' on rank 0 and 'tanh' on "
-            "rank 1, in comparison of settings. Build the same model on every rank; leave out of",
+            "rank 1, in comparison of settings.",
+            "Build the same model on every rank; leave out of",
         ),
     ),
     "activation in rr.fit": (
