@@ -31,7 +31,6 @@ _BARRIERS = 1
 # Communicators for which `rr.shard`, `rr.join` or `rr.fit` has divided data.
 _divided: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _warned: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_compared: weakref.WeakSet[Any] = weakref.WeakSet()
 _PACKAGES = (
     *(str(Path(str(module.__file__)).parent) for module in (keras, tf)),
     str(Path(__file__).parents[1]),
@@ -110,9 +109,8 @@ def warn_of_different_weights(
 
 
 def warn_of_differences(model: Any, communicator: Communicator) -> None:
-    """Warn on rank 0, once for a model, of layers and losses that look at a whole batch."""
-    if communicator.rank == 0 and model not in _compared and (found := differences(model)):
-        _compared.add(model)
+    """Warn on rank 0 of layers and losses that look at a whole batch."""
+    if communicator.rank == 0 and (found := differences(model)):
         warn_at_users_line(
             f"{communicator.size} ranks will not train exactly as one process does with the same "
             "global batch, since " + "; ".join(found) + ".",
