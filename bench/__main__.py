@@ -227,6 +227,38 @@ def train(
         )
 
 
+def _chosen(text: str, known: tuple[str, ...]) -> list[str]:
+    """Those in `text`, separated by commas."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return names
+
+
+@app.command()
+def embedding(
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, help="Ranks.")] = 2,
+    tables: Annotated[str, typer.Option(metavar="NAME,...")] = "recommender,two,million",
+    ids: Annotated[str, typer.Option(metavar="NAME,...")] = "zipf,uniform",
+    optimizer: Annotated[str, typer.Option(metavar="NAME,...")] = "adam,sgd",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 6,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in a round.")] = 20,
+    json_file: Json = None,
+) -> None:
+    """Samples per second with large tables, whole on each rank or in parts, alternating."""
+    from bench import embedding as embedding_bench
+
+    embedding_bench.run(
+        _chosen(tables, ("recommender", "two", "million")),
+        _chosen(ids, ("zipf", "uniform")),
+        _chosen(optimizer, ("adam", "sgd")),
+        workers=workers,
+        rounds=rounds,
+        steps=steps,
+        json_file=json_file,
+    )
+
+
 @app.command()
 def simulate(
     workers: Annotated[

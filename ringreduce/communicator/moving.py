@@ -62,7 +62,7 @@ class MovingCalls(Handle):
     def all_to_all(
         self,
         array: np.ndarray,
-        counts: Sequence[int] | None = None,
+        counts: Sequence[int] | np.ndarray | None = None,
         *,
         out: np.ndarray | None = None,
         signature: int = 0,
@@ -77,7 +77,9 @@ class MovingCalls(Handle):
             array: C-contiguous, with at least one dimension. Only first dimensions may differ
                 between ranks, and only with `counts`. Only read, and only while this runs.
             counts: rows for each rank, which add up to the first dimension; then all ranks pass
-                some. None: the same number for each.
+                some. None: the same number for each. Or, where all ranks know all counts, so that
+                they need not be exchanged, an array of shape (size, size), equal on all: the rows
+                from each rank for each.
             out: where the result goes, in place of a new array: C-contiguous, writable, of its
                 shape and dtype, apart from `array`.
             signature, async_op: as for `all_reduce`.
@@ -92,7 +94,9 @@ class MovingCalls(Handle):
         rows = array.shape[0] if array.shape else -1
         if rows < 0:
             raise self._refused("all_to_all got an array without dimensions", "Pass one with rows.")
-        parts = checked_counts(counts, rows, self.size, self._config.who)
+        is_known = counts is not None and np.ndim(counts) == 2
+        own: Any = np.asarray(counts)[self.rank].tolist() if is_known else counts
+        parts: Any = checked_counts(own, rows, self.size, self._config.who)
         if out is not None:
             flat_view(out, "all_to_all as `out`")
             fits = out.dtype == array.dtype and out.shape[1:] == array.shape[1:] and out.shape
@@ -108,6 +112,7 @@ class MovingCalls(Handle):
         if counts is None:
             equal = uneven.all_to_all, *known, self.size
             return run("all_to_all", array, signature, async_op, *equal)
+        parts = np.asarray(counts, np.int64) if is_known else parts
         unequal = uneven.all_to_all_uneven, *known, parts, self._identity
         return run("all_to_all", array, signature, async_op, *unequal)
 

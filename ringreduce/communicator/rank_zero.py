@@ -6,6 +6,7 @@ forgotten `if` would do the work once per rank without an error.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,32 @@ from ringreduce.pure.payload import encode
 from ringreduce.vocabulary.errors import ArrayError, WorkerError
 
 _Result = TypeVar("_Result")
+_Assistant = Callable[[Any], None]
+
+# What ranks do that wait while rank 0's function needs them, by name.
+_assistants: dict[str, _Assistant] = {}
+_asking = threading.local()
+
+
+def assistant(name: str) -> Callable[[_Assistant], _Assistant]:
+    """Have the ranks that wait in `on_rank_zero` call a function when rank 0 asks for `name`."""
+
+    def register(function: _Assistant) -> _Assistant:
+        return _assistants.setdefault(name, function)
+
+    return register
+
+
+def waiting_ranks() -> Communicator | None:
+    """Those that wait for what this thread of rank 0 does in `on_rank_zero`; None: nobody does."""
+    return getattr(_asking, "ring", None)
+
+
+def assisted_call(name: str, argument: Any) -> None:
+    """Have all `waiting_ranks` call the assistant `name`; rank 0 itself makes its part then."""
+    ring = waiting_ranks()
+    assert ring is not None
+    ring.broadcast_object([name, argument])
 
 
 def on_rank_zero(
@@ -32,7 +59,8 @@ def on_rank_zero(
         ringreduce.on_rank_zero(os.makedirs, "runs", exist_ok=True)
         ringreduce.on_rank_zero(lambda: model.save("model.keras"))
 
-    The function must not call collectives, which need all ranks.
+    The function must not call collectives, which need all ranks. Saving a model with parts, of
+    which each rank has a piece, works: the ranks that wait give theirs.
 
     Args:
         function: what to call.
@@ -53,7 +81,11 @@ def on_rank_zero(
         return function(*args, **kwargs)
     name = getattr(function, "__qualname__", None) or repr(function)
     if ring.rank != 0:
-        result, error = ring.broadcast_object(None)
+        asked, told = ring.broadcast_object(None)
+        while asked:
+            _assistants[asked](told)
+            asked, told = ring.broadcast_object(None)
+        result, error = told
         if error:
             raise WorkerError(
                 f"waited for {name} on rank {ring.members[0]}, which raised {error}",
@@ -62,19 +94,22 @@ def on_rank_zero(
                 remedy=f"Read rank {ring.members[0]}'s log first.",
             )
         return result  # type: ignore[no-any-return]
+    before, _asking.ring = waiting_ranks(), ring
     try:
         result = function(*args, **kwargs)
         _check_sendable(result, name)
     except Exception as error:
-        ring.broadcast_object((None, f"{type(error).__name__}: {error}"))
+        ring.broadcast_object(["", (None, f"{type(error).__name__}: {error}")])
         raise
-    ring.broadcast_object((result, ""))
+    finally:
+        _asking.ring = before
+    ring.broadcast_object(["", (result, "")])
     return result
 
 
 def _check_sendable(result: Any, name: str) -> None:
     try:
-        encode((result, ""))
+        encode(["", (result, "")])
     except ArrayError as error:
         raise ArrayError(
             f"cannot send the result of {name}, a {type(result).__name__}, to the other ranks",

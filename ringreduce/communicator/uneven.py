@@ -83,11 +83,13 @@ def all_to_all_uneven(
     array: np.ndarray,
     flat: np.ndarray,
     out: np.ndarray | None,
-    counts: list[int],
+    counts: list[int] | np.ndarray,
     own: Identity,
     given: int,
 ) -> tuple[np.ndarray, list[int]]:
-    """The parts of all ranks' arrays for this one, and the rows of each; `counts` are this rank's.
+    """The parts of all ranks' arrays for this one, and the rows of each.
+
+    `counts` are this rank's, or of all ranks, shape (size, size), which are not exchanged then.
 
     Raises:
         ArrayError: the result does not fit in memory or in `out`.
@@ -95,11 +97,15 @@ def all_to_all_uneven(
     rank, size, who = own
     rest = array.shape[1:]
     signature = signature_of("all_to_all", "uneven", dtype_code(array.dtype), rest, given)
-    rows = np.zeros((size, size), np.int64)
-    rows[rank] = counts
-    bounds = tuple(range(0, size * size + 1, size))
-    collectives.all_gather(Kind.ALL_TO_ALL_COUNTS, rows.reshape(-1), bounds, signature)
-    _check_received(rows, own)
+    if isinstance(counts, np.ndarray):
+        rows = counts
+        signature = signature_of("all_to_all", "known", signature, rows.tobytes())
+    else:
+        rows = np.zeros((size, size), np.int64)
+        rows[rank] = counts
+        bounds = tuple(range(0, size * size + 1, size))
+        collectives.all_gather(Kind.ALL_TO_ALL_COUNTS, rows.reshape(-1), bounds, signature)
+        _check_received(rows, own)
     received = [int(number) for number in rows[:, rank]]
     if out is not None and len(out) != sum(received):
         raise ArrayError(

@@ -69,7 +69,6 @@ OPTIONS = {
     "name": "leave it out: it has the name of the optimizer it wraps",
     "num_groups": "leave it out, or use bucket_bytes",
     "process_set": "use communicator, or DistributedOptimizer of ringreduce.keras.horovod",
-    "scale_local_gradients": "leave it out: gradients of local variables stay as they are",
 }
 
 

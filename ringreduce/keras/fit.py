@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import keras
@@ -16,8 +17,9 @@ from ringreduce.keras.arrays import are_arrays, split
 from ringreduce.keras.batches import Feed, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import Together
-from ringreduce.keras.join import build, empty_batch, join, weigh_steps
+from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
+from ringreduce.keras.parts.answering import Answering, needs_answers
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
     Settings,
@@ -224,6 +226,9 @@ def fit(
         warn_of_differences(model, ring)
         if not training.is_even:
             weigh_steps(model, "samples", ring)
+    answering = []
+    if validation is not None and needs_answers(model, ring):
+        answering = [Answering(model, ring, partial(_example, training.dataset))]
     try:
         with _quiet_without(validation):
             return model.fit(
@@ -235,6 +240,7 @@ def fit(
                     *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                     Together(_callbacks(callbacks, backup_dir), communicator),
                     *([VerifyReplicas(None, ring)] if check else []),
+                    *answering,
                 ],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
@@ -260,6 +266,11 @@ def _quiet_without(validation: Feed | None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         yield
+
+
+def _example(dataset: Any) -> Any:
+    """Inputs for the model: a row of zeros."""
+    return keras.utils.unpack_x_y_sample_weight(filled(empty_batch(dataset)))[0]
 
 
 def _own_feed(data: Any, name: str) -> Feed:

@@ -10,7 +10,7 @@ same steps, so all take the same branch of the condition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,10 +25,21 @@ from ringreduce.vocabulary.types import ReduceOp
 
 
 class Reducer:
-    """Combines all ranks' gradients, by kind; `op`, MEAN or SUM, is for those of kind MEAN."""
+    """Combines all ranks' gradients, by kind.
 
-    def __init__(self, bridge: GradientBridge, communicator: Communicator, op: ReduceOp) -> None:
+    `op`, MEAN or SUM, is for those of kinds MEAN and PART. `scale_local` makes LOCAL ones those of
+    the mean loss of all ranks, as MEAN's are, instead of this rank's loss.
+    """
+
+    def __init__(
+        self,
+        bridge: GradientBridge,
+        communicator: Communicator,
+        op: ReduceOp,
+        scale_local: bool = False,
+    ) -> None:
         self._bridge, self._communicator, self._op = bridge, communicator, op
+        self.scale_local = scale_local
 
     def reduce(
         self,
@@ -37,36 +48,39 @@ class Reducer:
         kinds: Sequence[Kind],
         weight: Weight | None = None,
     ) -> list[Any]:
-        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL gradients.
+        """Average (or add) MEAN, take the maximum of MAXIMUM, keep LOCAL and PART gradients.
 
         `gradients` are this rank's: tensors, `tf.IndexedSlices` or None; `variables`, for a tape
         also other sources, and `kinds` are equal on all ranks. `weight` is this rank's in the mean;
         None: all are equal. Raises as `GradientBridge.mean`.
         """
+        size = float(self._communicator.size)
+        factors: dict[Kind, Any] = {}
         if weight is not None:
-            counts = {Kind.MEAN: weight.factor, Kind.LOCAL: tf.math.sign(weight.own)}
-            gradients = [
-                weighted(gradient, kind, counts.get(kind, weight.own))
-                for gradient, kind in zip(gradients, kinds, strict=True)
-            ]
+            own = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
+            factors = {Kind.MEAN: weight.factor, Kind.LOCAL: own, Kind.MAXIMUM: weight.own}
+        elif self.scale_local and size > 1:
+            factors = {Kind.LOCAL: 1 / size}
+        gradients = [
+            weighted(gradient, kind, factors[kind]) if kind in factors else gradient
+            for gradient, kind in zip(gradients, kinds, strict=True)
+        ]
         # The others are not compared: ranks may have other local variables, with other names.
         shared = [number for number, kind in enumerate(kinds) if kind is Kind.MEAN]
         means: dict[int, Any] = {}
         if shared:
             paths = [_name(variables[number], number) for number in shared]
-            own = [gradients[number] for number in shared]
-            found = self._bridge.mean(self._communicator, own, paths)
+            sent = [gradients[number] for number in shared]
+            found = self._bridge.mean(self._communicator, sent, paths)
             means = dict(zip(shared, found, strict=True))
         final = []
         for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
-            if kind is Kind.MEAN:
-                mean, size = means[number], self._communicator.size
-                is_sum = self._op is ReduceOp.SUM and size > 1
-                final.append(weighted(mean, kind, float(size)) if is_sum else mean)
-            elif kind is Kind.LOCAL or gradient is None:
-                final.append(self._bridge.own(gradient))
-            else:
+            if kind is Kind.MAXIMUM and gradient is not None:
                 final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
+                continue
+            found = means[number] if kind is Kind.MEAN else self._bridge.own(gradient)
+            is_sum = self._op is ReduceOp.SUM and size > 1 and kind is not Kind.LOCAL
+            final.append(weighted(found, kind, size) if is_sum else found)
         return final
 
 
@@ -90,39 +104,41 @@ class Accumulate:
         variables: Sequence[Any],
         kinds: Sequence[Kind],
         weight: Weight | None,
-        inner: Any,
         reducer: Reducer,
+        apply: Callable[[Sequence[Any], Sequence[Any]], None],
     ) -> None:
-        """Add a step's gradients; every `steps` times reduce their mean and apply it."""
+        """Add a step's gradients; every `steps` times reduce their mean and `apply` it."""
         cycle = self._cycle_of(gradients, variables, kinds)
         one = tf.constant(1.0)
         weight = weight or Weight(one, one)
         for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
             if gradient is not None:
-                _add(cycle.sums[id(variable)], gradient, kind, weight.own)
+                own = weight.mean if kind is Kind.PART else weight.own
+                _add(cycle.sums[id(variable)], gradient, kind, own)
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
         # A variable that had a gradient only in an earlier step is part of the mean too.
         sums = [cycle.sums.get(id(variable)) for variable in variables]
 
-        def apply() -> None:
+        def apply_mean() -> None:
             vouch_for_branch()
             # Divided so that the plain mean over the ranks is the weighted mean over all steps and
             # ranks; for local variables over this rank's steps.
-            divisors = {Kind.MEAN: cycle.mean, Kind.LOCAL: cycle.own}
+            of_local = cycle.mean if reducer.scale_local else cycle.own
+            divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
             means = [
                 None if total is None else _divided(total, variable, divisors.get(kind))
                 for total, variable, kind in zip(sums, variables, kinds, strict=True)
             ]
-            inner.apply(reducer.reduce(means, variables, kinds), variables)
+            apply(reducer.reduce(means, variables, kinds), variables)
             for total, kind in zip(sums, kinds, strict=True):
                 if total is not None:
                     total.assign(_empty(total.shape, total.dtype, kind))
             cycle.own.assign(0.0)
             cycle.mean.assign(0.0)
 
-        tf.cond(is_due, apply, lambda: None)
+        tf.cond(is_due, apply_mean, lambda: None)
 
     def _cycle_of(
         self, gradients: Sequence[Any], variables: Sequence[Any], kinds: Sequence[Kind]

@@ -64,7 +64,6 @@ _OF_NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "gradient_predivide_factor": (1.0,),
     "groups": (None,),
     "num_groups": (0,),
-    "scale_local_gradients": (False,),
 }
 
 
@@ -75,6 +74,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    scale_local_gradients: bool = True,
     **options: Any,
 ) -> Any:
     """`ringreduce.keras.DistributedOptimizer` with its `options`, and Horovod's at their defaults.
@@ -86,6 +86,7 @@ def DistributedOptimizer(
         backward_passes_per_step: `accumulate_steps`; more than 1 only with
             `average_aggregated_gradients`.
         average_aggregated_gradients: apply the mean of the accumulated steps; there is no sum.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
         options: further ones.
 
     Raises:
@@ -101,14 +102,20 @@ def DistributedOptimizer(
                 "by the number of passes.",
             )
         options["accumulate_steps"] = backward_passes_per_step
+    options["scale_local_gradients"] = scale_local_gradients
     ring = _unless_global(process_set)
     return rr.DistributedOptimizer(optimizer, ring, **_with_effect(options))
 
 
 def DistributedGradientTape(
-    tape: Any = None, *, process_set: ProcessSet = global_process_set, **options: Any
+    tape: Any = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    **options: Any,
 ) -> Any:
     """`ringreduce.keras.DistributedGradientTape` with its `options`, as `DistributedOptimizer`."""
+    options["scale_local_gradients"] = scale_local_gradients
     return rr.DistributedGradientTape(tape, _unless_global(process_set), **_with_effect(options))
 
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
@@ -41,14 +42,15 @@ def broadcast_variables(
     `DistributedOptimizer` does this itself for what it trains. Use it for the rest, such as moving
     averages of normalization layers after loading them on one rank. `variables` are
     `keras.Variable` or `tf.Variable`, the same on all ranks, such as ``model.variables``. States of
-    Keras's random generators stay as they are, or ranks would draw the same numbers.
+    Keras's random generators stay as they are, or ranks would draw the same numbers; and so do
+    parts, of which each rank has its own piece.
 
     Raises:
         ConfigError: inside a branch of `tf.cond`.
         MismatchError: the ranks' variables differ in number, shape or dtype.
     """
     ring = communicator or default_communicator()
-    own = [variable for variable in variables if not is_seed_state(variable)]
+    own = [each for each in variables if not (is_seed_state(each) or is_own_piece(each))]
     if tf.executing_eagerly():
         bridge.broadcast_variables(own, ring, root_rank)
     elif own and ring.size > 1:
@@ -176,6 +178,6 @@ def _without_others(
     )
     factor = ring.size / useful if usable else 0.0
     return [
-        gradient if kind is Kind.LOCAL else weighted(gradient, kind, factor)
+        gradient if kind in (Kind.LOCAL, Kind.PART) else weighted(gradient, kind, factor)
         for gradient, kind in zip(gradients, kinds, strict=True)
     ]

@@ -150,7 +150,7 @@ def joined(
         except tf.errors.OutOfRangeError:
             return
         with weighting_module.using(weight):
-            yield _filled(empty if count == 0 else batch), count
+            yield filled(empty if count == 0 else batch), count
 
 
 def _samples(batch: Any) -> int:
@@ -222,7 +222,7 @@ def empty_batch(dataset: Any) -> Any:
     return tf.nest.map_structure(like, dataset.element_spec)
 
 
-def _filled(batch: Any) -> Any:
+def filled(batch: Any) -> Any:
     """`batch`, or one sample of zeros where it has none."""
 
     def fill(tensor: Any) -> Any:
@@ -243,9 +243,9 @@ def build(model: Any, empty: Any) -> None:
     if type(model).call is keras.Model.call:
         # Only its train_step knows how its parts are called, such as a generator and a
         # discriminator with an optimizer each. Traced and not run, it creates all variables.
-        tf.function(model.train_step).get_concrete_function(_filled(empty))
+        tf.function(model.train_step).get_concrete_function(filled(empty))
     elif not model.built or not all(part is None or part.built for part in compiled):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(_filled(empty))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled(empty))
         model.test_on_batch(x, y, sample_weight)
         model.reset_metrics()
     build_optimizer_here(model)
@@ -284,7 +284,7 @@ def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[
         # given up, and must not have been counted, or decayed weights.
         with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
             before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
-            logs = step(_filled(data))
+            logs = step(filled(data))
             for variable in _passing(model):
                 if id(variable) not in before:
                     raise ConfigError(

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
+from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.wrappable import all_within
 from ringreduce.tensorflow import path_of
 from ringreduce.vocabulary.errors import ConfigError
@@ -63,24 +64,6 @@ class LocalVariables:
                 )
 
     def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
-        """`variables` (the model's or those of `inner`) without these and their state."""
-        if not self._variables:
-            return list(variables)
-        trained = [*private.trained_variables(inner), *self._variables.values()]
-        state = set(map(id, inner.variables))
-        owners = [_owner_of(v, trained) if id(v) in state else v for v in variables]
-        return [v for v, owner in zip(variables, owners, strict=True) if owner not in self]
-
-
-def _owner_of(state: Any, trained: Sequence[Any]) -> Any:
-    """The trained variable for which an optimizer keeps `state`, or None."""
-
-    def prefix(owner: Any) -> str:
-        # Keras puts the variable's whole path into the state's name.
-        path = getattr(owner, "path", str(owner.name).replace(":", "_"))
-        return f"{path.replace('/', '_')}_"
-
-    name = str(state.path).rpartition("/")[2]
-    # The longest, since one variable's path may begin with another's.
-    owners = [owner for owner in trained if name.startswith(prefix(owner))]
-    return max(owners, key=lambda owner: len(prefix(owner)), default=None)
+        """`variables` (the model's or those of `inner`) without these, own pieces, their state."""
+        own = {id(state) for v in self._variables.values() for state in private.state_for(inner, v)}
+        return [v for v in variables if not (v in self or id(v) in own or is_own_piece(v))]

@@ -33,6 +33,14 @@ from ringreduce.keras.gradients import Accumulate, Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
+from ringreduce.keras.parts.part import is_own_piece, parts_in
+from ringreduce.keras.parts.training import (
+    check_parts,
+    joint,
+    load_state,
+    mark_state,
+    save_state,
+)
 from ringreduce.keras.settings import (
     Settings,
     require_same_settings,
@@ -85,6 +93,8 @@ class DistributedOptimizer(Wrapper):
             rows of the same index are added before the optimizer sees them, with one rank too;
             plain Keras's Adam, say, squares each by itself.
         local_variables: variables that are not shared; see `register_local_var`.
+        scale_local_gradients: divide their gradients by the number of ranks, and weight them by
+            this rank's samples: as those of the mean over all ranks' rows, like Horovod's.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own
             gradients just before they are averaged. ``"raise"``: all ranks raise the same
@@ -123,6 +133,7 @@ class DistributedOptimizer(Wrapper):
         compression: str = "none",
         sparse_as_dense: bool = False,
         local_variables: Sequence[Any] = (),
+        scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
         **others: Any,
     ) -> None:
@@ -140,9 +151,16 @@ class DistributedOptimizer(Wrapper):
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
         }
-        self._options = {**of_bridge, "accumulate_steps": accumulate_steps, "op": how}
+        self._options = {
+            **of_bridge,
+            "accumulate_steps": accumulate_steps,
+            "scale_local_gradients": scale_local_gradients,
+            "op": how,
+        }
         self._bridge = GradientBridge(**of_bridge)
         self._accumulate = Accumulate(accumulate_steps) if accumulate_steps > 1 else None
+        if self.built:
+            mark_state(inner)
         self._local = LocalVariables()
         self._initial = InitialValues()
         self._deferred: list[tuple[list[Any], Any]] | None = None
@@ -153,6 +171,11 @@ class DistributedOptimizer(Wrapper):
     def communicator(self) -> Communicator | None:
         """As it was given; None for the process's."""
         return self._communicator
+
+    @property
+    def has_local_variables(self) -> bool:
+        """Whether some variables are not shared."""
+        return bool(self._local)
 
     def _ring(self) -> Communicator:
         return self._communicator or default_communicator()
@@ -199,18 +222,44 @@ class DistributedOptimizer(Wrapper):
         if not self._initial.are_given:
             self._local.check(self._inner)
             # All variables that it may ever train, those frozen now included.
-            every = self.shared([*private.trained_variables(self._inner), *known])
-            state = self.shared(self._inner.variables)
+            every = [*private.trained_variables(self._inner), *known]
             ring, settings = self._ring(), self._settings
-            grads = self._initial.give(every, grads, kinds, ring, state, settings)
+            check_parts(self._inner, every, ring)
+            state = self.shared(self._inner.variables)
+            grads = self._initial.give(self.shared(every), grads, kinds, ring, state, settings)
             if self._initial.are_given:
                 self._look_at_fit(every)
         weight = weighting.current()
-        reducer = Reducer(self._bridge, self._ring(), self._options["op"])
+        options = self._options["op"], self._options["scale_local_gradients"]
+        reducer = Reducer(self._bridge, self._ring(), *options)
+        if weight is not None:
+            weighting.refuse_local(kinds, self._ring())
         if self._accumulate is not None:
-            self._accumulate.step(grads, known, kinds, weight, self._inner, reducer)
+            self._accumulate.step(grads, known, kinds, weight, reducer, self._apply_means)
         else:
-            self._inner.apply(reducer.reduce(grads, known, kinds, weight), known)
+            self._apply_means(reducer.reduce(grads, known, kinds, weight), known)
+
+    def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        joint(self._inner, gradients, variables, self._inner.apply)
+
+    def build_inner(self, variables: Sequence[Any]) -> None:
+        """As `Wrapper.build_inner`; state for parts is in pieces too."""
+        super().build_inner(variables)
+        mark_state(self._inner)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the inner optimizer's state, that of parts as wholes."""
+        if parts_in(self.variables):
+            save_state(self._inner, store)
+        else:
+            self._inner.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the inner optimizer's state; of parts this rank's pieces."""
+        if parts_in(self.variables):
+            load_state(self._inner, store)
+        else:
+            self._inner.load_own_variables(store)
 
     def _look_at_fit(self, trained: Sequence[Any]) -> None:
         """Prepare the model, and warn of likely mistakes, in the first step of its `fit`."""
@@ -236,6 +285,8 @@ class DistributedOptimizer(Wrapper):
     def _kind_of(self, variable: Any) -> Kind:
         if variable in self._local:
             return Kind.LOCAL
+        if is_own_piece(variable):
+            return Kind.PART
         # The "gradient" of a scale of 8-bit floats is its new value, from the largest number seen.
         is_new_value = getattr(variable, "overwrite_with_gradient", False)
         return Kind.MAXIMUM if is_new_value else Kind.MEAN
@@ -243,8 +294,8 @@ class DistributedOptimizer(Wrapper):
     def register_local_var(self, variable: Any) -> None:
         """Share neither values nor gradients of `variable`, one of those that are trained.
 
-        Its gradients are applied as they are, not divided by the number of ranks. Call it before
-        the first step, and alike on all ranks.
+        Its gradients are applied as they are, not divided by the number of ranks, unless
+        ``scale_local_gradients`` was given. Call it before the first step, and alike on all ranks.
 
         Raises:
             ConfigError: it is no `keras.Variable` or `tf.Variable`, or a step was made; in the
@@ -275,7 +326,10 @@ class DistributedOptimizer(Wrapper):
 
     def _settings(self) -> list[Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""
-        own = {name: self._options[name] for name in ("accumulate_steps", "op")}
+        own = {
+            name: self._options[name]
+            for name in ("accumulate_steps", "op", "scale_local_gradients")
+        }
         found = {**settings_of_optimizer(self._inner), **settings_in(own)}
         model = model_in_fit()
         # Layers with local variables may be others on each rank, and so may those around them.

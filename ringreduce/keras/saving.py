@@ -8,14 +8,16 @@ installed, and those of plain Keras load here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.parts.layer import PartLayer
+from ringreduce.vocabulary.errors import ConfigError
 
 
 def load_model(
@@ -25,6 +27,7 @@ def load_model(
     safe_mode: bool = True,
     communicator: Communicator | None = None,
     sync_batch_normalization: bool = False,
+    replace: Mapping[Any, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Load a model with `keras.models.load_model` and wrap its optimizer.
@@ -39,9 +42,12 @@ def load_model(
     Args:
         path, custom_objects, compile, safe_mode: as for `keras.models.load_model`; with
             ``compile=False`` nothing is wrapped.
-        sync_batch_normalization: load the file's BatchNormalization layers as
-            `SyncBatchNormalization`, which is saved under that name.
-        communicator: of the optimizer, and of layers that are `SyncBatchNormalization`.
+        sync_batch_normalization: short for ``replace={keras.layers.BatchNormalization:
+            rr.SyncBatchNormalization}``, which is saved under that name.
+        replace: by the name of a layer in the file, or a class of Keras's for all of that class,
+            what to load it as: `ShardedEmbedding`, `SyncBatchNormalization` or another subclass of
+            its class. With parts, all ranks must load the file: each takes its pieces.
+        communicator: of the optimizer, and of the layers in `replace`.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:
@@ -49,18 +55,93 @@ def load_model(
 
     Raises:
         ValueError: Keras's, for a file that holds no model.
-        ConfigError: as `DistributedOptimizer`.
+        ConfigError: as `DistributedOptimizer`; the file has no layer that `replace` names.
     """
+    replaced = dict(replace or {})
     if sync_batch_normalization:
-        custom_objects = {"BatchNormalization": SyncBatchNormalization, **(custom_objects or {})}
+        replaced[keras.layers.BatchNormalization] = SyncBatchNormalization
+    loading = _Loading(replaced, communicator, options)
     model = keras.models.load_model(
-        path, custom_objects=custom_objects, compile=compile, safe_mode=safe_mode
+        path,
+        custom_objects={**loading.stand_ins(), **(custom_objects or {})},
+        compile=compile,
+        safe_mode=safe_mode,
     )
-    for layer in private.layers_of(model):
-        if isinstance(layer, SyncBatchNormalization):
-            layer.communicator = communicator
+    loading.require_all()
     optimizer = getattr(model, "optimizer", None)
     # A model's own `compile_from_config` may have wrapped it.
     if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
         model.optimizer = DistributedOptimizer(optimizer, communicator, **options)
     return model
+
+
+class _Loading:
+    """Makes layers and optimizers of a file others than it names."""
+
+    def __init__(
+        self,
+        replaced: Mapping[Any, Any],
+        communicator: Communicator | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._replaced, self._communicator, self._options = replaced, communicator, options
+        self._found: set[Any] = set()
+
+    def stand_ins(self) -> dict[str, Any]:
+        """What Keras is to take for classes, by the names that a file has."""
+        found: dict[str, Any] = {}
+        for one in self._replaced.values():
+            # The class that it replaces has its name: its own is that of the plain one.
+            plain = getattr(keras.layers, one.__name__, None)
+            if plain is None or not issubclass(one, plain):
+                raise ConfigError(
+                    f"got {one!r} in replace, which is no subclass of a layer of Keras's",
+                    remedy="Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like.",
+                )
+            found[one.__name__] = self._choosing(plain)
+        if any(issubclass(one, PartLayer) for one in self._replaced.values()):
+            # Its state is in pieces too, so it is wrapped before that is loaded.
+            for name in dir(keras.optimizers):
+                one = getattr(keras.optimizers, name)
+                is_class = isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
+                if is_class and name not in ("Optimizer", "LossScaleOptimizer"):
+                    found[name] = self._wrapping(one)
+        return found
+
+    def require_all(self) -> None:
+        """ConfigError unless every layer was there."""
+        names = {key for key in self._replaced if isinstance(key, str)} - self._found
+        if names:
+            raise ConfigError(
+                f"found no layer {', '.join(sorted(names))} of the class that replaces it in the "
+                "file",
+                remedy="Name layers as the file does: model.summary() lists them.",
+            )
+
+    def _choosing(self, plain: Any) -> Any:
+        loading = self
+
+        class Choosing(plain):
+            @classmethod
+            def from_config(cls, config: Any, *arguments: Any) -> Any:
+                for key in (config.get("name"), plain):
+                    one = loading._replaced.get(key)
+                    if one is not None and issubclass(one, plain):
+                        loading._found.add(key)
+                        layer = one.from_config(config, *arguments)
+                        layer.communicator = loading._communicator
+                        return layer
+                return plain.from_config(config, *arguments)
+
+        return Choosing
+
+    def _wrapping(self, plain: Any) -> Any:
+        loading = self
+
+        class Wrapping(plain):
+            @classmethod
+            def from_config(cls, config: Any, *arguments: Any, **options: Any) -> Any:
+                inner = plain.from_config(config, *arguments, **options)
+                return DistributedOptimizer(inner, loading._communicator, **loading._options)
+
+        return Wrapping

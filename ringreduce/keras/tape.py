@@ -14,6 +14,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import weighting
 from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, plain_variable
+from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -46,8 +47,8 @@ class DistributedGradientTape:
         communicator: by default the process's, when `gradient` is called.
         persistent, watch_accessed_variables: as for `tf.GradientTape`; refused with a `tape`.
         local_variables: sources whose values and gradients are not shared.
-        bucket_bytes, check_numerics, compression, sparse_as_dense, op: as for
-            `DistributedOptimizer`.
+        bucket_bytes, check_numerics, compression, sparse_as_dense, scale_local_gradients, op: as
+            for `DistributedOptimizer`.
 
     Raises:
         ConfigError: `tape` is no tape, or an option is impossible.
@@ -65,6 +66,7 @@ class DistributedGradientTape:
         compression: str = "none",
         sparse_as_dense: bool = False,
         local_variables: Sequence[Any] = (),
+        scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
     ) -> None:
         if tape is None:
@@ -81,6 +83,7 @@ class DistributedGradientTape:
             )
         self._tape, self._communicator = tape, communicator
         self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
+        self._scale_local = scale_local_gradients
         self._options = bucket_bytes, check_numerics, compression, sparse_as_dense
         # Used unless an earlier tape had the same options.
         self._bridge = GradientBridge(
@@ -126,7 +129,7 @@ class DistributedGradientTape:
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
         gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
-        kinds = [Kind.LOCAL if _identity(source) in self._local else Kind.MEAN for source in flat]
+        kinds = list(map(self._kind_of, flat))
         ring = self._communicator or default_communicator()
         kept = _shared_by(ring)
         shared = [
@@ -136,9 +139,16 @@ class DistributedGradientTape:
         ]
         gradients = kept.initial.give(shared, gradients, kinds, ring)
         bridge = kept.bridges.setdefault(self._options, self._bridge)
-        reducer = Reducer(bridge, ring, self._op)
-        found = reducer.reduce(gradients, flat, kinds, weighting.current())
+        reducer = Reducer(bridge, ring, self._op, self._scale_local)
+        if (weight := weighting.current()) is not None:
+            weighting.refuse_local(kinds, ring)
+        found = reducer.reduce(gradients, flat, kinds, weight)
         return tf.nest.pack_sequence_as(own, found)
+
+    def _kind_of(self, source: Any) -> Kind:
+        if _identity(source) in self._local:
+            return Kind.LOCAL
+        return Kind.PART if is_own_piece(source) else Kind.MEAN
 
     def register_local_source(self, source: Any) -> None:
         """Add a variable to `local_variables`."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.weighting import across_ranks
+from ringreduce.keras.weighting import across_ranks, moved_across_ranks
 from ringreduce.tensorflow import collectives, moving, send_recv
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -78,18 +78,27 @@ def _reduced_slices(slices: Any, ring: Communicator, op: ReduceOp | str) -> Any:
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _carried(tensor: Any, collective: Callable[[Any], Any], op: ReduceOp | str = "max") -> Any:
+def _carried(
+    tensor: Any,
+    collective: Callable[[Any], Any],
+    op: ReduceOp | str = "max",
+    across: Callable[[Any, Callable[[Any], Any]], Any] = across_ranks,
+) -> Any:
     """The result of `collective` on `tensor`; uint16 and bool travel in another dtype."""
     value = tf.convert_to_tensor(tensor)
     carrier = _CARRIERS.get(value.dtype.name)
     if carrier is None:
-        return across_ranks(value, collective)
+        return across(value, collective)
     if value.dtype == tf.bool and reduce_op(op) in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ArrayError(
             f"cannot reduce a tensor of dtype bool with op={reduce_op(op).name.lower()!r}",
             remedy='Use op="max" for any, op="min" for all, or count with tf.cast.',
         )
     return tf.cast(collective(tf.cast(value, carrier)), value.dtype)
+
+
+def _moved(tensor: Any, collective: Callable[[Any], Any]) -> Any:
+    return _carried(tensor, collective, across=moved_across_ranks)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -176,7 +185,7 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
     """
     ring = communicator or default_communicator()
     if counts is None:
-        return _carried(tensor, lambda value: moving.all_to_all(value, ring))
+        return _moved(tensor, lambda value: moving.all_to_all(value, ring))
     received = None
 
     def exchange(value: Any) -> Any:
@@ -184,7 +193,7 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
         rows, received = moving.all_to_all_uneven(value, ring, counts)
         return rows
 
-    return _carried(tensor, exchange), received
+    return _moved(tensor, exchange), received
 
 
 @tf.autograph.experimental.do_not_convert
@@ -201,7 +210,7 @@ def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = No
         As `all_reduce`; ArrayError also when `root` is no rank.
     """
     ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: moving.gather(value, ring, root))
+    return _moved(tensor, lambda value: moving.gather(value, ring, root))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -228,7 +237,7 @@ def scatter(
         As `broadcast`; ArrayError also when the rows cannot be divided so.
     """
     ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: moving.scatter(value, ring, root, counts))
+    return _moved(tensor, lambda value: moving.scatter(value, ring, root, counts))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -252,7 +261,7 @@ def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | Non
             receives another count, dtype or tag next. ConfigError for second derivatives.
     """
     ring = communicator or default_communicator()
-    return _carried(tensor, lambda value: send_recv.send(value, ring, to, tag))
+    return _moved(tensor, lambda value: send_recv.send(value, ring, to, tag))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -275,7 +284,7 @@ def recv(like: Any, source: int, *, tag: int = 0, communicator: Communicator | N
         if not like.shape.is_fully_defined():
             raise ArrayError(f"cannot receive a tensor of shape {like.shape}", **ring.config.who)
         like = tf.zeros(like.shape, like.dtype)
-    return _carried(like, lambda value: send_recv.receive(value, ring, source, tag))
+    return _moved(like, lambda value: send_recv.receive(value, ring, source, tag))
 
 
 def barrier(communicator: Communicator | None = None) -> None:

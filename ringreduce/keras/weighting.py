@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ class Kind(enum.Enum):
     MEAN = enum.auto()
     # This rank's own, not shared.
     LOCAL = enum.auto()
+    # Of a piece of a variable that all ranks' rows use: what arrives is of all ranks' mean loss.
+    PART = enum.auto()
     # For new values instead of gradients, such as the largest number seen.
     MAXIMUM = enum.auto()
 
@@ -73,14 +75,51 @@ def across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
     those it receives are multiplied by its own weight later, with all its gradients.
     """
     weight = current()
-    if weight is None or not value.dtype.is_floating:
+    if weight is None or is_in_parts() or not value.dtype.is_floating:
         return collective(value)
-    value = _times_back(value, tf.math.divide_no_nan(weight.mean, weight.own))
-    return _times_back(collective(value), weight.factor)
+    value = times_back(value, tf.math.divide_no_nan(weight.mean, weight.own))
+    return times_back(collective(value), weight.factor)
+
+
+def moved_across_ranks(value: Any, collective: Callable[[Any], Any]) -> Any:
+    """`across_ranks` for what sends rows to other ranks, whose local variables may use them."""
+    if current() is not None and not is_in_parts() and value.dtype.is_floating:
+        _local.has_moved = True
+    return across_ranks(value, collective)
+
+
+def refuse_local(kinds: Sequence[Kind], communicator: Communicator) -> None:
+    """ConfigError if gradients of local variables may have come from other ranks' batches.
+
+    How much those count is not known here: a rank without rows would count them not at all.
+    """
+    if Kind.LOCAL in kinds and getattr(_local, "has_moved", False):
+        raise ConfigError(
+            "has local variables and sends rows between ranks (all_to_all, gather, scatter, send) "
+            "in steps whose batches differ in length: gradients would count wrongly",
+            **communicator.config.who,
+            remedy="Make the variables with rr.PartLayer.add_part and send within rr.in_parts "
+            "(docs/guides/groups.md), or give all ranks equally many rows.",
+        )
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Within the block gradients are those of all ranks' mean loss, and not weighted."""
+    before, _local.is_in_parts = is_in_parts(), True
+    try:
+        yield
+    finally:
+        _local.is_in_parts = before
+
+
+def is_in_parts() -> bool:
+    """Whether this thread is within `in_parts`."""
+    return getattr(_local, "is_in_parts", False)
 
 
 @tf.custom_gradient
-def _times_back(values: Any, factor: Any) -> Any:
+def times_back(values: Any, factor: Any) -> Any:
     """`values`, with the gradient multiplied by `factor`; a factor of 0 makes even NaN 0."""
 
     def gradient(upstream: Any) -> Any:
@@ -108,11 +147,11 @@ def using(weight: Weight | None) -> Iterator[None]:
         kept.own.assign(weight.own)
         kept.mean.assign(weight.mean)
         weight = kept
-    _local.weight = weight
+    _local.weight, _local.has_moved = weight, False
     try:
         yield
     finally:
-        _local.weight = before
+        _local.weight, _local.has_moved = before, False
         if values is not None:
             kept.own.assign(values[0])
             kept.mean.assign(values[1])

@@ -45,6 +45,8 @@ class RingReduceError(Exception):
 
     # Else TensorFlow's AutoGraph replaces an error that has an `__init__` by one of its own class.
     ag_pass_through: ClassVar[bool] = True
+    # Else Keras replaces one that a layer raises, by one without rank and remedy.
+    _keras_call_info_injected: ClassVar[bool] = True
 
     message: str
     _: KW_ONLY

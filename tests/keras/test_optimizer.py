@@ -392,7 +392,6 @@ def test_horovods_passes_are_accumulated_as_a_mean():
         ({"groups": 2}, "got groups=2. Leave it out, or use bucket_bytes"),
         ({"gradient_predivide_factor": 2.0}, "got gradient_predivide_factor=2.0. Leave it out"),
         ({"device_dense": "/gpu:0"}, "got device_dense='/gpu:0'. Leave it out"),
-        ({"scale_local_gradients": True}, "gradients of local variables stay as they are"),
     ],
 )
 @pytest.mark.parametrize("make", [hvd.DistributedOptimizer, hvd.DistributedGradientTape])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -10,10 +11,12 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import private
 from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.parts.part import parts_in
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
@@ -50,13 +53,17 @@ class _Forwarding(keras.callbacks.Callback):
         """The callbacks that act on this rank."""
         raise NotImplementedError
 
+    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        """Call a hook of each."""
+        for member in self.members():
+            getattr(member, hook)(*arguments, **options)
+
 
 def _forwarding(hook: str) -> Callable[..., None]:
     def forward(self: _Forwarding, *arguments: Any, **options: Any) -> None:
         if hook.startswith("set_"):
             getattr(keras.callbacks.Callback, hook)(self, *arguments, **options)
-        for member in self.members():
-            getattr(member, hook)(*arguments, **options)
+        self.run(hook, *arguments, **options)
 
     forward.__name__ = hook
     forward.__doc__ = f"Calls `{hook}` of each member."
@@ -72,7 +79,8 @@ for _hook in dir(keras.callbacks.Callback):
 class OnRankZero(_Forwarding):
     """Lets a callback act on rank 0 only, such as one that writes files.
 
-    On other ranks none of its hooks is called, so it must not make collective calls itself. Within
+    On other ranks none of its hooks is called, so it must not make collective calls itself. If the
+    model has parts, the others wait in each hook that it has, and give theirs if it saves. Within
     `Together`, what it changes in ``on_train_begin`` (weights, optimizer, initial epoch) goes to
     all ranks.
 
@@ -89,6 +97,15 @@ class OnRankZero(_Forwarding):
         """The callback on rank 0, nothing elsewhere."""
         ring = self._communicator or default_communicator()
         return [self.callback] if ring.rank == 0 else []
+
+    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
+        model = getattr(self, "model", None)
+        if hook.startswith("set_") or model is None or not parts_in(model.weights):
+            super().run(hook, *arguments, **options)
+        elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
+            call = partial(super().run, hook, *arguments, **options)
+            on_rank_zero(call, communicator=self._communicator)
 
 
 def _checked(callback: Any) -> Any:
@@ -212,6 +229,13 @@ class Together(_Forwarding):
         if ring.size == 1:
             return False
         backs_up = any(isinstance(c, keras.callbacks.BackupAndRestore) for c in self.callbacks)
+        if backs_up and getattr(self.model.optimizer, "has_local_variables", False):
+            raise ConfigError(
+                "would back up rank 0's local variables alone: the other ranks' would begin anew "
+                "when the job is started again",
+                **ring.config.who,
+                remedy="Make them with rr.PartLayer.add_part, which are saved from all ranks.",
+            )
         may_restore = backs_up or any(isinstance(c, OnRankZero) for c in self.callbacks)
         # Rank 0 decides: others may have left out what acts on rank 0 only.
         own = [bool(self.model.built)] + [ring.rank == 0 and x for x in (backs_up, may_restore)]

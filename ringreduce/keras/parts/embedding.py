@@ -1,0 +1,208 @@
+"""`ShardedEmbedding`: a table of which each rank holds a part of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.parts.layer import PartLayer, by_blocks
+from ringreduce.keras.parts.lookup import rows_of_all
+from ringreduce.keras.parts.part import Part
+from ringreduce.keras.parts.region import in_parts
+from ringreduce.vocabulary.errors import ConfigError
+
+_COMBINERS = ("sum", "mean", "sqrtn")
+
+
+class ShardedEmbedding(PartLayer, keras.layers.Embedding):
+    """`keras.layers.Embedding` whose rows are divided among the ranks: row i is on rank i mod size.
+
+    In a step each rank sends the ids of its rows of the batch to their owners, each once, and gets
+    their vectors; gradients go back the same way. Only the owner's optimizer updates a row. So no
+    rank holds the table, or the optimizer's state for it, whole, and a step costs what its ids
+    cost. The table is the same whatever the number of ranks.
+
+    A look-up is collective: in training, `rr.evaluate` and `rr.predict` all ranks take part, also
+    one that has no batch left. ``model(x)`` of your own must be called on all ranks equally often.
+    Train with a `DistributedOptimizer` over the same communicator, and one that works element by
+    element (SGD, Adam, Adagrad, ...).
+
+    It is saved as plain `keras.layers.Embedding` with the whole table (`PartLayer` says how), and
+    loads as that without ringreduce; ``rr.load_model(path, replace={"name of the layer":
+    rr.ShardedEmbedding})`` divides it again. With a `combiner` it is saved as itself.
+
+    Args:
+        input_dim, output_dim, options: as for `keras.layers.Embedding`; no constraint, LoRA or
+            quantization. Ids are 0 to ``input_dim - 1``.
+        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``: add up the vectors along the last dimension
+            of the ids, or of ragged ids; divided by the sum of weights, or by the root of the sum
+            of their squares. ``layer(ids, weights)`` takes weights of the shape of the ids, by
+            default 1; with ``mask_zero=True`` id 0 counts nothing. Without ids the result is 0.
+        communicator: as for `PartLayer`.
+
+    Raises:
+        ConfigError: an option cannot be had in parts; when it is built: there are fewer rows than
+            ranks.
+        ArrayError: on all ranks, when it is called: an id is out of range.
+    """
+
+    def __new__(cls, *arguments: Any, combiner: str | None = None, **options: Any) -> Any:
+        """A layer; one with a combiner is saved under another name, since no plain layer has it."""
+        return super().__new__(_Combining if combiner else cls, *arguments, **options)
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        *arguments: Any,
+        combiner: str | None = None,
+        communicator: Communicator | None = None,
+        **options: Any,
+    ) -> None:
+        if combiner not in (None, *_COMBINERS):
+            raise ConfigError(f"combiner is {combiner!r}; accepted: {', '.join(_COMBINERS)}")
+        weights = options.pop("weights", None)
+        super().__init__(input_dim, output_dim, *arguments, communicator=communicator, **options)
+        self.combiner = combiner
+        # Shapes depend on the ids.
+        self.supports_jit = False
+        if self.lora_rank or self.quantization_config or weights is not None:
+            raise ConfigError(
+                f"got lora_rank, quantization_config or weights for {self.name}, a table in parts",
+                remedy="Leave them out; rr.load_model(path, replace=) divides a saved table.",
+            )
+
+    def build(self, input_shape: Any = None) -> None:
+        """Draw this rank's rows. Collective."""
+        if getattr(self, "built", False):
+            return
+        ring = self.ring()
+        if self.input_dim < ring.size:
+            raise ConfigError(
+                f"cannot divide the {self.input_dim} rows of {self.name} among {ring.size} ranks",
+                **ring.config.who,
+                remedy="Use keras.layers.Embedding: so small a table costs nothing whole.",
+            )
+        part = Part(ring, (self.input_dim, self.output_dim), is_dealt=True)
+        self._embeddings = self._add(
+            part,
+            by_blocks(self.embeddings_initializer, part),
+            name="embeddings",
+            regularizer=self.embeddings_regularizer,
+            constraint=self.embeddings_constraint,
+            trainable=True,
+        )
+        self.built = True
+
+    def call(self, inputs: Any, weights: Any = None) -> Any:
+        """The vectors of `inputs`, ids of any shape; with a combiner their sums. Collective."""
+        [found] = look_up({self: inputs}).values()
+        return found if self.combiner is None else self._combined(inputs, found, weights)
+
+    def _combined(self, ids: Any, vectors: Any, weights: Any) -> Any:
+        flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+        own = tf.ones_like(flat, vectors.dtype)
+        if weights is not None:
+            is_ragged = isinstance(weights, tf.RaggedTensor)
+            own = tf.cast(weights.flat_values if is_ragged else weights, vectors.dtype)
+        if self.mask_zero:
+            own *= tf.cast(flat != 0, own.dtype)
+        if isinstance(ids, tf.RaggedTensor):
+            own = ids.with_flat_values(own)
+            total = tf.reduce_sum(vectors * tf.expand_dims(own, -1), -2)
+        else:
+            total = tf.reduce_sum(vectors * own[..., None], -2)
+        if self.combiner == "sum":
+            return total
+        powers = own if self.combiner == "mean" else own * own
+        by = tf.reduce_sum(powers, -1)
+        by = by if self.combiner == "mean" else tf.sqrt(by)
+        return tf.math.divide_no_nan(total, by[..., None])
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        """As that of the plain layer; none of sums."""
+        return None if self.combiner else super().compute_mask(inputs, mask)
+
+    def compute_output_shape(self, input_shape: Any, *_: Any) -> Any:
+        """As that of the plain layer; with a combiner without the dimension that it adds up."""
+        known = tuple(input_shape[:-1] if self.combiner else input_shape)
+        return (*known, self.output_dim)
+
+    def compute_output_spec(self, inputs: Any, weights: Any = None) -> Any:
+        """A tensor of that shape."""
+        return keras.KerasTensor(
+            self.compute_output_shape(inputs.shape),
+            dtype=self.compute_dtype,
+            ragged=bool(getattr(inputs, "ragged", False)) and not self.combiner,
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """That of the plain layer, and the combiner where there is one."""
+        config: dict[str, Any] = super().get_config()
+        return {**config, "combiner": self.combiner} if self.combiner else config
+
+
+def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The vectors of the ids of several `ShardedEmbedding` layers, in one exchange. Collective.
+
+    In a layer or model with several tables it saves the latency of an exchange for each::
+
+        vectors = rr.look_up({self.users: users, self.items: items})
+
+    Args:
+        ids: by layer, tensors of ids, ragged ones too. Combiners are not applied.
+
+    Raises:
+        ConfigError: the layers have different communicators or compute dtypes; or as `call`.
+    """
+    layers = list(ids)
+    for layer in layers:
+        if not isinstance(layer, ShardedEmbedding):
+            raise ConfigError(f"got {layer!r} to look up in, which is no ShardedEmbedding")
+        if not layer.built:
+            layer.build()
+    ring, dtype = layers[0].ring(), layers[0].compute_dtype
+    for layer in layers:
+        if list(layer.ring().members) != list(ring.members) or layer.compute_dtype != dtype:
+            raise ConfigError(
+                f"got {layers[0].name} and {layer.name} to look up in at once, which have "
+                "different communicators or compute dtypes",
+                remedy="Look them up apart.",
+            )
+    given = [tf.convert_to_tensor(_flat(each)) for each in ids.values()]
+    tables = [layer._embeddings for layer in layers]
+
+    def exchange(*own: Any) -> list[Any]:
+        # Not Keras's take, which reads the whole table (keras#15376).
+        return rows_of_all(
+            [table.value for table in tables],
+            own,
+            [layer.input_dim for layer in layers],
+            [layer.name for layer in layers],
+            dtype,
+            ring,
+        )
+
+    found = in_parts(exchange, *given, communicator=ring)
+    return {
+        layer: own.with_flat_values(rows) if isinstance(own, tf.RaggedTensor) else rows
+        for layer, own, rows in zip(layers, ids.values(), found, strict=True)
+    }
+
+
+def _flat(ids: Any) -> Any:
+    return ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+
+
+@keras.saving.register_keras_serializable("ringreduce", "ShardedEmbedding")
+class _Combining(ShardedEmbedding):
+    pass
+
+
+# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
+ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
+ShardedEmbedding.__module__ = keras.layers.Embedding.__module__

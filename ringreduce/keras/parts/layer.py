@@ -1,0 +1,215 @@
+"""`PartLayer`: the base of layers with parts, and how their pieces get initial values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.parts.part import Part, give_whole, mark, parts_in, whole_of
+from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.vocabulary.errors import ConfigError
+
+# Of a table so many rows are drawn at a time, each block with a seed of its own.
+_BLOCK = 1024
+_OF_WHOLE_SHAPES = (keras.initializers.Orthogonal, keras.initializers.Identity)
+_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+
+class PartLayer(keras.layers.Layer):
+    """A layer with parts: variables of which each rank of a group holds a piece.
+
+    A subclass makes them with `add_part`, and exchanges rows within `in_parts`::
+
+        class Experts(rr.PartLayer):
+            def build(self, shape):
+                self.kernel = self.add_part((experts, shape[-1], shape[-1]))
+
+    Each rank's optimizer trains its piece, with the gradients of the mean over the whole batch. A
+    model is saved with wholes, by ``rr.on_rank_zero(lambda: model.save(path))`` or a
+    `keras.callbacks.ModelCheckpoint`, and loads into groups of any size that divides them.
+
+    Args:
+        communicator: the group, by default the process's, which must exist when the layer is built.
+            It is no part of the layer's configuration.
+        options: those of `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self, *arguments: Any, communicator: Communicator | None = None, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.communicator = communicator
+
+    def ring(self) -> Communicator:
+        """The group that holds the pieces."""
+        return self.communicator or default_communicator()
+
+    def add_part(
+        self,
+        shape: Sequence[int],
+        initializer: Any = "glorot_uniform",
+        *,
+        axis: int = 0,
+        **options: Any,
+    ) -> Any:
+        """This rank's piece of a variable of `shape`, cut along `axis` into equal ranges.
+
+        Collective. Each index of axis 0 is drawn by itself, as a variable of the rest of the shape,
+        so that the whole is the same whatever the number of ranks.
+
+        Args:
+            initializer: Keras's, its name, or a function of shape and dtype; a random one without a
+                seed gets rank 0's.
+            options: of `add_weight`.
+
+        Raises:
+            ConfigError: the ranks cannot have equal ranges.
+        """
+        part = Part(self.ring(), tuple(shape), axis)
+        part.require_divisible(f"dimension {axis} of {self.name}")
+        return self._add(part, by_index(initializer, part), **options)
+
+    def _add(self, part: Part, draw: Callable[..., Any], **options: Any) -> Any:
+        """A weight that is this rank's piece; `draw` gets shape and dtype of the whole."""
+        if options.get("constraint") is not None:
+            raise ConfigError(
+                f"got a constraint for {self.name}, which would see a piece of the whole",
+                **part.communicator.config.who,
+                remedy="Leave it out.",
+            )
+        if (regularizer := keras.regularizers.get(options.get("regularizer"))) is not None:
+            options["regularizer"] = _of_wholes(regularizer, part.communicator)
+        own = self.add_weight(
+            shape=part.own_shape, initializer=lambda _, dtype: draw(dtype), **options
+        )
+        return mark(own, part)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save wholes, as Keras's layer saves its variables."""
+        if not parts_in(self.weights):
+            super().save_own_variables(store)
+            return
+        for number, variable in enumerate(_own_variables(self)):
+            store[str(number)] = whole_of(variable)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take this rank's pieces of the wholes in a file."""
+        if not parts_in(self.weights):
+            super().load_own_variables(store)
+            return
+        self._check_load_own_variables(store)
+        for number, variable in enumerate(_own_variables(self)):
+            give_whole(variable, store[str(number)])
+
+    def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
+        # TensorFlow asks for what tf.train.Checkpoint and SavedModels hold.
+        if parts_in(self.weights):
+            raise ConfigError(
+                f"cannot save {self.name} with TensorFlow's checkpoints: ranks have pieces of it",
+                **self.ring().config.who,
+                remedy="Call rr.on_rank_zero(lambda: model.save(path)) on all ranks.",
+            )
+        return super()._trackable_children(*arguments, **options)
+
+
+def _own_variables(layer: Any) -> list[Any]:
+    """What Keras's layers save themselves, in its order."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def by_index(initializer: Any, part: Part) -> Callable[[Any], Any]:
+    """Draws this rank's piece: each index of axis 0 of the whole by itself."""
+    draw = seeded(initializer, part.communicator)
+
+    def piece(dtype: Any) -> Any:
+        first = part.place(part.communicator.rank)
+        rows = range(part.shape[0])
+        rows = rows[first[0]] if part.axis == 0 else rows
+        return np.stack([draw(row)(part.shape[1:], dtype) for row in rows])
+
+    return piece
+
+
+def by_blocks(initializer: Any, part: Part) -> Callable[[Any], Any]:
+    """Draws this rank's rows of a table, of which never more than a block is whole."""
+    given = keras.initializers.get(initializer)
+    if isinstance(given, _OF_WHOLE_SHAPES):
+        raise ConfigError(
+            f"got the initializer {type(given).__name__} for a table, which is drawn in blocks",
+            **part.communicator.config.who,
+            remedy="Use one that draws each element by itself, such as uniform or random_normal.",
+        )
+    size, rank, (count, *rest) = part.communicator.size, part.communicator.rank, part.shape
+    draw = seeded(given, part.communicator)
+
+    def piece(dtype: Any) -> Any:
+        own = np.empty(part.own_shape, tf.as_dtype(dtype).as_numpy_dtype)
+        for first in range(0, count, _BLOCK):
+            rows = min(_BLOCK, count - first)
+            drawn = np.asarray(draw(first // _BLOCK)((rows, *rest), dtype))
+            drawn = drawn * _fan_ratio(given, rows, part.shape)
+            skipped = (rank - first) % size
+            at = (first + skipped) // size
+            own[at : at + len(drawn[skipped::size])] = drawn[skipped::size]
+        return own
+
+    return piece
+
+
+def _fan_ratio(initializer: Any, rows: int, shape: tuple[int, ...]) -> float:
+    """By what a block of `rows` is to be multiplied, to vary like a whole of `shape`."""
+    if not isinstance(initializer, keras.initializers.VarianceScaling):
+        return 1.0
+    add = {"fan_in": 0, "fan_avg": shape[-1]}.get(initializer.mode)
+    return 1.0 if add is None else float(np.sqrt((rows + add) / (shape[0] + add)))
+
+
+def as_whole(initializer: Any, part: Part) -> Callable[[Any], Any]:
+    """Draws this rank's piece of what the unsplit layer has with the same seed."""
+    draw = seeded(initializer, part.communicator, folds=False)
+    return lambda dtype: part.piece(np.asarray(draw(0)(part.shape, dtype)))
+
+
+def seeded(
+    initializer: Any, ring: Communicator, folds: bool = True
+) -> Callable[[int], Callable[..., Any]]:
+    """By a number the initializer to draw with; `folds`: each with another seed. Collective."""
+    given = keras.initializers.get(initializer)
+    if not hasattr(given, "seed"):
+        return lambda _: given
+    # Keras draws one where none was given; a generator is used once.
+    seed = given.seed if isinstance(given.seed, int) else int(np.asarray(given.seed.next())[0])
+    seed = ring.broadcast_object(seed) if ring.size > 1 else seed
+    config = given.get_config()
+
+    def numbered(number: int) -> Callable[..., Any]:
+        text = f"{seed} {number}".encode()
+        folded = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
+        return type(given).from_config({**config, "seed": folded if folds else seed})  # type: ignore[no-any-return]
+
+    return numbered
+
+
+def _of_wholes(regularizer: Any, ring: Communicator) -> Any:
+    """The regularizer of the whole, called with a piece: on each rank the sum over all pieces."""
+    if ring.size == 1:
+        return regularizer
+    if not isinstance(regularizer, _REGULARIZERS):
+        raise ConfigError(
+            f"got the regularizer {type(regularizer).__name__} for a variable in pieces",
+            **ring.config.who,
+            remedy="Use L1, L2 or L1L2, which are sums over elements.",
+        )
+
+    @tf.custom_gradient
+    def total(own: Any) -> Any:
+        return all_reduce(own, ring), lambda upstream: upstream
+
+    return lambda piece: total(regularizer(piece))

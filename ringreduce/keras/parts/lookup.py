@@ -1,0 +1,178 @@
+"""Brings rows of tables that other ranks hold to this rank, and their gradients back.
+
+    ids of this rank -> each once, in the order of their owners
+        ids to their owners         counts of all tables travel ahead, once
+        rows to those who asked     by the same counts
+        gradients to the owners     by the same counts, when the tape asks for them
+
+Tables of one exchange may differ in width; they share one message per rank and direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.differentiable import NONE, Sign, collective
+from ringreduce.tensorflow.python_calls import call
+from ringreduce.vocabulary.errors import ArrayError, ConfigError
+
+_WIDE = (tf.float32, tf.float64)
+
+
+def rows_of_all(
+    tables: Sequence[Any],
+    ids: Sequence[Any],
+    rows: Sequence[int],
+    names: Sequence[str],
+    dtype: Any,
+    ring: Communicator,
+) -> list[Any]:
+    """Of each of `tables` the rows with `ids`, wherever they are. Collective.
+
+    Args:
+        tables: this rank's rows, dealt out: row i is on rank i mod size. `tf.Variable`.
+        ids: int tensors of any shape.
+        rows, names: of the whole tables.
+        dtype: of what travels, and of the result.
+
+    Returns:
+        Tensors of the shapes of `ids` and a row; their gradients are the tables' slices.
+
+    Raises:
+        ArrayError: on all ranks, before anything is used: an id is outside of a table.
+        ConfigError: under ``jit_compile=True``, which fixes all shapes.
+    """
+    if xla.is_compiling():
+        raise ConfigError(
+            f"cannot look up rows of {names[0]} inside a function compiled with jit_compile=True, "
+            "which fixes all shapes: how many ids go to each rank is known only when it runs",
+            **ring.config.who,
+            remedy="Compile the model with jit_compile=False.",
+        )
+    found = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
+    unique, inverse = [each.y for each in found], [each.idx for each in found]
+    *found, counts = _exchange_ids(unique, rows, names, ring)
+    positions, places = found[: len(ids)], found[len(ids) :]
+    given = [
+        tf.cast(tf.gather(table, place), dtype) for table, place in zip(tables, places, strict=True)
+    ]
+    came = _exchange_rows(given, counts, ring)
+    return [
+        tf.reshape(
+            _spread(values, tf.gather(position, each)),
+            tf.concat([tf.shape(own), table.shape[1:]], 0),
+        )
+        for values, position, each, own, table in zip(
+            came, positions, inverse, ids, tables, strict=True
+        )
+    ]
+
+
+def _exchange_ids(
+    ids: Sequence[Any], rows: Sequence[int], names: Sequence[str], ring: Communicator
+) -> list[Any]:
+    """By table: where the row of each of `ids` will be; which own rows the others ask for; counts.
+
+    Counts have the shape (ranks, ranks, tables): the ids that each rank sends to each.
+    """
+    size, tables = ring.size, len(ids)
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        asked = np.stack([np.bincount(own % size, minlength=size) for own in arrays], 1)
+        # The last two numbers are an id that is in no table, and which one lacks it.
+        bad = [
+            [int(own[(own < 0) | (own >= most)][0]), number]
+            for number, (own, most) in enumerate(zip(arrays, rows, strict=True))
+            if own.size and (own.min() < 0 or own.max() >= most)
+        ]
+        own_row = [*asked.reshape(-1), *(bad[0] if bad else (0, -1))]
+        told = ring.all_gather(np.array([own_row], np.int64))
+        _refuse_bad(told[:, -2:], rows, names, ring)
+        counts = told[:, :-2].reshape(size, size, tables)
+        orders = [np.argsort(own % size, kind="stable") for own in arrays]
+        by_owner = [own[order] for own, order in zip(arrays, orders, strict=True)]
+        sent = _by_rank(by_owner, counts[ring.rank])
+        came, _ = ring.all_to_all(sent, counts.sum(2))
+        asked_of_us = _by_table(came, counts[:, ring.rank])
+        return [*map(np.argsort, orders), *(part // size for part in asked_of_us), counts]
+
+    results: list[Any] = [((None,), tf.int64)] * (2 * tables)
+    results.append(((size, size, tables), tf.int64))
+    return call(ring, "look up rows", run, list(ids), results)
+
+
+def _refuse_bad(
+    bad: np.ndarray, rows: Sequence[int], names: Sequence[str], ring: Communicator
+) -> None:
+    """ArrayError on all ranks if one has an id of no row; `bad`: by rank, the id and its table."""
+    for rank, (value, number) in zip(ring.members, bad.tolist(), strict=True):
+        if number >= 0:
+            raise ring.fail(
+                ArrayError(
+                    f"takes part in a look-up in which rank {rank} asks for id {value} of "
+                    f"{names[number]}, whose ids are 0 to {rows[number] - 1}",
+                    **ring.config.who,
+                    remedy="Look at what the model is fed; values that are in no vocabulary need "
+                    "a row of their own.",
+                )
+            )
+
+
+def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> list[Any]:
+    """The rows for which this rank asked, by table, from `values`, for which the others asked."""
+    widths = np.array([math.prod(value.shape[1:]) for value in values], np.int64)
+
+    def exchange(flat: Any, elements: Any, of: Any) -> Any:
+        def run(array: np.ndarray, elements: np.ndarray, sign: Sign) -> Any:
+            sent, came = elements[ring.rank], elements[:, ring.rank]
+            by_rank = _by_rank(np.split(array, np.cumsum(sent.sum(0))[:-1]), sent)
+            signature = sign("rows of tables", *widths.tolist())
+            found, _ = ring.all_to_all(by_rank, elements.sum(2), signature=signature)
+            return np.concatenate(_by_table(found, came))
+
+        def gradient(upstream: Any, number: Any) -> Any:
+            return exchange(upstream, tf.transpose(elements, [1, 0, 2]), number)
+
+        what = "look up rows"
+        return collective(ring, what, run, gradient, flat, (None,), elements, of=of)
+
+    flat = tf.concat([tf.reshape(each, [-1]) for each in values], 0)
+    # Those who were asked now send.
+    came = exchange(flat, tf.transpose(counts, [1, 0, 2]) * widths, NONE)
+    ends = tf.reduce_sum(counts[ring.rank], 0) * widths
+    return [
+        tf.reshape(piece, [-1, *value.shape[1:]])
+        for piece, value in zip(tf.split(came, ends, num=len(values)), values, strict=True)
+    ]
+
+
+def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:
+    """What goes to each rank, table after table; `counts` of elements, shape (ranks, tables)."""
+    cut = [np.split(each, np.cumsum(counts[:-1, n])) for n, each in enumerate(tables)]
+    return np.concatenate([parts[rank] for rank in range(len(counts)) for parts in cut])
+
+
+def _by_table(came: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """The reverse, of what came from each rank: by table, rank after rank."""
+    pieces = np.split(came, np.cumsum(counts.reshape(-1))[:-1])
+    tables = counts.shape[1]
+    return [np.concatenate(pieces[number::tables]) for number in range(tables)]
+
+
+@tf.custom_gradient
+def _spread(values: Any, places: Any) -> Any:
+    """``tf.gather(values, places)``; its gradient adds up in float32 at least, and is dense."""
+
+    def gradient(upstream: Any) -> Any:
+        wide = upstream.dtype if upstream.dtype in _WIDE else tf.float32
+        total = tf.math.unsorted_segment_sum(tf.cast(upstream, wide), places, tf.shape(values)[0])
+        return tf.cast(total, values.dtype), None
+
+    return tf.gather(values, places), gradient

@@ -1,0 +1,207 @@
+"""What a part is: a variable of which each rank of a group holds a piece of one whole.
+
+    rows dealt out (tables)           equal ranges (experts, split layers)
+    rank 0   rows 0, 2, 4, ...        rank 0   the first half of an axis
+    rank 1   rows 1, 3, 5, ...        rank 1   the second half
+
+Its pieces are never made equal, compared or averaged over the group. A model is saved with wholes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.rank_zero import assistant, assisted_call, waiting_ranks
+from ringreduce.tensorflow.variables import path_of
+from ringreduce.vocabulary.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """How a variable is this rank's piece.
+
+    Attributes:
+        communicator: the group that holds the pieces, in the order of its ranks.
+        shape: of the whole.
+        axis: along which it is divided.
+        is_dealt: index i is on rank i mod size, instead of equal ranges.
+        of_same_rows: all ranks of the group compute with the same rows of the batch, as those of a
+            split layer; else each has rows of its own.
+    """
+
+    communicator: Communicator
+    shape: tuple[int, ...]
+    axis: int = 0
+    is_dealt: bool = False
+    of_same_rows: bool = False
+
+    def place(self, rank: int) -> tuple[slice, ...]:
+        """Where the piece of a rank of the group is in the whole."""
+        size, count = self.communicator.size, self.shape[self.axis]
+        if self.is_dealt:
+            own = slice(rank, None, size)
+        else:
+            own = slice(rank * (count // size), (rank + 1) * (count // size))
+        return (*(slice(None) for _ in range(self.axis)), own)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's piece."""
+        count = self._length(self.communicator.rank)
+        return (*self.shape[: self.axis], count, *self.shape[self.axis + 1 :])
+
+    def ends(self) -> list[int]:
+        """Where the pieces end, but for the last, if they are joined in the order of the ranks."""
+        lengths = map(self._length, range(self.communicator.size))
+        return list(itertools.accumulate(lengths))[:-1]
+
+    def _length(self, rank: int) -> int:
+        return len(range(*self.place(rank)[-1].indices(self.shape[self.axis])))
+
+    def piece(self, whole: Any, rank: int | None = None) -> np.ndarray:
+        """A rank's piece, by default this one's, of an array or what is indexed like one."""
+        at = self.place(self.communicator.rank if rank is None else rank)
+        return np.ascontiguousarray(whole[at])
+
+    def require_divisible(self, what: str) -> None:
+        """ConfigError unless each rank gets as much; `what` names the axis and whose it is."""
+        size, count = self.communicator.size, self.shape[self.axis]
+        if count % size:
+            raise ConfigError(
+                f"cannot divide {what}, {count}, among {size} ranks",
+                **self.communicator.config.who,
+                remedy=f"Make it a multiple of {size}, or pass a group whose size divides it.",
+            )
+
+
+_NAME = "_ringreduce_part"
+# In the order in which they are marked, which is the same on all ranks.
+_numbers = itertools.count()
+_marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def mark(variable: Any, part: Part) -> Any:
+    """Make a Keras variable a part, and return it. All ranks of the group mark in one order."""
+    number = next(_numbers)
+    setattr(variable, _NAME, (part, number))
+    _marked[number] = variable
+    return variable
+
+
+def part_of(variable: Any) -> Part | None:
+    """How `variable` is divided; None: it is no part."""
+    found = getattr(variable, _NAME, None)
+    return None if found is None else found[0]
+
+
+def parts_in(variables: Iterable[Any]) -> list[Any]:
+    """Those of `variables` that are parts of a group of several ranks."""
+    return [v for v in variables if (part := part_of(v)) and part.communicator.size > 1]
+
+
+def is_own_piece(variable: Any) -> bool:
+    """Whether its gradients are of all ranks' rows, and are not averaged."""
+    part = part_of(variable)
+    return part is not None and part.communicator.size > 1 and not part.of_same_rows
+
+
+def whole_of(variable: Any) -> np.ndarray:
+    """The whole value of a variable, for a file; on rank 0 while the others wait for it.
+
+    Raises:
+        ConfigError: they do not wait.
+    """
+    part = part_of(variable)
+    if part is None or part.communicator.size == 1:
+        return np.asarray(variable)
+    if waiting_ranks() is None:
+        raise ConfigError(
+            f"cannot save {path_of(variable)} here: each of {part.communicator.size} ranks has a "
+            "piece of it",
+            **part.communicator.config.who,
+            remedy="Call rr.on_rank_zero(lambda: model.save(path)) on all ranks, or use "
+            "ModelCheckpoint and BackupAndRestore within rr.fit or rr.callbacks.Together.",
+        )
+    _, number = getattr(variable, _NAME)
+    # The others may be in other groups with parts of the same number.
+    group = list(part.communicator.members)
+    assisted_call("gather a part", [number, group, part.communicator.rank])
+    return _gathered(variable, part, part.communicator.rank)
+
+
+def give_whole(variable: Any, value: Any) -> None:
+    """Give a variable its piece of `value`, which a file has; while the others wait, also theirs.
+
+    `value` is an array, or what is indexed like one.
+    """
+    part = part_of(variable)
+    if part is None or part.communicator.size == 1:
+        variable.assign(np.asarray(value))
+        return
+    if tuple(value.shape) != part.shape:
+        raise ConfigError(
+            f"got {tuple(value.shape)} for {path_of(variable)}, which has the shape {part.shape} "
+            "over all ranks",
+            **part.communicator.config.who,
+            remedy="Load a file of a model with the same sizes.",
+        )
+    if waiting_ranks() is not None:
+        _, number = getattr(variable, _NAME)
+        group = list(part.communicator.members)
+        assisted_call("scatter a part", [number, group, part.communicator.rank])
+        _scattered(variable, part, part.communicator.rank, value)
+    else:
+        variable.assign(part.piece(value))
+
+
+@assistant("gather a part")
+def _gather(request: Sequence[Any]) -> None:
+    _assist(request, _gathered)
+
+
+@assistant("scatter a part")
+def _scatter(request: Sequence[Any]) -> None:
+    _assist(request, _scattered)
+
+
+def _assist(request: Sequence[Any], run: Any) -> None:
+    number, group, root = request
+    variable = _marked.get(number)
+    part = None if variable is None else part_of(variable)
+    if part is not None and list(part.communicator.members) == group:
+        run(variable, part, root)
+
+
+def _gathered(variable: Any, part: Part, root: int) -> np.ndarray:
+    """The whole on `root`; elsewhere nothing of use. Collective in the part's group."""
+    ring, rest = part.communicator, _rest(part)
+    own = np.ascontiguousarray(np.moveaxis(np.asarray(variable), part.axis, 0))
+    rows = ring.gather(own, root)
+    whole = np.empty(part.shape if ring.rank == root else (0,), own.dtype)
+    if ring.rank == root:
+        for rank, piece in enumerate(np.split(rows, part.ends())):
+            whole[part.place(rank)] = np.moveaxis(piece.reshape(-1, *rest), 0, part.axis)
+    return whole
+
+
+def _scattered(variable: Any, part: Part, root: int, whole: Any = None) -> None:
+    """Assign its piece of `root`'s `whole`. Collective in the part's group."""
+    ring, dtype = part.communicator, np.asarray(variable).dtype
+    rows, counts = np.empty((0, *_rest(part)), dtype), None
+    if ring.rank == root:
+        pieces = [np.moveaxis(part.piece(whole, r), part.axis, 0) for r in range(ring.size)]
+        counts = [len(piece) for piece in pieces]
+        rows = np.concatenate(pieces).astype(dtype)
+    own = ring.scatter(np.ascontiguousarray(rows), root, counts)
+    variable.assign(np.moveaxis(own, 0, part.axis))
+
+
+def _rest(part: Part) -> tuple[int, ...]:
+    return (*part.shape[: part.axis], *part.shape[part.axis + 1 :])

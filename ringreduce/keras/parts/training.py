@@ -1,0 +1,171 @@
+"""What an optimizer does with parts: which it can train, the norm of all gradients, its own state.
+
+An optimizer sees pieces. So what it computes from whole variables, or from all of them, is computed
+here, over the ranks that hold the pieces: norms to clip by, and whether every gradient is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.parts.part import give_whole, mark, part_of, parts_in, whole_of
+from ringreduce.keras.wrappable import all_within
+from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.tensorflow.variables import path_of
+from ringreduce.vocabulary.errors import ConfigError
+
+_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
+# Each element's step depends on that element's gradients alone.
+_ELEMENTWISE = tuple(getattr(keras.optimizers, name) for name in (*_OPTIMIZERS, "Lion", "Ftrl"))
+
+
+def check_parts(inner: Any, variables: Sequence[Any], ring: Communicator) -> None:
+    """ConfigError if `inner`, averaging over `ring`, cannot train those of `variables` in parts."""
+    parts = parts_in(variables)
+    for one in all_within(inner) if parts else ():
+        is_wrapper = isinstance(one, keras.optimizers.LossScaleOptimizer)
+        step = getattr(type(one), "update_step", None)
+        if not is_wrapper and step not in [each.update_step for each in _ELEMENTWISE]:
+            raise ConfigError(
+                f"has {path_of(parts[0])} in pieces, and {one.name} ({type(one).__name__}) looks "
+                "at whole variables, or is not known",
+                **ring.config.who,
+                remedy=f"Use {', '.join(_OPTIMIZERS)} or another that works element by element.",
+            )
+    for variable in parts:
+        part = part_of(variable)
+        assert part is not None
+        _check_groups(variable, part.communicator, part.of_same_rows, ring)
+
+
+def _check_groups(
+    variable: Any, group: Communicator, of_same_rows: bool, ring: Communicator
+) -> None:
+    members, averaging = list(group.members), list(ring.members)
+    if not of_same_rows and members != averaging:
+        raise ConfigError(
+            f"averages over ranks {averaging}, while {path_of(variable)} is in pieces on ranks "
+            f"{members}",
+            **ring.config.who,
+            remedy="Pass the layer and the optimizer one communicator.",
+        )
+    if of_same_rows and len(common := sorted(set(members) & set(averaging))) > 1:
+        raise ConfigError(
+            f"averages over ranks {averaging}, among which {common} hold different pieces of "
+            f"{path_of(variable)}",
+            **ring.config.who,
+            remedy="Average over ranks with the same pieces: data = comm.split(comm.rank % "
+            f"{group.size}) with {group.size} pieces in neighbouring ranks, and "
+            "DistributedOptimizer(..., communicator=data).",
+        )
+
+
+def mark_state(inner: Any) -> None:
+    """Make what `inner`, which is built, keeps for parts, parts as well."""
+    for variable in parts_in(private.trained_variables(inner)):
+        part = part_of(variable)
+        assert part is not None
+        for state in private.state_for(inner, variable):
+            if part_of(state) is None:
+                mark(state, part)
+
+
+def save_state(inner: Any, store: Any) -> None:
+    """`save_own_variables` of a Keras optimizer, with wholes."""
+    for number, variable in enumerate(inner.variables):
+        store[str(number)] = whole_of(variable)
+
+
+def load_state(inner: Any, store: Any) -> None:
+    """`load_own_variables` of a Keras optimizer, from wholes."""
+    for number, variable in enumerate(inner.variables):
+        give_whole(variable, store[str(number)])
+
+
+def joint(
+    inner: Any, gradients: Sequence[Any], variables: Sequence[Any], apply: Callable[..., None]
+) -> None:
+    """Have `apply` use `gradients` as if each part were whole: clipped alike, and finite or not."""
+    gradients = list(gradients)
+    # What is no gradient, but a new value, is not clipped.
+    used = [
+        n
+        for n, variable in enumerate(variables)
+        if gradients[n] is not None and not getattr(variable, "overwrite_with_gradient", False)
+    ]
+    parts = [n for n in used if parts_in([variables[n]])]
+    clips = [one for one in all_within(inner) if one.clipnorm or one.global_clipnorm]
+    scaled = [
+        one for one in all_within(inner) if isinstance(one, keras.optimizers.LossScaleOptimizer)
+    ]
+    if not parts or not (clips or scaled):
+        apply(gradients, variables)
+        return
+    squares: list[Any] = [_square(g) if n in used else None for n, g in enumerate(gradients)]
+    for number in parts:
+        part = part_of(variables[number])
+        assert part is not None
+        squares[number] = all_reduce(squares[number], part.communicator)
+    # An infinity in one rank's piece makes this so on all ranks, which then skip the step alike.
+    gone = tf.add_n([squares[number] * 0 for number in parts])
+    if scaled:
+        first = used[0]
+        gradients[first] = _map(gradients[first], lambda each: each + tf.cast(gone, each.dtype))
+    for one in clips:
+        gradients = _clipped(one, gradients, squares, scaled)
+    with _unclipped(clips):
+        apply(gradients, variables)
+
+
+def _clipped(
+    clips: Any, gradients: Sequence[Any], squares: Sequence[Any], scaled: Sequence[Any]
+) -> list[Any]:
+    """`gradients`, with a loss scale in them, as `clips` would make them of wholes."""
+    scale = tf.cast(scaled[0].dynamic_scale, tf.float32) if scaled else tf.constant(1.0)
+    if clips.clipnorm:
+        limits, norms = clips.clipnorm, [None if s is None else tf.sqrt(s) for s in squares]
+    else:
+        total = tf.sqrt(tf.add_n([each for each in squares if each is not None]))
+        limits, norms = clips.global_clipnorm, [None if s is None else total for s in squares]
+    most = limits * scale
+
+    def times(gradient: Any, norm: Any) -> Any:
+        if norm is None:
+            return gradient
+        factor = most / tf.maximum(norm, most)
+        return _map(gradient, lambda values: values * tf.cast(factor, values.dtype))
+
+    return [times(gradient, norm) for gradient, norm in zip(gradients, norms, strict=True)]
+
+
+@contextmanager
+def _unclipped(clips: Sequence[Any]) -> Iterator[None]:
+    """Within the block they do not clip: they would by the norm of this rank's pieces."""
+    before = [(one, one.clipnorm, one.global_clipnorm) for one in clips]
+    for one in clips:
+        one.clipnorm = one.global_clipnorm = None
+    try:
+        yield
+    finally:
+        for one, clipnorm, global_clipnorm in before:
+            one.clipnorm, one.global_clipnorm = clipnorm, global_clipnorm
+
+
+def _square(gradient: Any) -> Any:
+    """The sum of squares, in float32. Rows of slices are unique here."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+
+
+def _map(gradient: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return function(gradient)

@@ -1,0 +1,127 @@
+"""Models with parts train, are evaluated, saved and loaded as those of one process are."""
+
+import pytest
+
+from tests.facts import facts_of
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+SIZES = [2, in_full(3), in_full(4)]
+TRAINED = ["table", "joined", "adagrad", "clipnorm", "global clipnorm"]
+
+
+def said(size, case):
+    """What each rank said in a case of programs/parts.py."""
+    return [fact for _, fact in sorted(facts_of("parts", size)[case].items())]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_table_in_parts_trains_as_a_whole_one(size, case):
+    facts = said(size, case)
+    assert all(fact["apart"] < 2e-6 for fact in facts)
+    assert all(fact["moved"] for fact in facts)  # the rows that the data uses, and no other
+    assert len({fact["shared"] for fact in facts}) == 1
+    assert [fact["rows"] for fact in facts] == [-(-(1003 - rank) // size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_accumulated_steps_are_one_step_on_all_rows(size):
+    assert all(fact["apart"] < 2e-6 for fact in said(size, "accumulated"))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", ["experts 4", "experts 5", "experts 33"])
+def test_experts_learn_from_all_rows_whatever_the_shares(size, case):
+    for fact in said(size, case):
+        assert fact["expert"] < 1e-6 * max(1.0, fact["moved"])
+        assert fact["shared"] < 1e-6 * max(1.0, fact["moved"])
+        assert fact["moved"] > 0
+
+
+def test_local_weights_that_other_ranks_use_are_refused_in_uneven_steps():
+    for fact in said(2, "local experts"):
+        assert fact["error"] == "ConfigError"
+        assert "rr.PartLayer.add_part" in fact["text"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_local_gradients_may_be_those_of_the_mean(size):
+    for rank, fact in enumerate(said(size, "scaled")):
+        assert fact["found"] == pytest.approx([-6.0 * (rank + 1), -6.0 * (rank + 1) / size])
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+@pytest.mark.parametrize(("name", "value"), [("negative", -1), ("too large", 1003)])
+def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value, way):
+    for fact in said(2, f"{name} {way}"):
+        assert fact["error"] == "ArrayError"
+        assert f"rank 1 asks for id {value} of table, whose ids are 0 to 1002" in fact["text"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("small", "cannot divide the 1 rows"),
+        ("constraint", "got a constraint"),
+        ("lamb", "Lamb"),
+        ("adafactor", "Adafactor"),
+    ],
+)
+def test_what_cannot_be_had_in_parts_is_refused(case, words):
+    for fact in said(2, case):
+        assert fact["error"] == "ConfigError"
+        assert words in fact["text"]
+
+
+@pytest.mark.full
+def test_a_table_of_another_group_than_the_optimizers_is_refused():
+    for fact in said(4, "other group"):
+        assert fact["error"] == "ConfigError"
+        assert "Pass the layer and the optimizer one communicator" in fact["text"]
+
+
+def test_tables_of_unlike_widths_are_looked_up_in_one_exchange():
+    first, second = said(2, "looked up")
+    ones = [[[4.0] * 2] * 2, [[36.0] * 2, [12.0] * 2]]
+    assert first["found"] == [ones, []]
+    assert second["found"] == [ones, [[24.0] * 3]]
+    # Of 6 times the sum of all elements, the mean over both ranks; rows 0, 2, ... and 1, 3, ...
+    assert first["totals"] == [[0.0] * 5, [0.0, 0.0, 0.0, 9.0]]
+    assert second["totals"] == [[24.0, 12.0, 0.0, 0.0, 12.0], [0.0] * 3]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_vectors_of_several_ids_are_combined(size):
+    root = 10**0.5
+    for fact in said(size, "combined"):
+        assert fact["sum"] == [[3.0, 0.0, 3.0], [7.0, 0.0, 6.0]]
+        assert fact["mean"] == [[1.5, 0.0, 3.0], [1.75, 0.0, 3.0]]
+        assert fact["sqrtn"][0] == pytest.approx([3 / 2**0.5, 0.0, 3.0])
+        assert fact["sqrtn"][1] == pytest.approx([7 / root, 0.0, 3.0])
+        assert fact["masked"] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_without_a_batch_answer_in_evaluation(size):
+    for fact in said(size, "evaluated"):
+        assert max(value for name, value in fact.items() if name not in ("case", "rank")) < 1e-5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_saved_whole_and_goes_on_from_the_file(size):
+    for rank, fact in enumerate(said(size, "saved")):
+        assert fact["layer"] == "keras.src.layers.core.embedding"
+        assert fact["at_save"] == fact["pointed"] == fact["again"] == 0.0
+        assert fact["plain"] < 2e-6
+        assert fact["rows"] == -(-(1003 - rank) // size)
+        assert "rr.on_rank_zero(lambda: model.save(path))" in fact["outside"]["text"]
+        assert fact["in_checkpoint"]["error"] == fact["missing"]["error"] == "ConfigError"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(size):
+    for fact in said(size, "backed up"):
+        assert fact["apart"] == 0.0
+        assert fact["steps"] == 4
