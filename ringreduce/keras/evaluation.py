@@ -31,7 +31,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
-from ringreduce.keras.parts.answering import Answering, needs_answers
+from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.rows import rows_of, tensor_of
 from ringreduce.tensorflow.agreement import Difference, agree
@@ -84,7 +84,7 @@ def evaluate(
     """
     ring = communicator or default_communicator()
     share = _share_of((x, y, sample_weight), batch_size, steps, ring)
-    run = partial(model.evaluate, batch_size=batch_size)
+    run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
         return run(
@@ -98,13 +98,10 @@ def evaluate(
     answering = _answering(model, x, share, ring)
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
-            every = [*keras.tree.flatten(callbacks or []), *answering]
-            shown = verbose if ring.rank == 0 else 0
-            logs = run(**own, callbacks=every, verbose=shown, return_dict=True)
+            logs = run(**own, verbose=verbose if ring.rank == 0 else 0, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
-        for one in answering if share.is_empty else ():
-            one.finish(with_losses=True)
+        answering.finish(with_losses=True)
     names = [] if share.is_empty else _in_order(model, logs)
     gathered = ring.all_gather_object({"entries": entries_of(logs, states.results), "names": names})
     together = combined_results(model, states, ring)
@@ -147,30 +144,20 @@ def predict(
         return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
     with _averages_of_rank_0(model, ring), share.being_read():
         answering = _answering(model, x, share, ring)
-        shown = verbose if ring.rank == 0 else 0
-        batches = _predicted(model, x, share, batch_size, shown, answering)
+        batches = _predicted(model, x, share, batch_size, verbose if ring.rank == 0 else 0)
+        answering.finish(with_losses=False)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
 
 
-def _answering(model: Any, x: Any, share: _Share, ring: Communicator) -> list[Answering]:
-    """What makes ranks without a batch answer those with one; none if they need no answers."""
+def _answering(model: Any, x: Any, share: _Share, ring: Communicator) -> Answering:
     known = None if share.feed is None else share.feed.first
-
-    def example() -> Any:
-        return _first_of(x) if known is None else _inputs_of(known)
-
-    return [Answering(model, ring, example)] if needs_answers(model, ring) else []
+    return Answering(model, ring, lambda: _first_of(x) if known is None else _inputs_of(known))
 
 
 def _predicted(
-    model: Any,
-    x: Any,
-    share: _Share,
-    batch_size: int | None,
-    verbose: Any,
-    answering: Sequence[Answering],
+    model: Any, x: Any, share: _Share, batch_size: int | None, verbose: Any
 ) -> list[Any]:
     """The outputs for this rank's share: for each batch of a dataset, or for all rows."""
     own_x = share.parts[0]
@@ -178,23 +165,12 @@ def _predicted(
         # Predict anyway, for the outputs' structure, dtypes and shapes.
         known = None if share.feed is None else share.feed.first
         first = _first_of(x) if known is None else _inputs_of(known)
-        for one in answering:
-            one.meet()
         outputs = model.predict_on_batch(first)
-        for one in answering:
-            one.finish(with_losses=False)
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
         # Batch by batch, to know which rows belong to which batch.
-        found = []
-        for element in own_x:
-            for one in answering:
-                one.meet()
-            found.append(model.predict_on_batch(_inputs_of(element)))
-        for one in answering:
-            one.finish(with_losses=False)
-        return found
-    return [model.predict(own_x, batch_size=batch_size, verbose=verbose, callbacks=answering)]
+        return [model.predict_on_batch(_inputs_of(element)) for element in own_x]
+    return [model.predict(own_x, batch_size=batch_size, verbose=verbose)]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
-from ringreduce.keras.parts.answering import Answering, needs_answers
+from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
     Settings,
@@ -227,7 +227,7 @@ def fit(
         if not training.is_even:
             weigh_steps(model, "samples", ring)
     answering = []
-    if validation is not None and needs_answers(model, ring):
+    if validation is not None and ring.size > 1:
         answering = [Answering(model, ring, partial(_example, training.dataset))]
     try:
         with _quiet_without(validation):
@@ -238,9 +238,10 @@ def fit(
                 callbacks=[
                     _Epochs(training, validation),
                     *([Measure(shares, ring, verbose)] if shares.is_measured else []),
+                    # Before what exchanges metrics when a rank's own validation ends.
+                    *answering,
                     Together(_callbacks(callbacks, backup_dir), communicator),
                     *([VerifyReplicas(None, ring)] if check else []),
-                    *answering,
                 ],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
