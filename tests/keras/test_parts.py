@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.facts import facts_of
+from tests.facts import facts_in, facts_of
+from tests.jobs import run_job
 from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
@@ -132,3 +133,11 @@ def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(size):
     for fact in said(size, "backed up"):
         assert fact["apart"] == 0.0
         assert fact["steps"] == 4
+
+
+@pytest.mark.parametrize("kind", ["table", in_full("experts")])
+def test_a_rank_killed_in_a_step_is_named(kind):
+    result = run_job(2, ["tests/programs/lost_part.py", kind])
+    [fact] = facts_in(result.output)
+    assert fact["error"] == "PeerLostError"
+    assert "rank 1" in fact["text"]

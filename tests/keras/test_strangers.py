@@ -14,9 +14,12 @@ pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 FOLDER = ROOT / "tests" / "programs" / "strangers"
 # Draw random numbers in each step, others on each rank.
 RANDOM = ("ddim", "gan", "vae")
-EQUAL = ("contrastive", "distillation", "imbalanced", "own_loop", "recommender", "series")
+EQUAL = (
+    *("contrastive", "distillation", "dlrm", "imbalanced", "mixture", "own_loop", "recommender"),
+    *("series", "two_tower"),
+)
 QUICK = ("own_loop",)
-LINES_MAX = 6
+LINES_MAX = 10
 
 every_program = pytest.mark.parametrize(
     "name", [name if name in QUICK else in_full(name) for name in sorted((*RANDOM, *EQUAL))]

@@ -198,11 +198,10 @@ def _flat(ids: Any) -> Any:
     return ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
 
 
-@keras.saving.register_keras_serializable("ringreduce", "ShardedEmbedding")
-class _Combining(ShardedEmbedding):
-    pass
-
-
+# Of this name too, by which Keras names layers.
+_Combining = keras.saving.register_keras_serializable("ringreduce")(
+    type("ShardedEmbedding", (ShardedEmbedding,), {"__module__": __name__})
+)
 # Keras writes the name and module of the class into a file; the configuration is the plain layer's.
 ShardedEmbedding.__name__ = keras.layers.Embedding.__name__
 ShardedEmbedding.__module__ = keras.layers.Embedding.__module__

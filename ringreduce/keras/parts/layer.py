@@ -86,9 +86,12 @@ class PartLayer(keras.layers.Layer):
             )
         if (regularizer := keras.regularizers.get(options.get("regularizer"))) is not None:
             options["regularizer"] = _of_wholes(regularizer, part.communicator)
-        own = self.add_weight(
-            shape=part.own_shape, initializer=lambda _, dtype: draw(dtype), **options
-        )
+
+        def initialize(_: Any, dtype: Any) -> Any:
+            with tf.init_scope():  # In a function that Keras traces there are no values.
+                return draw(dtype)
+
+        own = self.add_weight(shape=part.own_shape, initializer=initialize, **options)
         return mark(own, part)
 
     def save_own_variables(self, store: Any) -> None:

@@ -56,23 +56,19 @@ def rows_of_all(
             **ring.config.who,
             remedy="Compile the model with jit_compile=False.",
         )
-    found = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
-    unique, inverse = [each.y for each in found], [each.idx for each in found]
-    *found, counts = _exchange_ids(unique, rows, names, ring)
-    positions, places = found[: len(ids)], found[len(ids) :]
+    once = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
+    *told, counts = _exchange_ids([each.y for each in once], rows, names, ring)
+    positions, places = told[: len(ids)], told[len(ids) :]
     given = [
         tf.cast(tf.gather(table, place), dtype) for table, place in zip(tables, places, strict=True)
     ]
     came = _exchange_rows(given, counts, ring)
-    return [
-        tf.reshape(
-            _spread(values, tf.gather(position, each)),
-            tf.concat([tf.shape(own), table.shape[1:]], 0),
-        )
-        for values, position, each, own, table in zip(
-            came, positions, inverse, ids, tables, strict=True
-        )
-    ]
+    found = []
+    for values, position, each, own, table in zip(came, positions, once, ids, tables, strict=True):
+        rows_of_own = _spread(values, tf.gather(position, each.idx))
+        whole = tf.reshape(rows_of_own, tf.concat([tf.shape(own), table.shape[1:]], 0))
+        found.append(tf.ensure_shape(whole, own.shape.concatenate(table.shape[1:])))
+    return found
 
 
 def _exchange_ids(
