@@ -94,8 +94,13 @@ class MovingCalls(Handle):
         rows = array.shape[0] if array.shape else -1
         if rows < 0:
             raise self._refused("all_to_all got an array without dimensions", "Pass one with rows.")
-        is_known = counts is not None and np.ndim(counts) == 2
-        own: Any = np.asarray(counts)[self.rank].tolist() if is_known else counts
+        known_counts = np.asarray(counts) if counts is not None and np.ndim(counts) == 2 else None
+        own: Any = counts
+        if known_counts is not None:
+            if known_counts.shape != (self.size, self.size) or known_counts.min() < 0:
+                text = f"all_to_all got counts of all ranks of shape {known_counts.shape}"
+                raise self._refused(text, f"Pass {self.size} x {self.size} numbers from 0 on.")
+            own = known_counts[self.rank].tolist()
         parts: Any = checked_counts(own, rows, self.size, self._config.who)
         if out is not None:
             flat_view(out, "all_to_all as `out`")
@@ -112,7 +117,8 @@ class MovingCalls(Handle):
         if counts is None:
             equal = uneven.all_to_all, *known, self.size
             return run("all_to_all", array, signature, async_op, *equal)
-        parts = np.asarray(counts, np.int64) if is_known else parts
+        if known_counts is not None:
+            parts = known_counts.astype(np.int64)
         unequal = uneven.all_to_all_uneven, *known, parts, self._identity
         return run("all_to_all", array, signature, async_op, *unequal)
 

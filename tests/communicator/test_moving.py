@@ -60,6 +60,9 @@ def test_all_to_all_of_uneven_parts(on_ranks: OnRanks, size: int) -> None:
             assert received == counts[:, own].tolist()
             due = np.concatenate([row[row // 10 == own] for row in rows])
             assert np.array_equal(result, due[:, None])
+            again, received = comm.all_to_all(rows[own][:, None], counts)
+            assert received == counts[:, own].tolist()
+            assert np.array_equal(again, result)
 
     on_ranks(size, work)
 
@@ -120,6 +123,11 @@ WRONG: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "wrong sum": (lambda c: c.all_to_all(np.ones(2), [1, 2]), "for 2 rows"),
     "negative": (lambda c: c.all_to_all(np.ones(2), [-1, 3]), "got the counts"),
     "fractions": (lambda c: c.all_to_all(np.ones(2), [0.5, 1.5]), "got the counts"),
+    "counts of others": (
+        lambda c: c.all_to_all(np.ones(2), np.array([[1, 1], [-1, 3]])),
+        "counts of all ranks",
+    ),
+    "counts of few": (lambda c: c.all_to_all(np.ones(2), np.ones((1, 2))), "counts of all ranks"),
     "no counts": (lambda c: c.all_to_all(np.ones(2), 2), "got the counts"),
     "out of another dtype": (
         lambda c: c.all_to_all(np.ones(2), out=np.ones(2, int)),
@@ -151,6 +159,9 @@ DISAGREEING: dict[str, Callable[[Communicator], Any]] = {
     "dtypes": lambda c: c.all_to_all(np.ones(2, np.float32 if c.rank else np.int32)),
     "dtypes of uneven parts": lambda c: c.all_to_all(
         np.ones(2, np.float32 if c.rank else np.int32), [1, 1]
+    ),
+    "known counts": lambda c: c.all_to_all(
+        np.ones(2), np.array([[1, 1], [2, 0]] if c.rank else [[1, 1], [1, 1]])
     ),
     "roots": lambda c: c.gather(np.ones(2), c.rank),
     "roots of objects": lambda c: c.scatter_object([1, 2], c.rank),

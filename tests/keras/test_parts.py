@@ -48,6 +48,14 @@ def test_experts_learn_from_all_rows_whatever_the_shares(size, case):
         assert fact["moved"] > 0
 
 
+def test_an_infinity_in_one_piece_is_one_on_all_ranks():
+    # Without the scale, 4 after the first step, 1 + 2 * 2 elements are 8: clipped to a norm of 5.
+    once = 8.0 * 5 / (8 * 5**0.5)
+    for fact in said(2, "halves"):
+        assert fact["found"][0] == [0.0, 0.0, 4.0]
+        assert fact["found"][1] == pytest.approx([-once, -once, 4.0])
+
+
 def test_local_weights_that_other_ranks_use_are_refused_in_uneven_steps():
     for fact in said(2, "local experts"):
         assert fact["error"] == "ConfigError"
@@ -72,6 +80,7 @@ def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value, way):
     ("case", "words"),
     [
         ("small", "cannot divide the 1 rows"),
+        ("compiled", "jit_compile=False"),
         ("constraint", "got a constraint"),
         ("lamb", "Lamb"),
         ("adafactor", "Adafactor"),

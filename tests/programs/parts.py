@@ -225,6 +225,21 @@ def scaled():
     say("scaled", found=found)
 
 
+def halves():
+    """An infinity in one rank's piece: all ranks skip that step, and halve their loss scales."""
+    table = rr.ShardedEmbedding(comm.size, 2, embeddings_initializer="zeros")
+    table.build()
+    shared = keras.Variable([0.0], name="shared")
+    scaled = keras.optimizers.LossScaleOptimizer(SGD(1.0, global_clipnorm=5.0), initial_scale=8.0)
+    optimizer = rr.DistributedOptimizer(scaled)
+    variables = [table.weights[0], shared]
+    found = []
+    for piece in (np.inf if comm.rank == 1 else 8.0, 8.0 * 4):
+        optimizer.apply([tf.fill((1, 2), piece), tf.constant([8.0 * 4])], variables)
+        found.append([float(shared[0]), float(table.weights[0][0, 0]), float(scaled.dynamic_scale)])
+    say("halves", found=found)
+
+
 def refused():
     """Ids out of range on one rank only, and what cannot be had in parts."""
     for name, bad in (("negative", -1), ("too large", ROWS)):
@@ -235,6 +250,8 @@ def refused():
             table.build()
             call = tf.function(table) if way == "graph" else table
             say(f"{name} {way}", **error_of(lambda call=call, ids=ids: call(tf.constant(ids))))
+    compiled = tf.function(rr.ShardedEmbedding(ROWS, 2), jit_compile=True)
+    say("compiled", **error_of(lambda: compiled(tf.constant([1]))))
     say("small", **error_of(lambda: rr.ShardedEmbedding(comm.size - 1, 2).build()))
     constraint = keras.constraints.MaxNorm()
     limited = rr.ShardedEmbedding(ROWS, 2, embeddings_constraint=constraint)
@@ -413,6 +430,7 @@ CASES = {
     "local experts": local_experts,
     "scaled": scaled,
     "refused": refused,
+    "halves": halves,
     "looked up": looked_up,
     "evaluated": evaluated,
     "clipnorm": lambda: trained("clipnorm", optimizer=partial(SGD, 0.5, clipnorm=0.01)),
