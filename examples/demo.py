@@ -1,7 +1,8 @@
 """Train the digits three ways: one process, MirroredStrategy, and two workers on a ring.
 
 ``make demo`` runs this. Each way trains digits.py's model on the same data in the same
-order with the same global batch; the table at the end compares them.
+order with the same global batch; the table at the end compares them. A second table compares
+one process with two workers that have parts of a recommender's tables.
 """
 
 import argparse
@@ -24,6 +25,12 @@ WAYS = (
     ("MirroredStrategy, 2 CPUs", [str(HERE / "digits_mirrored.py")]),
     ("ringreduce, 2 workers", ["-m", "ringreduce", "run", "-n", "2", str(HERE / "digits.py")]),
 )
+RECOMMENDER = str(HERE / "recommender.py")
+PARTS = (
+    ("one process", [RECOMMENDER]),
+    ("ringreduce, 2 workers", ["-m", "ringreduce", "run", "-n", "2", RECOMMENDER]),
+)
+RECOMMENDER_EPOCHS = 5
 
 
 def main():
@@ -37,15 +44,14 @@ def main():
         for index, (name, command) in enumerate(WAYS):
             json_file = Path(folder, f"{index}.json")
             weights_file = Path(folder, f"{index}.npz")
-            options = [
-                *("--epochs", str(arguments.epochs), "--batch-size", str(arguments.batch_size)),
-                *("--json", str(json_file), "--save-weights", str(weights_file)),
-            ]
-            task = progress.add_task(name, total=arguments.epochs)
-            run([sys.executable, *command, *options], lambda task=task: progress.advance(task))
-            results.append(json.loads(json_file.read_text()))
+            options = ["--batch-size", str(arguments.batch_size), "--save-weights", weights_file]
+            results.append(trained(name, command, arguments.epochs, json_file, progress, options))
             with np.load(weights_file) as arrays:
                 weights.append([arrays[key] for key in arrays.files])
+        parts = [
+            trained(name, command, RECOMMENDER_EPOCHS, Path(folder, "parts.json"), progress)
+            for name, command in PARTS
+        ]
     console.print(comparison(results, weights))
     digests = results[-1]["weights_sha256"]
     same = "equal" if len(set(digests)) == 1 else "DIFFERENT"
@@ -53,6 +59,7 @@ def main():
         "Below 1.00 more workers do not pay: one process uses all cores already (README)."
     )
     console.print(f"The ring's workers ended with {same} weights, SHA-256 {digests[0][:16]}...")
+    console.print(table_of_parts(parts))
     sys.exit(len(set(digests)) != 1)
 
 
@@ -65,6 +72,14 @@ def progress_bar(console):
         TimeElapsedColumn(),
         console=console,
     )
+
+
+def trained(name, command, epochs, json_file, progress, options=()):
+    """The result that a program writes; its bar moves with its epochs."""
+    task = progress.add_task(name, total=epochs)
+    every = ["--epochs", epochs, "--json", json_file, *options]
+    run([sys.executable, *command, *map(str, every)], lambda: progress.advance(task))
+    return json.loads(json_file.read_text())
 
 
 def run(command, advance):
@@ -109,6 +124,18 @@ def comparison(results, weights):
             f"{result['loss']:.5f}",
             "" if own is weights[0] else f"{difference:.1e}",
         )
+    return table
+
+
+def table_of_parts(results):
+    title = "Recommender, 80,000 rows of 50, equal global batch"
+    table = Table(title=title, title_justify="left")
+    for column in ("system", "samples\nper s", "x one\nprocess", "rows on\neach worker"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for (name, _), result in zip(PARTS, results, strict=True):
+        speed = result["samples_per_s"]
+        ratio = speed / results[0]["samples_per_s"]
+        table.add_row(name, f"{speed:,.0f}", f"{ratio:.2f}", f"{sum(result['rows']):,}")
     return table
 
 
