@@ -35,6 +35,7 @@ from ringreduce.keras.join import join, joined
 from ringreduce.keras.mistakes import (
     DataWarning,
     ParityWarning,
+    RowsWarning,
     WeightsWarning,
     warn_of_ranks_apart,
 )
@@ -74,7 +75,7 @@ __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormali
 __all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
 __all__ += ["PartLayer", "ShardedEmbedding", "in_parts", "look_up", "parts"]
-__all__ += ["DataWarning", "ParityWarning", "WeightsWarning"]
+__all__ += ["DataWarning", "ParityWarning", "RowsWarning", "WeightsWarning"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"]
 __all__ += ["recv", "reduce_scatter", "scatter", "send"]
 __all__ += ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]

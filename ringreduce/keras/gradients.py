@@ -23,6 +23,9 @@ from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.vocabulary.types import ReduceOp
 
+# Indices, of a variable number of rows.
+_NO_ROWS: list[int] = []
+
 
 class Reducer:
     """Combines all ranks' gradients, by kind.
@@ -91,10 +94,13 @@ def _name(variable: Any, number: int) -> str:
 
 
 class Accumulate:
-    """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together."""
+    """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together.
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    With `keeps_rows` the mean of a sparse gradient is sparse as well: the rows of any of the steps.
+    """
+
+    def __init__(self, steps: int, keeps_rows: bool = False) -> None:
+        self.steps, self._keeps_rows = steps, keeps_rows
         # One optimizer may be applied to several sets of variables, each with its own steps.
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
 
@@ -115,11 +121,13 @@ class Accumulate:
             if gradient is not None:
                 own = weight.mean if kind is Kind.PART else weight.own
                 _add(cycle.sums[id(variable)], gradient, kind, own)
+                _note_rows(cycle.rows.get(id(variable)), gradient, variable)
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
         # A variable that had a gradient only in an earlier step is part of the mean too.
         sums = [cycle.sums.get(id(variable)) for variable in variables]
+        rows = [cycle.rows.get(id(variable)) for variable in variables]
 
         def apply_mean() -> None:
             vouch_for_branch()
@@ -128,13 +136,13 @@ class Accumulate:
             of_local = cycle.mean if reducer.scale_local else cycle.own
             divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
             means = [
-                None if total is None else _divided(total, variable, divisors.get(kind))
-                for total, variable, kind in zip(sums, variables, kinds, strict=True)
+                None if total is None else _divided(total, seen, variable, divisors.get(kind))
+                for total, seen, variable, kind in zip(sums, rows, variables, kinds, strict=True)
             ]
             apply(reducer.reduce(means, variables, kinds), variables)
-            for total, kind in zip(sums, kinds, strict=True):
+            for total, seen, kind in zip(sums, rows, kinds, strict=True):
                 if total is not None:
-                    total.assign(_empty(total.shape, total.dtype, kind))
+                    _clear(total, seen, kind)
             cycle.own.assign(0.0)
             cycle.mean.assign(0.0)
 
@@ -155,6 +163,10 @@ class Accumulate:
                     dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
                     start = _empty(variable.shape, dtype, kind)
                     cycle.sums[id(variable)] = tf.Variable(start, trainable=False)
+                    if self._keeps_rows and isinstance(gradient, tf.IndexedSlices):
+                        cycle.rows[id(variable)] = tf.Variable(
+                            _NO_ROWS, shape=[None], dtype=tf.int64, trainable=False
+                        )
         return cycle
 
 
@@ -165,6 +177,8 @@ class _Cycle:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
         self.sums: dict[int, Any] = {}
+        # Of tables, whose sums are 0 in all other rows; with repetitions.
+        self.rows: dict[int, Any] = {}
 
 
 def _add(total: Any, gradient: Any, kind: Kind, own: Any) -> None:
@@ -179,7 +193,27 @@ def _add(total: Any, gradient: Any, kind: Kind, own: Any) -> None:
         total.assign_add(value)
 
 
-def _divided(total: Any, variable: Any, divisor: Any) -> Any:
+def _note_rows(seen: Any, gradient: Any, variable: Any) -> None:
+    if seen is not None:
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        more = gradient.indices if is_sparse else tf.range(variable.shape[0])
+        seen.assign(tf.concat([seen, tf.cast(more, tf.int64)], 0))
+
+
+def _clear(total: Any, seen: Any, kind: Kind) -> None:
+    if seen is None:
+        total.assign(_empty(total.shape, total.dtype, kind))
+        return
+    nothing = tf.zeros([tf.size(seen), *total.shape[1:]], total.dtype)
+    total.scatter_update(tf.IndexedSlices(nothing, seen))
+    seen.assign(_NO_ROWS)
+
+
+def _divided(total: Any, seen: Any, variable: Any, divisor: Any) -> Any:
+    if seen is not None:
+        rows = tf.unique(seen).y
+        values = _divided(tf.gather(total, rows), None, variable, divisor)
+        return tf.IndexedSlices(values, rows, tf.constant(tuple(variable.shape), tf.int64))
     value = tf.convert_to_tensor(total)
     if divisor is not None:
         value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))

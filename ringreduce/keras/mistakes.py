@@ -49,6 +49,10 @@ class ParityWarning(UserWarning):
     """N ranks do not train exactly as one process with the same global batch does."""
 
 
+class RowsWarning(UserWarning):
+    """An optimizer that is to update rows alone gets gradients that have none."""
+
+
 def note_sharding(communicator: Communicator) -> None:
     """Note that this rank has its part of some data."""
     _divided.add(communicator)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import keras
@@ -48,6 +48,7 @@ from ringreduce.keras.settings import (
     settings_of_model,
     settings_of_optimizer,
 )
+from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
@@ -95,6 +96,10 @@ class DistributedOptimizer(Wrapper):
         local_variables: variables that are not shared; see `register_local_var`.
         scale_local_gradients: divide their gradients by the number of ranks, and weight them by
             this rank's samples: as those of the mean over all ranks' rows, like Horovod's.
+        update_rows: ``"all"``, or ``"touched"`` for weights and optimizer state that change only in
+            rows that have a gradient in this step, in a time that does not depend on the length of
+            the table: `ringreduce.keras.touched` says what momentum, decay and clipping mean then.
+            For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own
             gradients just before they are averaged. ``"raise"``: all ranks raise the same
@@ -132,6 +137,7 @@ class DistributedOptimizer(Wrapper):
         accumulate_steps: int = 1,
         compression: str = "none",
         sparse_as_dense: bool = False,
+        update_rows: str = "all",
         local_variables: Sequence[Any] = (),
         scale_local_gradients: bool = False,
         op: ReduceOp | str = ReduceOp.MEAN,
@@ -143,6 +149,7 @@ class DistributedOptimizer(Wrapper):
         if accumulate_steps < 1:
             raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
         how = gradient_op(op)
+        self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
         self._communicator = communicator
         of_bridge: dict[str, Any] = {
@@ -154,11 +161,14 @@ class DistributedOptimizer(Wrapper):
         self._options = {
             **of_bridge,
             "accumulate_steps": accumulate_steps,
+            "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
             "op": how,
         }
         self._bridge = GradientBridge(**of_bridge)
-        self._accumulate = Accumulate(accumulate_steps) if accumulate_steps > 1 else None
+        self._accumulate = None
+        if accumulate_steps > 1:
+            self._accumulate = Accumulate(accumulate_steps, self._touched is not None)
         if self.built:
             mark_state(inner)
         self._local = LocalVariables()
@@ -229,6 +239,8 @@ class DistributedOptimizer(Wrapper):
             grads = self._initial.give(self.shared(every), grads, kinds, ring, state, settings)
             if self._initial.are_given:
                 self._look_at_fit(every)
+        if self._touched is not None:
+            self._touched.look_at(self._inner, grads, known, self._ring())
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
@@ -240,7 +252,10 @@ class DistributedOptimizer(Wrapper):
             self._apply_means(reducer.reduce(grads, known, kinds, weight), known)
 
     def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        joint(self._inner, gradients, variables, self._inner.apply)
+        apply = self._inner.apply
+        if self._touched is not None:
+            apply = partial(self._touched.apply, self._inner)
+        joint(self._inner, gradients, variables, apply)
 
     def build_inner(self, variables: Sequence[Any]) -> None:
         """As `Wrapper.build_inner`; state for parts is in pieces too."""
@@ -328,7 +343,7 @@ class DistributedOptimizer(Wrapper):
         """What must be equal on all ranks, and is not seen from their gradients."""
         own = {
             name: self._options[name]
-            for name in ("accumulate_steps", "op", "scale_local_gradients")
+            for name in ("accumulate_steps", "op", "scale_local_gradients", "update_rows")
         }
         found = {**settings_of_optimizer(self._inner), **settings_in(own)}
         model = model_in_fit()

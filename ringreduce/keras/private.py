@@ -42,6 +42,7 @@ for _owner, _names in (
     # Of what TensorFlow's checkpoints save.
     (keras.optimizers.Optimizer, ("_lookup_dependency", "_trackable_children")),
     (keras.optimizers.Optimizer, ("_maybe_initialize_trackable",)),
+    (keras.optimizers.Optimizer, ("_var_key", "_trainable_variables_indices", "_variables")),
     (keras.optimizers.RMSprop, ("_momentums",)),
     (keras.Variable, ("_value",)),
     (keras.Layer, ("_trainable_variables",)),
@@ -76,6 +77,29 @@ def state_for(optimizer: Any, variable: Any) -> list[Any]:
         ):
             found.append(state)
     return found
+
+
+def key_of(optimizer: Any, variable: Any) -> Any:
+    """By which a built optimizer finds what it keeps for `variable`."""
+    return optimizer._var_key(variable)
+
+
+def index_of(optimizer: Any, key: Any) -> int:
+    """The place in each of `lists_of_state` of the variable with that key."""
+    return optimizer._trainable_variables_indices[key]  # type: ignore[no-any-return]
+
+
+def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
+    """By attribute, what a built optimizer keeps for each trained variable, None where nothing."""
+    own = {id(state) for state in optimizer.variables}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and name != "_variables"
+        and len(value) == len(trained_variables(optimizer))
+        and all(each is None or id(each) in own for each in value)
+    }
 
 
 def learning_rate_of(optimizer: Any) -> Any:

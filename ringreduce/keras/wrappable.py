@@ -16,6 +16,11 @@ from ringreduce.keras.wrapper import Wrapper
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# Each element's step depends on that element's gradients alone.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
+_STEPS = tuple(
+    getattr(keras.optimizers, name).update_step for name in (*ELEMENTWISE, "Lion", "Ftrl")
+)
 
 
 def refuse_unusable(inner: Any) -> None:
@@ -54,6 +59,15 @@ def all_within(optimizer: Any) -> list[Any]:
         if one is not None:
             found += all_within(one)
     return found
+
+
+def works_by_element(optimizer: Any) -> bool:
+    """Whether each element's step is known to depend on that element's gradients alone.
+
+    A LossScaleOptimizer does what the one in it does.
+    """
+    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_wrapper or getattr(type(optimizer), "update_step", None) in _STEPS
 
 
 def build_optimizer_here(model: Any) -> None:

@@ -16,28 +16,22 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.part import give_whole, mark, part_of, parts_in, whole_of
-from ringreduce.keras.wrappable import all_within
+from ringreduce.keras.wrappable import ELEMENTWISE, all_within, works_by_element
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
-
-_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "RMSprop", "Adamax", "Nadam")
-# Each element's step depends on that element's gradients alone.
-_ELEMENTWISE = tuple(getattr(keras.optimizers, name) for name in (*_OPTIMIZERS, "Lion", "Ftrl"))
 
 
 def check_parts(inner: Any, variables: Sequence[Any], ring: Communicator) -> None:
     """ConfigError if `inner`, averaging over `ring`, cannot train those of `variables` in parts."""
     parts = parts_in(variables)
     for one in all_within(inner) if parts else ():
-        is_wrapper = isinstance(one, keras.optimizers.LossScaleOptimizer)
-        step = getattr(type(one), "update_step", None)
-        if not is_wrapper and step not in [each.update_step for each in _ELEMENTWISE]:
+        if not works_by_element(one):
             raise ConfigError(
                 f"has {path_of(parts[0])} in pieces, and {one.name} ({type(one).__name__}) looks "
                 "at whole variables, or is not known",
                 **ring.config.who,
-                remedy=f"Use {', '.join(_OPTIMIZERS)} or another that works element by element.",
+                remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element.",
             )
     for variable in parts:
         part = part_of(variable)

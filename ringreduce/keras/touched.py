@@ -1,0 +1,244 @@
+"""Updates of the rows that have a gradient: `DistributedOptimizer(update_rows="touched")`.
+
+The inner optimizer does the work, on stand-ins: of a table, and of each state it keeps for that,
+it sees a small variable that consists of the rows with a gradient.
+
+    table      0 1 2 3 4 5 6 7      gradient of rows 1 and 6
+    stand-in     1         6        what is read is gathered, what is assigned scattered, in place
+
+So clipping, decay, the schedule, the step counter and a loss scale are Keras's own code, for all
+optimizers that work element by element. The rejected alternative, an update of our own for each of
+them, would have to follow every change of theirs.
+
+What it means, row by row: a row is *touched* in a step if its gradient, the mean over all ranks, is
+not 0 in every element. So it does not matter whether rows or whole tables travelled, and a rank
+without rows of the batch touches nothing.
+
+- Momentum and other averages of a row that is not touched stay as they are, and do not move it: as
+  in torch's SparseAdam and TensorFlow Addons' LazyAdam. Keras's dense update lets them decay and
+  moves such rows further. So a rare row is moved by old momentum when it comes back, and its second
+  moment forgets per touch instead of per step. Where rows are rare and momentum or `beta_2` is
+  large, training can converge differently: lower them, or use Adagrad or SGD without momentum. For
+  these two "touched" is the same as "all", exactly.
+- Bias correction (Adam, Adamax, Nadam) counts the optimizer's steps and not the touches of a row,
+  like SparseAdam's. A row that is first touched late is hardly corrected, so that its first step is
+  larger: 3.2 learning rates with Keras's values, (1 - beta_1) / sqrt(1 - beta_2), instead of 1.
+- `weight_decay` takes from touched rows only, once per touch (Loshchilov and Hutter's AdamW decays
+  every weight in every step): rare rows are decayed less. Ftrl's regularization likewise.
+- `clipnorm`, `global_clipnorm` and `clipvalue` are as for the dense update: rows without a gradient
+  add nothing to a norm.
+- The learning rate is the present step's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras import private
+from ringreduce.keras.initial import plain_variable
+from ringreduce.keras.mistakes import RowsWarning, warn_at_users_line
+from ringreduce.keras.wrappable import ELEMENTWISE, all_within, works_by_element
+from ringreduce.tensorflow.variables import path_of
+from ringreduce.tensorflow.xla import is_compiling
+from ringreduce.vocabulary.errors import ConfigError
+
+
+def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> TouchedRows | None:
+    """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all".
+
+    Raises:
+        ConfigError: there is no such choice; or `inner`, or an optimizer in it, looks at whole
+            variables, or is not known.
+    """
+    if update_rows not in ("all", "touched"):
+        raise ConfigError(f"update_rows is {update_rows!r}; accepted: 'all', 'touched'")
+    if update_rows == "all":
+        return None
+    if sparse_as_dense:
+        raise ConfigError(
+            'got update_rows="touched" and sparse_as_dense=True, after which no gradient has rows',
+            remedy="Leave one of them out.",
+        )
+    for one in all_within(inner):
+        if not works_by_element(one):
+            raise ConfigError(
+                f'got {one.name} ({type(one).__name__}) with update_rows="touched", which looks at '
+                "whole variables, or is not known",
+                remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element; or "
+                'update_rows="all".',
+            )
+        if getattr(one, "use_ema", False):
+            raise ConfigError(
+                f'got {one.name} with use_ema and update_rows="touched": an average of all weights '
+                "passes over all rows in every step",
+                remedy='Leave use_ema out, or use update_rows="all".',
+            )
+    return TouchedRows()
+
+
+class TouchedRows:
+    """Applies gradients with an inner optimizer to the rows that have one."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def look_at(
+        self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any], ring: Communicator
+    ) -> None:
+        """Warn once if none of this rank's `gradients` has rows.
+
+        Raises:
+            ConfigError: XLA compiles the step, which fixes all shapes; or a variable with rows has
+                a constraint, which looks at the whole.
+        """
+        tables = [
+            variable
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if isinstance(gradient, tf.IndexedSlices)
+        ]
+        for table in tables:
+            if is_compiling():
+                raise ConfigError(
+                    f'has update_rows="touched", and {path_of(table)} in a step compiled with '
+                    "jit_compile=True, where gradients of tables have no rows",
+                    **ring.config.who,
+                    remedy="Compile the model with jit_compile=False; rr.compile_gradients(model) "
+                    'then compiles all but the update. Or use update_rows="all".',
+                )
+            if getattr(table, "constraint", None) is not None:
+                raise ConfigError(
+                    f'has update_rows="touched", and {path_of(table)} with a constraint, which '
+                    "looks at all rows in every step",
+                    **ring.config.who,
+                    remedy='Make the layer without it, or use update_rows="all".',
+                )
+        if not tables and not self._has_warned and ring.rank == 0:
+            self._has_warned = True
+            warn_at_users_line(
+                f'{inner.name} has update_rows="touched", but no gradient of this step has rows, '
+                "so all weights are updated. Rows come from look-ups (keras.layers.Embedding, "
+                "tf.gather); a table that is also used whole, by a regularizer or as the output "
+                'layer, has a gradient for every row. Leave update_rows="touched" out then.',
+                RowsWarning,
+            )
+
+    def apply(self, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """`inner.apply`; of variables whose gradient is `tf.IndexedSlices` it sees those rows.
+
+        The slices' indices are unique.
+        """
+        given, seen = list(gradients), list(variables)
+        rows: dict[Any, Any] = {}
+        for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                values, ids = _touched(gradient)
+                key = private.key_of(inner, variable)
+                seen[number], rows[key] = _Rows(variable, ids, key), ids
+                given[number] = tf.zeros(seen[number].shape) if _has_none(ids) else values
+        with ExitStack() as replaced:
+            for one in all_within(inner):
+                replaced.enter_context(_state_in_rows(one, rows))
+            inner.apply(given, seen)
+        for stand_in in seen:
+            if isinstance(stand_in, _Rows):
+                stand_in.end()
+
+
+def _touched(gradient: tf.IndexedSlices) -> tuple[Any, Any]:
+    """Values and indices of the rows that are not 0 everywhere; NaN is not 0."""
+    values = gradient.values
+    elements = list(range(1, values.shape.rank))
+    places = tf.where(tf.reduce_any(tf.not_equal(values, 0), elements))[:, 0]
+    return tf.gather(values, places), tf.gather(gradient.indices, places)
+
+
+@contextmanager
+def _state_in_rows(optimizer: Any, rows: dict[Any, Any]) -> Iterator[None]:
+    """Within the block `optimizer` has stand-ins for its state for the variables with `rows`."""
+    found = {int(private.index_of(optimizer, key)): ids for key, ids in rows.items()}
+    whole = private.lists_of_state(optimizer)
+    for name, states in whole.items():
+        replaced = list(states)
+        for index, ids in found.items():
+            if states[index] is not None:
+                replaced[index] = _Rows(states[index], ids)
+        # Neither Keras nor TensorFlow tracks these.
+        vars(optimizer)[name] = replaced
+    try:
+        yield
+    finally:
+        vars(optimizer).update(whole)
+
+
+def _has_none(ids: Any) -> bool:
+    """Whether there are no rows, as is known eagerly."""
+    return bool(ids.shape[0] == 0)
+
+
+class _Rows:
+    """Some rows of a variable, as an optimizer uses a variable.
+
+    Where it is known that there are none, one row that is 0 and cannot be changed: Keras's `add`
+    takes tensors without rows for biases.
+    """
+
+    constraint = None
+
+    def __init__(self, variable: Any, ids: Any, key: Any = None) -> None:
+        self._variable, self._ids = plain_variable(variable), ids
+        self.dtype, self.name = self._variable.dtype, self._variable.name
+        count = 1 if _has_none(ids) else ids.shape[0]
+        self.shape = tf.TensorShape([count, *self._variable.shape[1:]])
+        # By this Keras finds what it keeps for a variable.
+        self._unique_id = key
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        if _has_none(self._ids):
+            return tf.zeros(self.shape, self.dtype)
+        # Not of the variable's value, which would be read, and perhaps copied, whole.
+        return tf.convert_to_tensor(tf.gather(self._variable, self._ids), dtype, name=name)
+
+    def assign(self, value: Any) -> None:
+        self._scatter(self._variable.scatter_update, value)
+
+    def assign_add(self, value: Any) -> None:
+        self._scatter(self._variable.scatter_add, value)
+
+    def assign_sub(self, value: Any) -> None:
+        self._scatter(self._variable.scatter_sub, value)
+
+    def end(self) -> None:
+        """Let the variable be read whole without a copy again, as before the first assignment.
+
+        After a scattered update TensorFlow copies a variable whenever it is read whole
+        (keras#15376), as `keras.layers.Embedding` does in each forward pass.
+        """
+        tf.raw_ops.DisableCopyOnRead(resource=self._variable.handle)
+
+    def _scatter(self, into: Any, value: Any) -> None:
+        if not _has_none(self._ids):
+            into(tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids))
+
+
+def _calculating(name: str) -> Any:
+    function = getattr(operator, name)
+
+    def calculate(self: _Rows, other: Any) -> Any:
+        return function(tf.convert_to_tensor(self), other)
+
+    def calculate_reversed(self: _Rows, other: Any) -> Any:
+        return function(other, tf.convert_to_tensor(self))
+
+    return calculate, calculate_reversed
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    _own, _reversed = _calculating(_name)
+    setattr(_Rows, f"__{_name}__", _own)
+    setattr(_Rows, f"__r{_name}__", _reversed)
