@@ -23,9 +23,6 @@ from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.vocabulary.types import ReduceOp
 
-# Indices, of a variable number of rows.
-_NO_ROWS: list[int] = []
-
 
 class Reducer:
     """Combines all ranks' gradients, by kind.
@@ -121,7 +118,7 @@ class Accumulate:
             if gradient is not None:
                 own = weight.mean if kind is Kind.PART else weight.own
                 _add(cycle.sums[id(variable)], gradient, kind, own)
-                _note_rows(cycle.rows.get(id(variable)), gradient, variable)
+                _note_rows(cycle.rows.get(id(variable)), gradient)
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
@@ -164,9 +161,8 @@ class Accumulate:
                     start = _empty(variable.shape, dtype, kind)
                     cycle.sums[id(variable)] = tf.Variable(start, trainable=False)
                     if self._keeps_rows and isinstance(gradient, tf.IndexedSlices):
-                        cycle.rows[id(variable)] = tf.Variable(
-                            _NO_ROWS, shape=[None], dtype=tf.int64, trainable=False
-                        )
+                        none = tf.zeros(variable.shape[0], tf.bool)
+                        cycle.rows[id(variable)] = tf.Variable(none, trainable=False)
         return cycle
 
 
@@ -177,7 +173,7 @@ class _Cycle:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
         self.sums: dict[int, Any] = {}
-        # Of tables, whose sums are 0 in all other rows; with repetitions.
+        # Of tables, which rows had a gradient; the sums are 0 in all others.
         self.rows: dict[int, Any] = {}
 
 
@@ -193,25 +189,28 @@ def _add(total: Any, gradient: Any, kind: Kind, own: Any) -> None:
         total.assign_add(value)
 
 
-def _note_rows(seen: Any, gradient: Any, variable: Any) -> None:
-    if seen is not None:
-        is_sparse = isinstance(gradient, tf.IndexedSlices)
-        more = gradient.indices if is_sparse else tf.range(variable.shape[0])
-        seen.assign(tf.concat([seen, tf.cast(more, tf.int64)], 0))
+def _note_rows(seen: Any, gradient: Any) -> None:
+    if seen is None:
+        return
+    if isinstance(gradient, tf.IndexedSlices):
+        is_seen = tf.ones_like(gradient.indices, tf.bool)
+        seen.scatter_update(tf.IndexedSlices(is_seen, gradient.indices))
+    else:
+        seen.assign(tf.ones_like(seen))
 
 
 def _clear(total: Any, seen: Any, kind: Kind) -> None:
     if seen is None:
         total.assign(_empty(total.shape, total.dtype, kind))
         return
-    nothing = tf.zeros([tf.size(seen), *total.shape[1:]], total.dtype)
-    total.scatter_update(tf.IndexedSlices(nothing, seen))
-    seen.assign(_NO_ROWS)
+    rows = tf.where(seen)[:, 0]
+    total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))
+    seen.assign(tf.zeros_like(seen))
 
 
 def _divided(total: Any, seen: Any, variable: Any, divisor: Any) -> Any:
     if seen is not None:
-        rows = tf.unique(seen).y
+        rows = tf.where(seen)[:, 0]
         values = _divided(tf.gather(total, rows), None, variable, divisor)
         return tf.IndexedSlices(values, rows, tf.constant(tuple(variable.shape), tf.int64))
     value = tf.convert_to_tensor(total)

@@ -84,9 +84,9 @@ def key_of(optimizer: Any, variable: Any) -> Any:
     return optimizer._var_key(variable)
 
 
-def index_of(optimizer: Any, key: Any) -> int:
-    """The place in each of `lists_of_state` of the variable with that key."""
-    return optimizer._trainable_variables_indices[key]  # type: ignore[no-any-return]
+def places_in_lists(optimizer: Any) -> dict[Any, int]:
+    """By a variable's key, its place in each of `lists_of_state`."""
+    return optimizer._trainable_variables_indices  # type: ignore[no-any-return]
 
 
 def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:

@@ -161,7 +161,9 @@ def _touched(gradient: tf.IndexedSlices) -> tuple[Any, Any]:
 @contextmanager
 def _state_in_rows(optimizer: Any, rows: dict[Any, Any]) -> Iterator[None]:
     """Within the block `optimizer` has stand-ins for its state for the variables with `rows`."""
-    found = {int(private.index_of(optimizer, key)): ids for key, ids in rows.items()}
+    places = private.places_in_lists(optimizer)
+    # Keras refuses a variable that it does not know.
+    found = {places[key]: ids for key, ids in rows.items() if key in places}
     whole = private.lists_of_state(optimizer)
     for name, states in whole.items():
         replaced = list(states)
