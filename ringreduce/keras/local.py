@@ -11,7 +11,7 @@ import tensorflow as tf
 from ringreduce.keras import private
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.part import is_own_piece
-from ringreduce.keras.wrappable import all_within
+from ringreduce.keras.wrappable import all_within, state_for
 from ringreduce.tensorflow import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -65,5 +65,5 @@ class LocalVariables:
 
     def others_of(self, variables: Sequence[Any], inner: Any) -> list[Any]:
         """`variables` (the model's or those of `inner`) without these, own pieces, their state."""
-        own = {id(state) for v in self._variables.values() for state in private.state_for(inner, v)}
+        own = {id(state) for v in self._variables.values() for state in state_for(inner, v)}
         return [v for v in variables if not (v in self or id(v) in own or is_own_piece(v))]

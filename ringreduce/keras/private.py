@@ -58,27 +58,6 @@ def trained_variables(optimizer: Any) -> list[Any]:
     return optimizer._trainable_variables  # type: ignore[no-any-return]
 
 
-def state_for(optimizer: Any, variable: Any) -> list[Any]:
-    """What a built optimizer keeps for `variable`: its name begins with the whole path of that."""
-
-    def prefix(owner: Any) -> str:
-        path = getattr(owner, "path", str(owner.name).replace(":", "_"))
-        return f"{path.replace('/', '_')}_"
-
-    # Of two variables one's path may begin with the other's.
-    longer = [
-        own for v in trained_variables(optimizer) if (own := prefix(v)).startswith(prefix(variable))
-    ]
-    found = []
-    for state in optimizer.variables:
-        name = str(state.path).rpartition("/")[2]
-        if max((own for own in longer if name.startswith(own)), key=len, default="") == prefix(
-            variable
-        ):
-            found.append(state)
-    return found
-
-
 def key_of(optimizer: Any, variable: Any) -> Any:
     """By which a built optimizer finds what it keeps for `variable`."""
     return optimizer._var_key(variable)

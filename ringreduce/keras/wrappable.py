@@ -61,6 +61,17 @@ def all_within(optimizer: Any) -> list[Any]:
     return found
 
 
+def state_for(optimizer: Any, variable: Any) -> list[Any]:
+    """What a built optimizer, or one in it, keeps for `variable`."""
+    found = []
+    for one in all_within(optimizer):
+        place = private.places_in_lists(one).get(private.key_of(one, variable))
+        if place is not None:
+            lists = private.lists_of_state(one).values()
+            found += [states[place] for states in lists if states[place] is not None]
+    return found
+
+
 def works_by_element(optimizer: Any) -> bool:
     """Whether each element's step is known to depend on that element's gradients alone.
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras import private
 from ringreduce.keras.parts.part import Part, part_of, parts_in
+from ringreduce.keras.wrappable import state_for
 from ringreduce.tensorflow.variables import path_of
 
 _MIB = 1 << 20
@@ -34,7 +34,7 @@ def summary(model: Any) -> str:
         assert part is not None
         kept = 1
         if optimizer is not None and optimizer.built:
-            kept += len(parts_in(private.state_for(optimizer, variable)))
+            kept += len(parts_in(state_for(optimizer, variable)))
         each = kept * tf.as_dtype(variable.dtype).size / _MIB
         sizes = [each * math.prod(shape) for shape in (part.own_shape, part.shape)]
         total = [a + b for a, b in zip(total, sizes, strict=True)]

@@ -16,7 +16,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
 from ringreduce.keras.parts.part import give_whole, mark, part_of, parts_in, whole_of
-from ringreduce.keras.wrappable import ELEMENTWISE, all_within, works_by_element
+from ringreduce.keras.wrappable import ELEMENTWISE, all_within, state_for, works_by_element
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
@@ -66,7 +66,7 @@ def mark_state(inner: Any) -> None:
     for variable in parts_in(private.trained_variables(inner)):
         part = part_of(variable)
         assert part is not None
-        for state in private.state_for(inner, variable):
+        for state in state_for(inner, variable):
             if part_of(state) is None:
                 mark(state, part)
 
