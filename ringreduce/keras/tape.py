@@ -17,7 +17,7 @@ from ringreduce.keras.initial import InitialValues, plain_variable
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
-from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow import GradientBridge, path_of
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -146,9 +146,13 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(own, found)
 
     def _kind_of(self, source: Any) -> Kind:
-        if _identity(source) in self._local:
-            return Kind.LOCAL
-        return Kind.PART if is_own_piece(source) else Kind.MEAN
+        if is_own_piece(source):
+            raise ConfigError(
+                f"got {path_of(source)} as a source, of which this rank has a piece: a plain "
+                "optimizer would not know that",
+                remedy="Use DistributedOptimizer with a plain tape; it works in loops too.",
+            )
+        return Kind.LOCAL if _identity(source) in self._local else Kind.MEAN
 
     def register_local_source(self, source: Any) -> None:
         """Add a variable to `local_variables`."""

@@ -80,6 +80,7 @@ def test_an_id_out_of_range_is_an_error_on_all_ranks(name, value, way):
     ("case", "words"),
     [
         ("small", "cannot divide the 1 rows"),
+        ("tape", "Use DistributedOptimizer with a plain tape"),
         ("compiled", "jit_compile=False"),
         ("constraint", "got a constraint"),
         ("lamb", "Lamb"),

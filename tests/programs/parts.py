@@ -250,6 +250,9 @@ def refused():
             table.build()
             call = tf.function(table) if way == "graph" else table
             say(f"{name} {way}", **error_of(lambda call=call, ids=ids: call(tf.constant(ids))))
+    with rr.DistributedGradientTape() as tape:
+        total = tf.reduce_sum(sharded().get_layer("table")(tf.constant([1])))
+    say("tape", **error_of(lambda: tape.gradient(total, sharded().trainable_variables)))
     compiled = tf.function(rr.ShardedEmbedding(ROWS, 2), jit_compile=True)
     say("compiled", **error_of(lambda: compiled(tf.constant([1]))))
     say("small", **error_of(lambda: rr.ShardedEmbedding(comm.size - 1, 2).build()))
