@@ -10,7 +10,7 @@ import tensorflow as tf
 import ringreduce
 import ringreduce.keras as rr
 from ringreduce import ConfigError
-from ringreduce.keras import private
+from ringreduce.keras.wrappable import state_for
 from tests.facts import facts_of
 from tests.models import EAGERLY
 
@@ -194,7 +194,7 @@ def test_each_row_is_updated_as_if_it_were_alone(world_of_one, name, way):
     optimizer, plain = touched(make()), make()
     optimizer.build([table, bias])
     plain.build([plain_bias])
-    states = private.state_for(optimizer.inner_optimizer, table)
+    states = state_for(optimizer.inner_optimizer, table)
     own, own_states = table.numpy(), [state.numpy() for state in states]
 
     def step(gradient, dense):
