@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from bench import large, sweep
 from bench import link as linking
 from bench import peers as peering
-from bench import sweep
 from bench.collectives import COLLECTIVES
 from bench.namespaces import HOSTS_MAX, UnavailableError, bits_per_second
 from bench.peers import Pace
@@ -246,12 +246,39 @@ def embedding(
     json_file: Json = None,
 ) -> None:
     """Samples per second with large tables, whole on each rank or in parts, alternating."""
-    from bench import embedding as embedding_bench
+    large.run(
+        "bench.embedding_worker",
+        large.EMBEDDING,
+        [
+            {"tables": name, "ids": drawn, "optimizer": chosen, "workers": workers}
+            for name in _chosen(tables, ("recommender", "two", "million"))
+            for drawn in _chosen(ids, ("zipf", "uniform"))
+            for chosen in _chosen(optimizer, ("adam", "sgd"))
+        ],
+        batch=256,
+        workers=workers,
+        rounds=rounds,
+        steps=steps,
+        json_file=json_file,
+    )
 
-    embedding_bench.run(
-        _chosen(tables, ("recommender", "two", "million")),
-        _chosen(ids, ("zipf", "uniform")),
-        _chosen(optimizer, ("adam", "sgd")),
+
+@app.command()
+def parallel(
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=2, help="Ranks.")] = 2,
+    widths: Annotated[str, typer.Option(metavar="N,...", help="Of the layers.")] = "512,1024,2048",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 6,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in a round.")] = 10,
+    json_file: Json = None,
+) -> None:
+    """Samples per second of dense layers, whole on each rank, split, or in stages, alternating."""
+    if not all(width.isdigit() and int(width) % workers == 0 for width in widths.split(",")):
+        raise typer.BadParameter(f"{widths!r} are no widths that {workers} ranks can divide")
+    large.run(
+        "bench.parallel_worker",
+        large.PARALLEL,
+        [{"width": int(width)} for width in widths.split(",")],
+        batch=128,
         workers=workers,
         rounds=rounds,
         steps=steps,

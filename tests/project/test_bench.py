@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import __main__ as main
-from bench import collectives, link, namespaces, peers, sweep, systems, train
+from bench import collectives, large, link, namespaces, peers, sweep, systems, train
 from bench.turns import Process, System, SystemFailed, Turns
 from ringreduce.effects import native
 from tests.scope import in_full
@@ -408,6 +408,25 @@ def test_the_training_table_keeps_its_columns():
 
 @pytest.mark.tensorflow
 @pytest.mark.timeout(300)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "systems"),
+    [
+        ("embedding --tables recommender --ids zipf --optimizer sgd", large.EMBEDDING),
+        ("parallel --widths 64", large.PARALLEL),
+    ],
+)
+def test_what_is_large_is_measured_for_all_systems(options, systems, tmp_path):
+    file = tmp_path / "out.json"
+    result = bench(f"{options} --rounds 1 --steps 2 --json {file}", timeout=280)
+    assert result.returncode == 0, result.stderr
+    rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == list(systems)
+    for name, row in rows.items():
+        assert row["samples_per_s"] > 0
+        assert (row["bytes_sent"] > 0) == (not name.startswith(("single", "mirrored")))
+
+
 @pytest.mark.full
 def test_training_is_measured_for_all_systems(tmp_path):
     file = tmp_path / "out.json"
