@@ -19,12 +19,13 @@ without rows of the batch touches nothing.
   moves such rows further. So a rare row is moved by old momentum when it comes back, and its second
   moment forgets per touch instead of per step. Where rows are rare and momentum or `beta_2` is
   large, training can converge differently: lower them, or use Adagrad or SGD without momentum. For
-  these two "touched" is the same as "all", exactly.
+  these two, without decay, "touched" is the same as "all", exactly.
 - Bias correction (Adam, Adamax, Nadam) counts the optimizer's steps and not the touches of a row,
-  like SparseAdam's. A row that is first touched late is hardly corrected, so that its first step is
-  larger: 3.2 learning rates with Keras's values, (1 - beta_1) / sqrt(1 - beta_2), instead of 1.
+  like SparseAdam's. So the first step of a row that comes late is as large as in the dense update,
+  3.2 learning rates with Keras's values, (1 - beta_1) / sqrt(1 - beta_2), but momentum adds none.
 - `weight_decay` takes from touched rows only, once per touch (Loshchilov and Hutter's AdamW decays
-  every weight in every step): rare rows are decayed less. Ftrl's regularization likewise.
+  every weight in every step): rare rows are decayed less. Ftrl's regularization likewise; it also
+  leaves rows that were never touched as they are, where its dense update makes them 0.
 - `clipnorm`, `global_clipnorm` and `clipvalue` are as for the dense update: rows without a gradient
   add nothing to a norm.
 - The learning rate is the present step's.
