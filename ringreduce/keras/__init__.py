@@ -44,6 +44,7 @@ from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
 from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.parts.region import in_parts
+from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.step import compile_gradients
@@ -74,7 +75,7 @@ __all__ += ["evaluate", "fit", "join", "joined", "launch", "permutation", "predi
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
 __all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
-__all__ += ["PartLayer", "ShardedEmbedding", "in_parts", "look_up", "parts"]
+__all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]
 __all__ += ["DataWarning", "ParityWarning", "RowsWarning", "WeightsWarning"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"]
 __all__ += ["recv", "reduce_scatter", "scatter", "send"]

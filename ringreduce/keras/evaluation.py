@@ -102,7 +102,7 @@ def evaluate(
             # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
         answering.finish(with_losses=True)
-    names = [] if share.is_empty else _in_order(model, logs)
+    names = [] if share.is_empty else in_order(model, logs)
     gathered = ring.all_gather_object({"entries": entries_of(logs, states.results), "names": names})
     together = combined_results(model, states, ring)
     result = {**logs, **merged([theirs["entries"] for theirs in gathered], together)}
@@ -278,7 +278,7 @@ def _first_of(x: Any) -> Any:
     return _map(lambda part: tensor_of(rows_of(part, 0, 1)), x)
 
 
-def _in_order(model: Any, logs: dict[str, Any]) -> list[str]:
+def in_order(model: Any, logs: dict[str, Any]) -> list[str]:
     """The names in `logs` as `evaluate` lists their values: by metric, others by name."""
     names: list[str] = []
     for metric in model.metrics:

@@ -230,13 +230,13 @@ def fit(
     if validation is not None and ring.size > 1:
         answering = [Answering(model, ring, partial(_example, training.dataset))]
     try:
-        with _quiet_without(validation):
+        with quiet_without(validation):
             return model.fit(
                 training.dataset,
                 epochs=epochs,
                 verbose=verbose if ring.rank == 0 else 0,
                 callbacks=[
-                    _Epochs(training, validation),
+                    Epochs(training, validation),
                     *([Measure(shares, ring, verbose)] if shares.is_measured else []),
                     # Before what exchanges metrics when a rank's own validation ends.
                     *answering,
@@ -258,7 +258,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def _quiet_without(validation: Feed | None) -> Iterator[None]:
+def quiet_without(validation: Feed | None) -> Iterator[None]:
     """Where this rank has no batch for validation, Keras does not warn that data ran out."""
     dataset = None if validation is None else validation.dataset
     if not isinstance(dataset, tf.data.Dataset) or int(dataset.cardinality()) != 0:
@@ -305,7 +305,7 @@ def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:
     return found
 
 
-class _Epochs(keras.callbacks.Callback):
+class Epochs(keras.callbacks.Callback):
     """Tells feeds which epoch is read."""
 
     def __init__(self, training: Feed, validation: Feed | None) -> None:
@@ -313,15 +313,19 @@ class _Epochs(keras.callbacks.Callback):
         self._training, self._validation = training, validation
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """An epoch of training is read."""
         self._training.begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """It is over."""
         self._training.end()
 
     def on_test_begin(self, logs: Any = None) -> None:
+        """All data for validation are read."""
         if self._validation is not None:
             self._validation.begin(0)
 
     def on_test_end(self, logs: Any = None) -> None:
+        """That is over."""
         if self._validation is not None:
             self._validation.end()

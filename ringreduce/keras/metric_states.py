@@ -47,7 +47,7 @@ def states_of(model: Any, batches: int) -> MetricStates:
     # A metric that occurs twice must not be counted twice.
     variables = list({id(v): v for metric in model.metrics for v in metric.variables}.values())
     values = [np.array(v.numpy()) for v in variables]
-    return MetricStates(batches, variables, values, _numbers_in(model.get_metrics_result()))
+    return MetricStates(batches, variables, values, numbers_in(model.get_metrics_result()))
 
 
 def combined_results(
@@ -98,9 +98,11 @@ def combined_results(
             for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
         ]
         results = _results_with(model, states.variables, together)
-    every = communicator.all_gather_object({n: _packed(value) for n, value in results.items()})
+    every = communicator.all_gather_object(
+        {n: packed_number(value) for n, value in results.items()}
+    )
     names = dict.fromkeys(name for theirs in every for name in theirs)
-    return {name: _agreed([_unpacked(t[name]) for t in every if name in t]) for name in names}
+    return {name: _agreed([unpacked_number(t[name]) for t in every if name in t]) for name in names}
 
 
 def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
@@ -109,11 +111,11 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
     A value is a metric's if its name and value are: a `train_step` may log something else under
     that name, such as a loss beside a loss tracker that it does not update.
     """
-    numbers = _numbers_in(logs)
+    numbers = numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
     for name, number in numbers.items():
         if name in results and np.array_equal(number, results[name], equal_nan=True):
-            entries[name] = (True, _packed(number))
+            entries[name] = (True, packed_number(number))
         else:
             # Arrays that belong to no metric stay as they are.
             entries[name] = (False, number if isinstance(number, float) else None)
@@ -136,12 +138,12 @@ def merged(entries: Sequence[Entries], together: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers in `logs`, as floats or arrays; nested dicts are flattened, as Keras does."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
         if isinstance(value, Mapping):
-            found.update(_numbers_in(value))
+            found.update(numbers_in(value))
             continue
         array = np.asarray(value)
         if array.dtype.kind == "V":  # A 16-bit float that numpy does not know itself.
@@ -151,14 +153,15 @@ def _numbers_in(logs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _packed(number: Any) -> Any:
+def packed_number(number: Any) -> Any:
     """A float, or an array in a form that travels."""
     if isinstance(number, float):
         return number
     return [number.dtype.str, list(number.shape), number.tobytes()]
 
 
-def _unpacked(packed: Any) -> Any:
+def unpacked_number(packed: Any) -> Any:
+    """The number, from that form."""
     if isinstance(packed, float):
         return packed
     dtype, shape, data = packed
@@ -182,7 +185,7 @@ def _results_with(
     try:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        return _numbers_in(model.get_metrics_result())
+        return numbers_in(model.get_metrics_result())
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)

@@ -40,7 +40,7 @@ _RECORDERS = {
 }
 
 
-def _acts_once(callback: Any) -> bool:
+def acts_once(callback: Any) -> bool:
     """Whether only rank 0 should call it, as far as its class says."""
     packages = {base.__module__.partition(".")[0] for base in type(callback).__mro__}
     return isinstance(callback, _WRITERS) or not packages.isdisjoint(_RECORDERS)
@@ -187,7 +187,7 @@ class Together(_Forwarding):
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
         self._members = [
             MetricAverage(communicator),
-            *(OnRankZero(c, communicator) if _acts_once(c) else c for c in self.callbacks),
+            *(OnRankZero(c, communicator) if acts_once(c) else c for c in self.callbacks),
             StopTogether(communicator),
         ]
 

@@ -1,0 +1,424 @@
+"""`Pipeline`: a Keras model in stages, each on a rank of its own, or on several with data divided.
+
+    4 ranks, 2 stages           chain: the stages of one copy      data group: the copies of a stage
+    rank 0: stage 0, copy 0     ranks 0 and 1                      ranks 0 and 2
+    rank 1: stage 1, copy 0     ranks 2 and 3                      ranks 1 and 3
+    rank 2: stage 0, copy 1
+    rank 3: stage 1, copy 1
+
+Within a chain activations go forward and gradients back (`ringreduce.keras.stage`), between two
+ranks each; a data group is what other data-parallel jobs are, with all that `rr.fit` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.arrays import Arrays, are_arrays
+from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
+from ringreduce.keras.callbacks.broadcast import VerifyReplicas
+from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together, acts_once
+from ringreduce.keras.evaluation import evaluate, in_order, predict
+from ringreduce.keras.fit import Epochs, quiet_without
+from ringreduce.keras.initial import broadcast_variables
+from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
+from ringreduce.keras.mistakes import ParityWarning, differences, note_sharding, warn_at_users_line
+from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.settings import Settings, require_same_settings, settings_in
+from ringreduce.keras.stage import Stage, rows_in
+from ringreduce.keras.weighting import step_weight
+from ringreduce.keras.wrappable import (
+    all_within,
+    refuse_other_optimizer,
+    refuse_other_ring,
+)
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import dtype_named
+
+
+class Pipeline:
+    """A model of which each rank has one stage, trained on micro-batches.
+
+        def first():
+            return [keras.Input((64,)), keras.layers.Dense(512, "relu")]
+
+        def second():
+            return [keras.layers.Dense(10)]
+
+        pipeline = rr.Pipeline([first, second], micro_batches=8)
+        pipeline.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        pipeline.fit(x, y, batch_size=64, epochs=3)
+
+    All ranks make the same calls with the same arguments, data included. Rank r has stage r mod S
+    of S stages, and calls the function of no other stage. With more ranks than stages there are
+    copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
+    batch is trained as one process would train it, in micro-batches, one forward and one backward
+    in turn (1F1B). With M of them and S stages a step takes about M + S - 1 times as long as the
+    slowest stage needs for one, so choose M several times S, and stages that take equally long.
+
+    What looks at a whole batch sees a micro-batch: BatchNormalization, losses that are no mean over
+    rows (a warning says so). Penalties, such as regularizers, count on every stage. ``model.save``,
+    ``load_weights`` and the like are those of this rank's stage, a plain Keras model, so each
+    stage needs a file name of its own::
+
+        rr.on_rank_zero(
+            lambda: pipeline.model.save(f"stage{pipeline.stage}.keras"),
+            communicator=pipeline.replicas,
+        )
+
+    Args:
+        stages: a function for each stage, which returns a model, or layers in a list. The first one
+            needs a `keras.Input`; each gives one tensor of fixed shape and of floats to the next.
+        micro_batches: into how many equal parts each copy divides its rows of a batch.
+        communicator: by default the process's. Its size is a multiple of the number of stages.
+
+    Attributes:
+        model: this rank's stage, compiled by `compile`.
+        stage: its number, from 0.
+        stages: how many there are.
+        chain: communicator of the ranks that have this rank's copy, in the order of stages.
+        replicas: communicator of the ranks that have the same stage.
+
+    Raises:
+        ConfigError: on all ranks: the ranks cannot be divided among the stages, a stage has no
+            layers, or does not fit the one before it.
+        MismatchError: the ranks passed different arguments, or replicas of a stage differ.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Callable[[], Any]],
+        micro_batches: int = 8,
+        communicator: Communicator | None = None,
+    ) -> None:
+        ring = self._ring = communicator or default_communicator()
+        makers = _checked(stages, micro_batches, ring)
+        self.micro_batches, self.stages = micro_batches, len(makers)
+        given = {"stages": len(makers), "micro_batches": micro_batches}
+        require_same_settings([Settings("arguments of rr.Pipeline", settings_in(given))], ring)
+        self.stage = ring.rank % self.stages
+        self.chain, self.replicas = _group(ring, ring.rank // self.stages), _group(ring, self.stage)
+        self._stage = Stage(makers, self.chain)
+        self.model = model = self._stage.model
+        broadcast_variables(model.variables, communicator=self.replicas)
+        # For what Keras does around a step: data, callbacks, metrics.
+        model.run_eagerly = True
+        model.train_step, model.test_step = self._train_step, self._test_step
+        model.predict_step = self._predict_step
+
+    def compile(
+        self,
+        optimizer: Any,
+        loss: Any,
+        *,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+    ) -> None:
+        """As ``model.compile``; every stage has the optimizer, the last one loss and metrics.
+
+        Args:
+            optimizer: of Keras, or its name, which is wrapped; or a `DistributedOptimizer` with
+                ``communicator=pipeline.replicas``.
+
+        Raises:
+            ConfigError: the optimizer uses all gradients together (``global_clipnorm``, a loss
+                scale), of which each rank has its own stage's; or it averages over other ranks.
+        """
+        chosen = keras.optimizers.get(optimizer)
+        if not isinstance(chosen, DistributedOptimizer):
+            chosen = DistributedOptimizer(chosen, self.replicas)
+        judged = {
+            "loss": loss,
+            "metrics": metrics,
+            "loss_weights": loss_weights,
+            "weighted_metrics": weighted_metrics,
+        }
+        own = judged if self._stage.is_last else {}
+        self.model.compile(optimizer=chosen, run_eagerly=True, **own)
+        for one in all_within(self.model.optimizer):
+            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
+            if isinstance(one, keras.optimizers.LossScaleOptimizer):
+                joint = "a loss scale"
+            if joint:
+                raise ConfigError(
+                    f"got {one.name} with {joint}: each stage would go by its own gradients",
+                    **self._ring.config.who,
+                    remedy="Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale.",
+                )
+        refuse_other_ring(self.model, "rr.Pipeline", self.replicas)
+        refuse_other_optimizer(self.model, self.replicas)
+        self._stage.prepare(self.micro_batches)
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        *,
+        seed: int = 0,
+        check: bool = True,
+    ) -> Any:
+        """Train as `rr.fit` does: every rank passes the whole data, and **batches are global**.
+
+        Rows of each batch are a multiple of `micro_batches` times the copies: drop what is left at
+        the end. Only rank 0 prints. Callbacks see the logs of the whole model on all ranks; those
+        that write files act on rank 0, ModelCheckpoint on the first rank of each stage, whose path
+        has ``pipeline.stage`` in it.
+
+        Args: as for `rr.fit`.
+
+        Returns:
+            The `keras.callbacks.History`, equal on all ranks.
+
+        Raises:
+            ConfigError: `compile` was not called, rows cannot be divided, stages would write one
+                file; there is a BackupAndRestore, since stages could go on from different epochs.
+            MismatchError: the ranks were given different data or arguments.
+        """
+        ring, replicas = self._ring, self.replicas
+        self._require_compiled()
+        unit = self.micro_batches * replicas.size
+        if are_arrays(x):
+            count = Arrays(x, y, sample_weight).count
+            size = batch_size or (-(-count // steps_per_epoch) if steps_per_epoch else BATCH_SIZE)
+            if size % unit or count % unit:
+                raise ConfigError(
+                    f"cannot divide {count} rows in batches of {size} among {replicas.size} copies "
+                    f"with {self.micro_batches} micro-batches each",
+                    **ring.config.who,
+                    remedy=f"Use a batch_size, and a number of rows, that are multiples of {unit}: "
+                    f"x[:{count // unit * unit}].",
+                )
+        plan = Plan(
+            replicas,
+            "the data given to Pipeline.fit",
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            first=initial_epoch,
+            shuffle=shuffle,
+            seed=seed,
+            check=check,
+        )
+        training = feed_of((x, y, sample_weight), plan)
+        validation = None
+        if validation_data is not None:
+            is_alone = not isinstance(validation_data, (tuple, list))
+            parts = (validation_data,) if is_alone else validation_data
+            plan = Plan(
+                replicas,
+                "the validation data given to Pipeline.fit",
+                batch_size=batch_size if are_arrays(parts[0]) else None,
+                steps=validation_steps,
+                deal=True,
+                check=check,
+            )
+            validation = feed_of(parts, plan)
+        given = {
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "shuffle": shuffle,
+            "seed": seed,
+            "batches": int(training.dataset.cardinality()),
+        }
+        # Copies validate on batches in turn, of which one may have more.
+        batches = None if validation is None else int(validation.dataset.cardinality())
+        of_copy = {"batches of validation_data": batches}
+        for arguments, among in ((given, ring), (of_copy, self.chain)):
+            settings = Settings("arguments of Pipeline.fit", settings_in(arguments))
+            require_same_settings([settings], among)
+        note_sharding(replicas)
+        self._warn_of_differences()
+        self.model.optimizer.build(self.model.trainable_variables)
+        try:
+            with quiet_without(validation):
+                history = self.model.fit(
+                    training.dataset,
+                    epochs=epochs,
+                    verbose=verbose if ring.rank == 0 else 0,
+                    callbacks=[
+                        Epochs(training, validation),
+                        Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas),
+                        StopTogether(ring),
+                        *([VerifyReplicas(None, replicas)] if check else []),
+                    ],
+                    validation_data=None if validation is None else validation.dataset,
+                    shuffle=False,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=steps_per_epoch,
+                )
+        except Exception:
+            for feed in (training, validation):
+                if feed is not None and feed.failure is not None:
+                    raise feed.failure from None
+            raise
+        self._stage.wait_sent()
+        return history
+
+    def evaluate(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = 0,
+        sample_weight: Any = None,
+        steps: int | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """As `rr.evaluate`, by all ranks; batches may have any number of rows."""
+        self._require_compiled()
+        shown = verbose if self._ring.rank == 0 else 0
+        given = x, y, sample_weight, batch_size, self.replicas
+        own = evaluate(self.model, *given, return_dict=True, verbose=shown, steps=steps)
+        self._stage.wait_sent()
+        logs = self.whole_logs({name: own[name] for name in in_order(self.model, own)})
+        values = list(logs.values())
+        return logs if return_dict else values[0] if len(values) == 1 else values
+
+    def predict(
+        self, x: Any, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None
+    ) -> Any:
+        """As `rr.predict`, by all ranks: the outputs of the last stage, equal on all of them."""
+        shown = verbose if self._ring.rank == 0 else 0
+        outputs = predict(self.model, x, batch_size, self.replicas, shown, steps)
+        self._stage.wait_sent()
+        return self._from_last(outputs)
+
+    def whole_logs(self, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """The last stage's logs, with the penalties of all stages in the loss. Collective."""
+        own = {name: packed_number(number) for name, number in numbers_in(logs).items()}
+        every = self.chain.all_gather_object(own)
+        whole = {name: unpacked_number(number) for name, number in every[-1].items()}
+        for name in whole.keys() & {"loss", "val_loss"}:
+            whole[name] = sum(theirs[name] for theirs in every)
+        return whole
+
+    def _train_step(self, data: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        gradients, logs = self._stage.gradients(x, y, sample_weight)
+        with step_weight(rows_in(x), self.replicas):
+            self._stage.apply(gradients)
+        return logs
+
+    def _test_step(self, data: Any) -> Any:
+        return self._stage.test(*keras.utils.unpack_x_y_sample_weight(data))
+
+    def _predict_step(self, data: Any) -> Any:
+        return self._stage.predict(keras.utils.unpack_x_y_sample_weight(data)[0])
+
+    def _require_compiled(self) -> None:
+        if not self.model.compiled:
+            raise ConfigError(
+                "got no optimizer and no loss",
+                **self._ring.config.who,
+                remedy="Call pipeline.compile(optimizer, loss) first.",
+            )
+
+    def _callbacks(self, callbacks: Any) -> list[Any]:
+        """Callbacks for this rank; all but those that save models act on one rank or on all."""
+        found: list[Any] = []
+        for one in keras.tree.flatten([] if callbacks is None else callbacks):
+            found += one.callbacks if isinstance(one, Together) else [one]
+        saving = [one for one in found if isinstance(one, keras.callbacks.ModelCheckpoint)]
+        every = self.chain.all_gather_object([str(one.filepath) for one in saving])
+        paths = [path for theirs in every for path in set(theirs)]
+        problem, remedy = "", 'Put pipeline.stage in it, as in f"stage{pipeline.stage}.keras".'
+        if same := sorted(path for path in set(paths) if paths.count(path) > 1):
+            problem = f"cannot save several stages as {same[0]}"
+        if any(isinstance(one, keras.callbacks.BackupAndRestore) for one in found):
+            problem = "got a BackupAndRestore: stages could go on from different epochs"
+            remedy = "Save with ModelCheckpoint, load on all ranks, and pass initial_epoch."
+        if problem:
+            raise ConfigError(problem, **self._ring.config.who, remedy=remedy)
+        return [
+            OnRankZero(one, self._ring) if acts_once(one) and one not in saving else one
+            for one in found
+        ]
+
+    def _warn_of_differences(self) -> None:
+        if self.replicas.rank == 0 and (found := differences(self.model)):
+            warn_at_users_line(
+                f"stage {self.stage} will not train exactly as one process does with the same "
+                "batch, since each micro-batch is computed by itself: " + "; ".join(found) + ".",
+                ParityWarning,
+            )
+
+    def _from_last(self, outputs: Any) -> Any:
+        """What the last stage has, arrays in a structure, on all ranks of the chain."""
+        leaves, last = keras.tree.flatten(outputs), self.stages - 1
+        structure = keras.tree.pack_sequence_as(outputs, list(range(len(leaves))))
+        described = [[leaf.dtype.name, list(leaf.shape)] for leaf in leaves]
+        structure, described = self.chain.broadcast_object([structure, described], last)
+        if self.stage != last:
+            leaves = [np.empty(shape, dtype_named(dtype)) for dtype, shape in described]
+        for leaf in leaves:
+            if leaf.size:
+                self.chain.broadcast(leaf, last)
+        return keras.tree.map_structure(lambda number: leaves[number], structure)
+
+
+class _WholeLogs(keras.callbacks.Callback):
+    """Gives the callbacks after it the logs of the whole model, on all ranks."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self._latest: dict[str, Any] = {}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Replace this stage's logs of a batch."""
+        self._replace(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Replace those of an epoch, means over all copies."""
+        self._replace(logs)
+        self._latest = dict(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Here Keras passes those from before the last `on_epoch_end`."""
+        if logs is not None:
+            logs.update(self._latest)
+
+    def _replace(self, logs: dict[str, Any]) -> None:
+        whole = self._pipeline.whole_logs(logs)
+        logs.clear()
+        logs.update(whole)
+
+
+def _checked(stages: Any, micro_batches: Any, ring: Communicator) -> list[Callable[[], Any]]:
+    """The functions of the stages; ConfigError if some argument is wrong."""
+    makers = list(stages) if isinstance(stages, (list, tuple)) else []
+    problem, remedy = "", "Pass a list of functions, each of which makes the layers of a stage."
+    if not makers:
+        problem = f"got {stages!r} as stages"
+    elif wrong := [one for one in makers if isinstance(one, keras.Layer) or not callable(one)]:
+        problem = f"got {wrong[0]!r} as a stage, which is no function"
+    elif ring.size % len(makers):
+        problem = f"cannot divide {ring.size} ranks among {len(makers)} stages"
+        remedy = "Start a multiple of as many ranks as there are stages."
+    elif type(micro_batches) is not int or micro_batches < 1:
+        problem, remedy = f"got {micro_batches!r} micro-batches", "Pass a whole number above 0."
+    if problem:
+        raise ConfigError(problem, **ring.config.who, remedy=remedy)
+    return makers
+
+
+def _group(ring: Communicator, color: int) -> Communicator:
+    group = ring.split(color)
+    assert group is not None
+    return group

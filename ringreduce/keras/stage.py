@@ -1,0 +1,317 @@
+"""One stage of a pipeline: its model, and the passes of micro-batches through it.
+
+Python goes through the schedule, so that TensorFlow cannot run a later pass early; each pass is one
+traced function. Between both passes of a micro-batch its tape keeps what the forward one has left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.rows import count_of, rows_of
+from ringreduce.pure.pipeline import schedule
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import dtype_named
+
+# What travels between two stages: the shape of a row, and the name of the dtype.
+Spec = tuple[tuple[int, ...], str]
+
+
+class Stage:
+    """The stage of this rank, whose number is that of the rank in `chain`.
+
+    Collective: stages are made one after the other, since each learns what it receives.
+
+    Attributes:
+        model: of Keras, functional or sequential.
+        number: from 0 on.
+
+    Raises:
+        ConfigError: on all ranks: a stage has no layers, or does not fit the one before it.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], chain: Communicator) -> None:
+        self._chain, self.number, self._stages = chain, chain.rank, chain.size
+        self.is_first, self.is_last = self.number == 0, self.number == self._stages - 1
+        self._sent: list[Any] = []
+        with _other_seeds(self.number):
+            made = makers[self.number]()
+            arrives: Spec | None = None
+            for number in range(self._stages):
+                own: Any = None
+                if number == self.number:
+                    self._arrives = arrives
+                    try:
+                        self.model = _model_of(made, arrives)
+                        own = [None, None if self.is_last else _spec_left_by(self.model)]
+                    except _Problem as wrong:
+                        own = [str(wrong), None]
+                problem, spec = chain.broadcast_object(own, number)
+                if problem:
+                    raise ConfigError(
+                        f"cannot make stage {number} of {self._stages}: it {problem}",
+                        **chain.config.who,
+                        remedy="A stage is a function that returns a model, or a list of layers; "
+                        "it takes one tensor of fixed shape from the stage before it.",
+                    )
+                arrives = spec and (tuple(spec[0]), spec[1])
+                if number == self.number:
+                    self._leaves = arrives
+
+    def prepare(self, micro_batches: int) -> None:
+        """Make the functions of the model, which was compiled."""
+        model, is_first = self.model, self.is_first
+        self._micro_batches = micro_batches
+        self._weights = weights = list(model.trainable_variables)
+        tracker = next(metric for metric in model.metrics if metric.name == "loss")
+
+        def forward(inputs: Any, training: bool) -> Any:
+            outputs = model(inputs, training=training)
+            # Of regularizers, say; what is shown as the loss is the sum over all stages.
+            penalty = tf.add_n(model.losses) if model.losses else tf.constant(0.0)
+            tracker.update_state(penalty, sample_weight=count_of(outputs))
+            return outputs, penalty
+
+        def judged(inputs: Any, y: Any, sample_weight: Any, training: bool) -> Any:
+            outputs = model(inputs, training=training)
+            seen = {"x": inputs, "y": y, "y_pred": outputs, "sample_weight": sample_weight}
+            loss = model.compute_loss(**seen, training=training)
+            tracker.update_state(loss, sample_weight=count_of(keras.tree.flatten(outputs)[0]))
+            return loss, model.compute_metrics(**seen)
+
+        def gradients(inputs: Any, y: Any, sample_weight: Any) -> Any:
+            with tf.GradientTape() as tape:
+                if not is_first:
+                    tape.watch(inputs)
+                loss, logs = judged(inputs, y, sample_weight, True)
+                loss /= micro_batches
+            return tape.gradient(loss, weights if is_first else [inputs, *weights]), logs
+
+        self._forward, self._judged = _graph(forward), _graph(judged)
+        self._gradients = _graph(gradients)
+        self._outputs = _graph(lambda inputs: model(inputs, training=False))
+        self._apply = _graph(lambda found: model.optimizer.apply(found, weights))
+
+    def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[list[Any], Any]:
+        """The mean loss's gradients of this stage's weights, and this stage's logs.
+
+        Raises:
+            ConfigError: before anything is sent: the rows are no multiple of the micro-batches.
+        """
+        rows, count = rows_in(x), self._micro_batches
+        if rows == 0 or rows % count:
+            raise ConfigError(
+                f"got a batch of {rows} rows, which cannot be divided into {count} equal "
+                "micro-batches",
+                **self._chain.config.who,
+                remedy="Use batches, the last one too, whose rows are a multiple of micro_batches "
+                "on each data replica: dataset.batch(n, drop_remainder=True).",
+            )
+        size = rows // count
+        activations = _Incoming(self._chain, self.number - 1, self._arrives, size, count)
+        upstream = _Incoming(self._chain, self.number + 1, self._leaves, size, count)
+        # By micro-batch, what its backward pass needs.
+        left: dict[int, Any] = {}
+        total: list[Any] = [None] * len(self._weights)
+        logs = None
+        for is_forward, number in schedule(self.number, self._stages, count):
+            if is_forward:
+                own = number * size, (number + 1) * size
+                inputs = _rows(x, *own) if self.is_first else activations.take()
+                if self.is_last:
+                    judged = inputs, _rows(y, *own), _rows(sample_weight, *own)
+                    left[number], logs = self._gradients(*judged)
+                else:
+                    outputs, left[number] = self._taped(inputs)
+                    self._send(outputs, self.number + 1)
+                continue
+            found = left.pop(number)
+            if not self.is_last:
+                found = found(upstream.take())
+            if not self.is_first:
+                self._send(found[0], self.number - 1)
+            own_gradients = found[len(found) - len(total) :]
+            total = [_added(*pair) for pair in zip(total, own_gradients, strict=True)]
+        return total, self.model.get_metrics_result() if logs is None else logs
+
+    def apply(self, gradients: list[Any]) -> None:
+        """Change the weights, with means over the data group; what was sent has arrived then."""
+        self._apply(gradients)
+        self.wait_sent()
+
+    def test(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        """Send a batch through, which counts in the metrics; return this stage's logs."""
+        inputs = self._inputs(x)
+        if self.is_last:
+            return self._judged(inputs, y, sample_weight, False)[1]
+        outputs, _ = self._forward(inputs, False)
+        self.wait_sent()
+        self._send(outputs, self.number + 1)
+        return self.model.get_metrics_result()
+
+    def predict(self, x: Any) -> Any:
+        """Send a batch through; return outputs on the last stage, elsewhere a row for each."""
+        outputs = self._outputs(self._inputs(x))
+        if self.is_last:
+            return outputs
+        self.wait_sent()
+        self._send(outputs, self.number + 1)
+        return tf.zeros((rows_in(x), 1))
+
+    def wait_sent(self) -> None:
+        """Return once the neighbours have received everything, or raise what has prevented it."""
+        for work in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _inputs(self, x: Any) -> Any:
+        if self.is_first:
+            return x
+        return _Incoming(self._chain, self.number - 1, self._arrives, rows_in(x), 1).take()
+
+    def _taped(self, inputs: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
+        """The outputs for a micro-batch, and what computes gradients from the outputs' one.
+
+        They are those of inputs, but on the first stage, and of the weights.
+        """
+        with tf.GradientTape() as tape:
+            if not self.is_first:
+                tape.watch(inputs)
+            outputs, penalty = self._forward(inputs, True)
+        sources = self._weights if self.is_first else [inputs, *self._weights]
+        share = tf.cast(1 / self._micro_batches, penalty.dtype)
+        return outputs, lambda upstream: tape.gradient(
+            [outputs, penalty], sources, [upstream, share]
+        )
+
+    def _send(self, tensor: Any, to: int) -> None:
+        array = np.ascontiguousarray(tensor)
+        self._sent.append(self._chain.send(array, to, async_op=True))
+
+
+class _Incoming:
+    """`count` arrays that a neighbour sends; while one is used, the next is received."""
+
+    def __init__(
+        self, chain: Communicator, source: int, spec: Spec | None, rows: int, count: int
+    ) -> None:
+        self._chain, self._source, self._spec, self._rows = chain, source, spec, rows
+        self._left = 0 if spec is None else count
+        self._work = self._begun()
+
+    def take(self) -> Any:
+        """The next one, as a tensor."""
+        array = self._work.wait()
+        self._work = self._begun()
+        return tf.convert_to_tensor(array)
+
+    def _begun(self) -> Any:
+        if self._left == 0 or self._spec is None:
+            return None
+        self._left -= 1
+        shape, dtype = self._spec
+        array = np.empty((self._rows, *shape), dtype_named(dtype))
+        return self._chain.recv(array, self._source, async_op=True)
+
+
+def rows_in(x: Any) -> int:
+    """The number of rows of a batch."""
+    return int(count_of(next(part for part in keras.tree.flatten(x) if part is not None)))
+
+
+def _rows(whole: Any, first: int, end: int) -> Any:
+    return keras.tree.map_structure(
+        lambda part: None if part is None else rows_of(part, first, end), whole
+    )
+
+
+def _added(total: Any, more: Any) -> Any:
+    """The sum of two gradients, either of which may lack."""
+    if total is None or more is None:
+        return more if total is None else total
+    if isinstance(total, tf.IndexedSlices) and isinstance(more, tf.IndexedSlices):
+        values, indices = (
+            tf.concat([getattr(total, name), getattr(more, name)], 0)
+            for name in ("values", "indices")
+        )
+        return tf.IndexedSlices(values, indices, total.dense_shape)
+    return tf.convert_to_tensor(total) + tf.convert_to_tensor(more)
+
+
+def _graph(function: Callable[..., Any]) -> Any:
+    return tf.function(function, autograph=False, reduce_retracing=True)
+
+
+@contextmanager
+def _other_seeds(number: int) -> Iterator[None]:
+    """Within the block, layers of each stage draw other seeds; in the end nothing was drawn.
+
+    All ranks are seeded alike, and Keras takes default seeds from Python's generator: equal layers
+    of different stages would begin with equal weights.
+    """
+    state = random.getstate()
+    random.seed(f"{random.random()} {number}")
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+class _Problem(Exception):
+    """What is wrong with a stage."""
+
+
+def _model_of(made: Any, arrives: Spec | None) -> Any:
+    """The model, with inputs and outputs that are known, of what a stage's function returned."""
+    if isinstance(made, keras.Layer) and not isinstance(made, keras.Model):
+        made = [made]
+    if isinstance(made, (list, tuple)):
+        if not all(isinstance(one, (keras.Layer, keras.KerasTensor)) for one in made):
+            raise _Problem("gives a list of other things than layers")
+        made = keras.Sequential(list(made))
+    if not isinstance(made, keras.Model):
+        raise _Problem(f"gives {made!r}")
+    layers = [one for one in made.layers if not isinstance(one, keras.layers.InputLayer)]
+    if not layers and not made.weights:
+        raise _Problem("has no layers")
+    if getattr(made, "inputs", None) is None:
+        if arrives is None:
+            raise _Problem("has no keras.Input, which the first stage needs")
+        inside = layers if isinstance(made, keras.Sequential) else [made]
+        begin = keras.Input(arrives[0], dtype=arrives[1])
+        made = keras.Sequential([begin, *inside], name=made.name)
+    if arrives is not None:
+        shapes = [tuple(one.shape[1:]) for one in made.inputs]
+        if len(shapes) != 1 or not _fits(arrives[0], shapes[0]):
+            takes = " and ".join(map(str, shapes))
+            raise _Problem(f"takes rows of shape {takes}, and gets some of shape {arrives[0]}")
+    return made
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    if len(shape) != len(expected):
+        return False
+    return all(own in (None, given) for given, own in zip(shape, expected, strict=True))
+
+
+def _spec_left_by(model: Any) -> Spec:
+    """What a stage that is not the last one sends."""
+    if len(model.outputs) != 1:
+        raise _Problem(f"gives {len(model.outputs)} tensors to the next stage, which takes one")
+    [output] = model.outputs
+    shape, dtype = tuple(output.shape[1:]), keras.backend.standardize_dtype(output.dtype)
+    if None in shape:
+        raise _Problem(f"gives rows of shape {shape}, which is not fixed")
+    if not tf.as_dtype(dtype).is_floating:
+        raise _Problem(f"gives {dtype}, which has no gradient")
+    if getattr(output, "_keras_mask", None) is not None:
+        raise _Problem("gives a mask with its output, which would not reach the next stage")
+    return shape, dtype

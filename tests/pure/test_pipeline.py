@@ -1,0 +1,127 @@
+"""Schedules of pipelines, proved by running all stages of one in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+import pytest
+
+from ringreduce.pure.pipeline import Step, schedule
+
+STAGES, MICRO_BATCHES = range(1, 6), range(1, 10)
+CASES = list(itertools.product(STAGES, MICRO_BATCHES))
+
+
+class Line:
+    """What goes from one stage to a neighbour: `capacity` arrays are on their way at most.
+
+    A send does not wait: what is beyond that stays with the sender, in order.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.kept: deque[Step] = deque()
+        self.under_way: deque[Step] = deque()
+
+    def move(self, *, receiver_waits: bool) -> None:
+        room = self.capacity - len(self.under_way) + receiver_waits
+        while self.kept and room > 0:
+            self.under_way.append(self.kept.popleft())
+            room -= 1
+
+
+def run(stages: int, micro_batches: int, capacity: int, *, late: bool) -> list[list[Step | None]]:
+    """What each stage did at each time, with passes of one unit; None: it waited.
+
+    `late` lets the last stage move first at each time, which is another order of threads.
+    """
+    lines = {
+        (one, other): Line(capacity)
+        for one in range(stages)
+        for other in (one - 1, one + 1)
+        if 0 <= other < stages
+    }
+    plans = [deque(schedule(stage, stages, micro_batches)) for stage in range(stages)]
+    done: list[list[Step | None]] = [[] for _ in range(stages)]
+    while any(plans):
+        able = []
+        for stage, plan in enumerate(plans):
+            source = plan[0].source(stage, stages) if plan else None
+            if source is not None:
+                line = lines[source, stage]
+                line.move(receiver_waits=True)
+                if not line.under_way:
+                    continue
+                assert line.under_way[0] == plan[0], "another micro-batch than was expected"
+            if plan:
+                able.append(stage)
+        assert able, f"all of {stages} stages wait: {[list(plan)[:2] for plan in plans]}"
+        for stage in reversed(able) if late else able:
+            step = plans[stage].popleft()
+            if (source := step.source(stage, stages)) is not None:
+                lines[source, stage].under_way.popleft()
+            if (target := step.target(stage, stages)) is not None:
+                lines[stage, target].kept.append(step)
+                lines[stage, target].move(receiver_waits=False)
+            done[stage].append(step)
+        for stage in set(range(stages)) - set(able):
+            done[stage].append(None)
+    assert not any(line.kept or line.under_way for line in lines.values())
+    return done
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+def test_no_stage_waits_for_ever_or_gets_another_micro_batch(stages, micro_batches, capacity, late):
+    run(stages, micro_batches, capacity, late=late)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+def test_it_takes_as_long_as_the_longest_way_through_it(stages, micro_batches):
+    done = run(stages, micro_batches, 1, late=False)
+    # Forward and backward passes of one unit each.
+    assert len(done[0]) == 2 * (micro_batches + stages - 1)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+def test_each_micro_batch_goes_forward_and_then_backward_once_and_in_order(stages, micro_batches):
+    for stage in range(stages):
+        steps = schedule(stage, stages, micro_batches)
+        for is_forward in (True, False):
+            numbers = [step.micro_batch for step in steps if step.is_forward == is_forward]
+            assert numbers == list(range(micro_batches))
+        for number in range(micro_batches):
+            assert steps.index(Step(True, number)) < steps.index(Step(False, number))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), CASES)
+def test_a_stage_keeps_what_few_forward_passes_need(stages, micro_batches):
+    for stage in range(stages):
+        steps = schedule(stage, stages, micro_batches)
+        kept = list(itertools.accumulate(1 if step.is_forward else -1 for step in steps))
+        assert max(kept) == min(stages - stage, micro_batches)
+        assert kept[-1] == 0
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_with_sends_that_block_it_would_wait_for_ever(stages):
+    """Why they must not: two neighbours send to each other before either receives."""
+    calls: list[deque[tuple[str, int]]] = [deque() for _ in range(stages)]
+    for stage, own in enumerate(calls):
+        for step in schedule(stage, stages, 4):
+            if (source := step.source(stage, stages)) is not None:
+                own.append(("recv", source))
+            if (target := step.target(stage, stages)) is not None:
+                own.append(("send", target))
+    pairs = list(itertools.permutations(range(stages), 2))
+    while ready := [
+        (one, other)
+        for one, other in pairs
+        if list(calls[one])[:1] == [("send", other)] and list(calls[other])[:1] == [("recv", one)]
+    ]:
+        one, other = ready[0]
+        calls[one].popleft()
+        calls[other].popleft()
+    assert any(calls) == (stages > 1)
