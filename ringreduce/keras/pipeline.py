@@ -205,6 +205,12 @@ class Pipeline:
                     remedy=f"Use a batch_size, and a number of rows, that are multiples of {unit}: "
                     f"x[:{count // unit * unit}].",
                 )
+        elif batch_size is not None:
+            raise ConfigError(
+                f"got batch_size={batch_size} for {type(x).__name__}",
+                **ring.config.who,
+                remedy="Batch it by the rows of all copies: dataset.batch(n, drop_remainder=True).",
+            )
         plan = Plan(
             replicas,
             "the data given to Pipeline.fit",

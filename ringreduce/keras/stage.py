@@ -65,12 +65,14 @@ class Stage:
                 arrives = spec and (tuple(spec[0]), spec[1])
                 if number == self.number:
                     self._leaves = arrives
+        self._outputs = _graph(lambda inputs: self.model(inputs, training=False))
 
     def prepare(self, micro_batches: int) -> None:
         """Make the functions of the model, which was compiled."""
-        model, is_first = self.model, self.is_first
+        model = self.model
         self._micro_batches = micro_batches
         self._weights = weights = list(model.trainable_variables)
+        self._totals = [_Total() for _ in weights]
         tracker = next(metric for metric in model.metrics if metric.name == "loss")
 
         def forward(inputs: Any, training: bool) -> Any:
@@ -89,15 +91,14 @@ class Stage:
 
         def gradients(inputs: Any, y: Any, sample_weight: Any) -> Any:
             with tf.GradientTape() as tape:
-                if not is_first:
+                if not self.is_first:
                     tape.watch(inputs)
                 loss, logs = judged(inputs, y, sample_weight, True)
                 loss /= micro_batches
-            return tape.gradient(loss, weights if is_first else [inputs, *weights]), logs
+            return self._found(tape, loss, inputs), logs
 
         self._forward, self._judged = _graph(forward), _graph(judged)
         self._gradients = _graph(gradients)
-        self._outputs = _graph(lambda inputs: model(inputs, training=False))
         self._apply = _graph(lambda found: model.optimizer.apply(found, weights))
 
     def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[list[Any], Any]:
@@ -120,7 +121,7 @@ class Stage:
         upstream = _Incoming(self._chain, self.number + 1, self._leaves, size, count)
         # By micro-batch, what its backward pass needs.
         left: dict[int, Any] = {}
-        total: list[Any] = [None] * len(self._weights)
+        totals = self._totals
         logs = None
         for is_forward, number in schedule(self.number, self._stages, count):
             if is_forward:
@@ -137,10 +138,12 @@ class Stage:
             if not self.is_last:
                 found = found(upstream.take())
             if not self.is_first:
-                self._send(found[0], self.number - 1)
-            own_gradients = found[len(found) - len(total) :]
-            total = [_added(*pair) for pair in zip(total, own_gradients, strict=True)]
-        return total, self.model.get_metrics_result() if logs is None else logs
+                first, *found = found
+                self._send(first, self.number - 1)
+            for total, gradient in zip(totals, found, strict=True):
+                total.add(gradient, is_first=number == 0)
+        logs = self.model.get_metrics_result() if logs is None else logs
+        return [total.found for total in totals], logs
 
     def apply(self, gradients: list[Any]) -> None:
         """Change the weights, with means over the data group; what was sent has arrived then."""
@@ -178,19 +181,21 @@ class Stage:
         return _Incoming(self._chain, self.number - 1, self._arrives, rows_in(x), 1).take()
 
     def _taped(self, inputs: Any) -> tuple[Any, Callable[[Any], list[Any]]]:
-        """The outputs for a micro-batch, and what computes gradients from the outputs' one.
-
-        They are those of inputs, but on the first stage, and of the weights.
-        """
+        """The outputs for a micro-batch, and what makes of their gradient what `_found` returns."""
         with tf.GradientTape() as tape:
             if not self.is_first:
                 tape.watch(inputs)
             outputs, penalty = self._forward(inputs, True)
-        sources = self._weights if self.is_first else [inputs, *self._weights]
         share = tf.cast(1 / self._micro_batches, penalty.dtype)
-        return outputs, lambda upstream: tape.gradient(
-            [outputs, penalty], sources, [upstream, share]
-        )
+        targets = [outputs, penalty]
+        return outputs, lambda upstream: self._found(tape, targets, inputs, [upstream, share])
+
+    def _found(self, tape: Any, targets: Any, inputs: Any, upstream: Any = None) -> list[Any]:
+        """Gradients of the inputs, but on the first stage, and of the weights."""
+        if self.is_first:
+            return list(tape.gradient(targets, self._weights, upstream))
+        first, *others = tape.gradient(targets, [inputs, *self._weights], upstream)
+        return [tf.zeros_like(inputs) if first is None else tf.convert_to_tensor(first), *others]
 
     def _send(self, tensor: Any, to: int) -> None:
         array = np.ascontiguousarray(tensor)
@@ -222,6 +227,42 @@ class _Incoming:
         return self._chain.recv(array, self._source, async_op=True)
 
 
+class _Total:
+    """The sum of a weight's gradients over the micro-batches of a batch, in one place.
+
+    New memory for each sum costs more than the addition.
+    """
+
+    def __init__(self) -> None:
+        self._dense: Any = None
+        self._rows: Any = None
+
+    @property
+    def found(self) -> Any:
+        """The sum; None where no micro-batch had a gradient."""
+        return self._rows if self._dense is None else self._dense.read_value()
+
+    def add(self, gradient: Any, *, is_first: bool) -> None:
+        """Add that of another micro-batch."""
+        if gradient is None or isinstance(gradient, tf.IndexedSlices):
+            self._rows = gradient if is_first else _joined(self._rows, gradient)
+        elif self._dense is None:
+            self._dense = tf.Variable(gradient, trainable=False)
+        elif is_first:
+            self._dense.assign(gradient)
+        else:
+            self._dense.assign_add(gradient)
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """The sum of two gradients that have rows of a table."""
+    if one is None or other is None:
+        return other if one is None else one
+    values = tf.concat([one.values, other.values], 0)
+    indices = tf.concat([one.indices, other.indices], 0)
+    return tf.IndexedSlices(values, indices, one.dense_shape)
+
+
 def rows_in(x: Any) -> int:
     """The number of rows of a batch."""
     return int(count_of(next(part for part in keras.tree.flatten(x) if part is not None)))
@@ -231,19 +272,6 @@ def _rows(whole: Any, first: int, end: int) -> Any:
     return keras.tree.map_structure(
         lambda part: None if part is None else rows_of(part, first, end), whole
     )
-
-
-def _added(total: Any, more: Any) -> Any:
-    """The sum of two gradients, either of which may lack."""
-    if total is None or more is None:
-        return more if total is None else total
-    if isinstance(total, tf.IndexedSlices) and isinstance(more, tf.IndexedSlices):
-        values, indices = (
-            tf.concat([getattr(total, name), getattr(more, name)], 0)
-            for name in ("values", "indices")
-        )
-        return tf.IndexedSlices(values, indices, total.dense_shape)
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(more)
 
 
 def _graph(function: Callable[..., Any]) -> Any:

@@ -53,7 +53,11 @@ def refuse_unusable(inner: Any) -> None:
 
 def all_within(optimizer: Any) -> list[Any]:
     """An optimizer and those that it wraps."""
-    wrapped = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(optimizer, Wrapper):
+        # What it calls so is within its own, where that is a LossScaleOptimizer.
+        inner = optimizer._inner
+    wrapped = [inner, *getattr(optimizer, "optimizers", ())]
     found = [optimizer]
     for one in wrapped:
         if one is not None:

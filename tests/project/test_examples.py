@@ -38,6 +38,8 @@ def test_pairs_of_a_pipeline_train_as_one_of_them_does():
     for size in (2, 4):
         result = run_job(size, [str(EXAMPLES / "pipeline.py"), "--epochs", "3"])
         assert result.exit_code == 0, result.errors
-        losses.append([line.split()[-1] for line in result.output.splitlines() if "loss" in line])
+        lines = [line.split() for line in result.output.splitlines() if "loss" in line]
+        losses.append([float(line[-1]) for line in lines])
     assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
+    # Adam makes more of what sums are rounded by.
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
