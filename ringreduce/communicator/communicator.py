@@ -55,6 +55,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         NativeError: libzmq cannot be called or has no encryption, or the native library is broken.
     """
 
+    _parent: Communicator | None = None
+
     def __init__(self, config: Config) -> None:
         make = functools.partial(form, config) if config.size > 1 else None
         self._use(Session(config, whole(config.size), None, make, Lasting()))
@@ -68,6 +70,11 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
     def members(self) -> tuple[int, ...]:
         """The ranks of the job that are in it, in the order of their ranks here."""
         return self._session.membership.members
+
+    @property
+    def parent(self) -> Communicator | None:
+        """The communicator that this group was split from; None for that of the job."""
+        return self._parent
 
     @property
     def transport(self) -> str:
@@ -248,6 +255,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
             return None
         group = Communicator.__new__(Communicator)
         group._use(session)
+        group._parent = self
         return group
 
     def claim(self, key: str, value: bytes, text: str, remedy: str) -> None:

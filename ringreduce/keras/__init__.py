@@ -41,9 +41,14 @@ from ringreduce.keras.mistakes import (
 )
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.optimizer import DistributedOptimizer
+from ringreduce.keras.parts.attention import (
+    ParallelGroupQueryAttention,
+    ParallelMultiHeadAttention,
+)
 from ringreduce.keras.parts.embedding import ShardedEmbedding, look_up
 from ringreduce.keras.parts.layer import PartLayer
 from ringreduce.keras.parts.region import in_parts
+from ringreduce.keras.parts.split import ColumnParallelDense, RowParallelDense
 from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
@@ -76,6 +81,8 @@ __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormali
 __all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
 __all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]
+__all__ += ["ColumnParallelDense", "RowParallelDense"]
+__all__ += ["ParallelGroupQueryAttention", "ParallelMultiHeadAttention"]
 __all__ += ["DataWarning", "ParityWarning", "RowsWarning", "WeightsWarning"]
 __all__ += ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather"]
 __all__ += ["recv", "reduce_scatter", "scatter", "send"]

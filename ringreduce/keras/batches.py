@@ -79,6 +79,7 @@ class Plan:
         deal: give whole batches to ranks in turn, instead of each rank its rows.
         check: compare what ranks read.
         shares: of each rank in a global batch; None: equal ones.
+        readers: the ranks that read the same data; None: those of `ring`.
     """
 
     ring: Communicator
@@ -93,6 +94,7 @@ class Plan:
     deal: bool = False
     check: bool = True
     shares: Shares | None = None
+    readers: Communicator | None = None
 
     @property
     def sharing(self) -> Shares:
@@ -102,10 +104,10 @@ class Plan:
     def divide(self, whole: Any) -> Any:
         """This rank's part of a tf.data.Dataset of global batches."""
         ring = self.ring
+        if self.check:
+            whole = fingerprinted(whole, self.what, _REMEDY, self.readers or ring)
         if ring.size == 1:
             return whole
-        if self.check:
-            whole = fingerprinted(whole, self.what, _REMEDY, ring)
         return whole.shard(ring.size, ring.rank) if self.deal else self.sharing.of(whole)
 
     def fed(self, whole: Any, count: int | None, ahead: int) -> Any:
@@ -170,7 +172,7 @@ class _ArrayFeed(Feed):
         unit = plan.batch_size or (-(-arrays.count // steps) if steps else BATCH_SIZE)
         plan.require_rows(min(unit, arrays.count), "batch_size")
         if plan.check:
-            compare_arrays(arrays, plan.what, plan.ring)
+            compare_arrays(arrays, plan.what, plan.readers or plan.ring)
         passed = -(-arrays.count // unit)
         self._order = plan.order(arrays.count, unit, plan.run_steps or passed)
         self._plan = plan

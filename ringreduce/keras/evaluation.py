@@ -33,6 +33,7 @@ from ringreduce.keras.metric_states import (
 )
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.rows import rows_of, tensor_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
@@ -98,7 +99,8 @@ def evaluate(
     answering = _answering(model, x, share, ring)
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
-            logs = run(**own, verbose=verbose if ring.rank == 0 else 0, return_dict=True)
+            shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
+            logs = run(**own, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
         answering.finish(with_losses=True)
@@ -144,7 +146,8 @@ def predict(
         return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
     with _averages_of_rank_0(model, ring), share.being_read():
         answering = _answering(model, x, share, ring)
-        batches = _predicted(model, x, share, batch_size, verbose if ring.rank == 0 else 0)
+        shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
+        batches = _predicted(model, x, share, batch_size, shown)
         answering.finish(with_losses=False)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]

@@ -20,6 +20,7 @@ from ringreduce.keras.callbacks.together import Together
 from ringreduce.keras.join import build, empty_batch, filled, join, weigh_steps
 from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.parts.answering import Answering
+from ringreduce.keras.parts.replicas import make_alike, model_group, training_ranks
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.settings import (
     Settings,
@@ -152,7 +153,8 @@ def fit(
         **({} if sharded else of_data),
     }
     arguments = Settings("arguments of rr.fit and compile", settings_in(given))
-    require_same_settings([arguments], ring)
+    every = training_ranks(model.weights, ring)
+    require_same_settings([arguments], every)
     if validation_split and validation_data is None:
         if not are_arrays(x):
             raise ConfigError(
@@ -162,6 +164,13 @@ def fit(
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
     shares = agreed_shares(batch_share, ring)
+    if shares.is_measured and every is not ring:
+        raise ConfigError(
+            'got batch_share="measured" for a model with split layers, whose ranks must have the '
+            "same rows",
+            **ring.config.who,
+            remedy="Pass a number, the same on all ranks of a model group.",
+        )
     if sharded:
         if batch_share not in (None, "equal"):
             raise ConfigError(
@@ -192,6 +201,7 @@ def fit(
             seed=seed,
             class_weight=None if is_graph else class_weight,
             check=check,
+            readers=every,
             shares=shares,
         )
         training = feed_of((x, y, sample_weight), plan)
@@ -211,11 +221,15 @@ def fit(
             at_once=model.steps_per_execution,
             deal=True,
             check=check,
+            readers=every,
         )
         validation = feed_of(parts, plan)
     if ring.size > 1:
         note_sharding(ring)
         build(model, empty_batch(training.dataset))
+    make_alike(model.weights, model_group(model.weights))
+    every = training_ranks(model.weights, ring)
+    if every.size > 1:
         if model.run_eagerly and model.optimizer is not None:
             # In a graph the first step does it before it computes gradients.
             model.optimizer.build(model.trainable_variables)
@@ -234,7 +248,7 @@ def fit(
             return model.fit(
                 training.dataset,
                 epochs=epochs,
-                verbose=verbose if ring.rank == 0 else 0,
+                verbose=verbose if every.rank == 0 else 0,
                 callbacks=[
                     Epochs(training, validation),
                     *([Measure(shares, ring, verbose)] if shares.is_measured else []),

@@ -20,6 +20,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
@@ -95,13 +96,14 @@ class InitialValues:
         new, new_state = self._unknown(variables), self._unknown(state)
         if not new and not new_state:
             return gradients
-        states = seed_states_in_use()
+        states, group = seed_states_in_use(), model_group(variables)
         with tf.init_scope():
             have_values = all(map(bridge.is_initialized, (*new_state, *new)))
             if have_values:
-                differed = give_values(new_state, new, ring)
+                differed = give_values(new_state, new, ring, group)
                 if settings is not None and ring.size > 1:
                     require_same_settings(settings(), ring)
+                make_alike(states, group)
                 make_different(states, ring)
         if not have_values:
             # A tf.function that creates variables is traced twice. Variables have values (and this
@@ -116,7 +118,7 @@ class InitialValues:
             self._without_value.pop(key, None)
         if not tf.executing_eagerly():
             return gradients
-        return _without_others(gradients, kinds, not differed, ring)
+        return _without_others(gradients, kinds, not differed, ring, group)
 
     def _require(self, ring: Communicator) -> list[Any]:
         """Raise if a step runs whose variables had no values when it was traced, nor since."""
@@ -142,13 +144,25 @@ class InitialValues:
         ]
 
 
-def give_values(state: Sequence[Any], variables: Sequence[Any], ring: Communicator) -> bool:
-    """Give all ranks rank 0's values of both; return whether this rank's `variables` differed."""
-    if ring.size == 1:
-        return False
-    if state:
+def give_values(
+    state: Sequence[Any],
+    variables: Sequence[Any],
+    ring: Communicator,
+    group: Communicator | None = None,
+) -> bool:
+    """Give all ranks rank 0's values of both; return whether this rank's `variables` differed.
+
+    `group` is the model group. If a rank of it had other values, all of its ranks differed.
+    """
+    differed = False
+    if ring.size > 1 and state:
         bridge.broadcast_variables(state, ring)
-    return bool(variables) and bridge.broadcast_variables(variables, ring)
+    if ring.size > 1 and variables:
+        differed = bridge.broadcast_variables(variables, ring)
+    make_alike(state, group)
+    if make_alike(variables, group):
+        return True
+    return differed if group is None else bool(group.all_reduce(np.array([differed], np.int64))[0])
 
 
 def plain_variable(variable: Any) -> Any:
@@ -161,15 +175,26 @@ def _by_identity(variables: Iterable[Any]) -> dict[int, Any]:
 
 
 def _without_others(
-    gradients: list[Any], kinds: Sequence[Kind], usable: bool, ring: Communicator
+    gradients: list[Any],
+    kinds: Sequence[Kind],
+    usable: bool,
+    ring: Communicator,
+    group: Communicator | None,
 ) -> list[Any]:
     """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
-    if ring.size == 1:
+    if ring.size == 1 and group is None:
         return gradients
     count = ring.all_reduce(np.array([int(usable)], np.int64), ReduceOp.SUM)
     useful = int(count[0])
     if useful == ring.size:
         return gradients
+    if not useful:
+        raise ConfigError(
+            "computed its first gradients with other weights than the ranks that have the other "
+            "pieces of split layers",
+            **ring.config.who,
+            remedy="Call optimizer.build(model.trainable_variables) before an eager loop.",
+        )
     _log.warning(
         "[%d/%d] %d of the ranks began with other weights than rank 0; their gradients of the "
         "first step were left out. Build the optimizer before an eager loop, or call "

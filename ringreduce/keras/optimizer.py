@@ -34,6 +34,7 @@ from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
 from ringreduce.keras.parts.part import is_own_piece, parts_in
+from ringreduce.keras.parts.replicas import model_group
 from ringreduce.keras.parts.training import (
     check_parts,
     joint,
@@ -336,8 +337,10 @@ class DistributedOptimizer(Wrapper):
         if not self.built:
             self.build_inner(variables)
         if tf.executing_eagerly() and (self._communicator is not None or is_initialized()):
-            give_values(self.shared(self._inner.variables), self.shared(variables), self._ring())
-            require_same_settings(self._settings(), self._ring())
+            ring, group = self._ring(), model_group(variables)
+            check_parts(self._inner, variables, ring)
+            give_values(self.shared(self._inner.variables), self.shared(variables), ring, group)
+            require_same_settings(self._settings(), ring)
 
     def _settings(self) -> list[Settings]:
         """What must be equal on all ranks, and is not seen from their gradients."""

@@ -9,6 +9,7 @@ installed, and those of plain Keras load here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import keras
@@ -46,8 +47,10 @@ def load_model(
             rr.SyncBatchNormalization}``, which is saved under that name.
         replace: by the name of a layer in the file, or a class of Keras's for all of that class,
             what to load it as: `ShardedEmbedding`, `SyncBatchNormalization` or another subclass of
-            its class. With parts, all ranks must load the file: each takes its pieces.
-        communicator: of the optimizer, and of the layers in `replace`.
+            its class; or a `functools.partial` of one, such as ``partial(rr.ColumnParallelDense,
+            communicator=model_group)``. With parts, all ranks must load the file: each takes its
+            pieces.
+        communicator: of the optimizer, and of the layers in `replace` that say no other.
         options: further arguments of `DistributedOptimizer`.
 
     Returns:
@@ -75,6 +78,10 @@ def load_model(
     return model
 
 
+def _class_and_options(one: Any) -> tuple[Any, dict[str, Any]]:
+    return (one.func, one.keywords) if isinstance(one, partial) else (one, {})
+
+
 class _Loading:
     """Makes layers and optimizers of a file others than it names."""
 
@@ -84,22 +91,26 @@ class _Loading:
         communicator: Communicator | None,
         options: Mapping[str, Any],
     ) -> None:
-        self._replaced, self._communicator, self._options = replaced, communicator, options
+        self._replaced = {key: _class_and_options(one) for key, one in replaced.items()}
+        self._communicator, self._options = communicator, options
         self._found: set[Any] = set()
 
     def stand_ins(self) -> dict[str, Any]:
         """What Keras is to take for classes, by the names that a file has."""
         found: dict[str, Any] = {}
-        for one in self._replaced.values():
+        for one, _ in self._replaced.values():
             # The class that it replaces has its name: its own is that of the plain one.
-            plain = getattr(keras.layers, one.__name__, None)
-            if plain is None or not issubclass(one, plain):
+            bases = one.__mro__[1:] if isinstance(one, type) else ()
+            plain = next((base for base in bases if base.__name__ == one.__name__), None)
+            if plain is None:
                 raise ConfigError(
                     f"got {one!r} in replace, which is no subclass of a layer of Keras's",
                     remedy="Pass rr.ShardedEmbedding, rr.SyncBatchNormalization or the like.",
                 )
-            found[one.__name__] = self._choosing(plain)
-        if any(issubclass(one, PartLayer) for one in self._replaced.values()):
+            # Keras exports some under another name, which it writes into files.
+            exported = {name for name in dir(keras.layers) if getattr(keras.layers, name) is plain}
+            found.update(dict.fromkeys({plain.__name__, *exported}, self._choosing(plain)))
+        if any(issubclass(one, PartLayer) for one, _ in self._replaced.values()):
             # Its state is in pieces too, so it is wrapped before that is loaded.
             for name in dir(keras.optimizers):
                 one = getattr(keras.optimizers, name)
@@ -125,11 +136,11 @@ class _Loading:
             @classmethod
             def from_config(cls, config: Any, *arguments: Any) -> Any:
                 for key in (config.get("name"), plain):
-                    one = loading._replaced.get(key)
+                    one, own = loading._replaced.get(key, (None, {}))
                     if one is not None and issubclass(one, plain):
                         loading._found.add(key)
-                        layer = one.from_config(config, *arguments)
-                        layer.communicator = loading._communicator
+                        layer = one.from_config({**config, **own}, *arguments)
+                        layer.communicator = own.get("communicator", loading._communicator)
                         return layer
                 return plain.from_config(config, *arguments)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
+from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.private import graphs_being_traced
 
@@ -28,13 +29,15 @@ def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
     traced training step, `rr.join` and `rr.callbacks.Together` for those of the model. Use it for
     the rest: augmentation layers in a `tf.data` pipeline, and models trained eagerly. `source` is a
     layer, a model, a `keras.random.SeedGenerator`, or a list of these; built, and in the same order
-    on all ranks.
+    on all ranks. Those of a model with split layers become equal on the ranks of its model group.
     """
     sources = source if isinstance(source, (list, tuple)) else [source]
-    states = []
+    variables: list[Any] = []
     for one in sources:
         is_generator = isinstance(one, keras.random.SeedGenerator)
-        states += [one.state] if is_generator else [v for v in one.variables if is_seed_state(v)]
+        variables += [one.state] if is_generator else one.variables
+    states = list(filter(is_seed_state, variables))
+    make_alike(states, model_group(variables))
     make_different(states, communicator or default_communicator())
 
 

@@ -12,6 +12,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
+from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.wrappable import build_optimizer_here
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -122,6 +123,8 @@ class VerifyReplicas(keras.callbacks.Callback):
     def _verify(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
         bridge.verify_replicas(state, self._communicator)
+        if (group := model_group(state)) is not None:
+            bridge.verify_replicas(alike(state), group)
 
 
 def broadcast_state(
@@ -132,7 +135,9 @@ def broadcast_state(
     # Not `model.variables`, which has the states of random generators.
     state = _shared_state(model, model.weights)
     shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
-    bridge.broadcast_variables(shared, communicator, root)
+    if communicator.size > 1:
+        bridge.broadcast_variables(shared, communicator, root)
+    make_alike(shared, model_group(shared))
 
 
 def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
+from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.wrappable import all_within
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -164,7 +165,7 @@ class LearningRateWarmup(LearningRateSchedule):
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch + 1 >= self._warmup_epochs > epoch:
             ring = self._communicator or default_communicator()
-            if ring.rank == 0:
+            if training_ranks(self.model.weights, ring).rank == 0:
                 rate = float(self.model.optimizer.learning_rate)
                 print(f"Epoch {epoch + 1}: learning rate warmed up to {rate:g}.")
 

@@ -17,6 +17,7 @@ from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
 from ringreduce.keras.parts.part import parts_in
+from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
@@ -95,8 +96,7 @@ class OnRankZero(_Forwarding):
 
     def members(self) -> Sequence[Any]:
         """The callback on rank 0, nothing elsewhere."""
-        ring = self._communicator or default_communicator()
-        return [self.callback] if ring.rank == 0 else []
+        return [self.callback] if _every_rank(self).rank == 0 else []
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
@@ -105,7 +105,13 @@ class OnRankZero(_Forwarding):
             super().run(hook, *arguments, **options)
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
             call = partial(super().run, hook, *arguments, **options)
-            on_rank_zero(call, communicator=self._communicator)
+            on_rank_zero(call, communicator=_every_rank(self))
+
+
+def _every_rank(callback: Any) -> Communicator:
+    """All ranks that train its model, also those with other pieces of it."""
+    model, ring = callback.model, callback._communicator or default_communicator()
+    return ring if model is None else training_ranks(model.weights, ring)
 
 
 def _checked(callback: Any) -> Any:
@@ -128,7 +134,11 @@ class StopTogether(keras.callbacks.Callback):
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
-        self._communicator = communicator
+        self._communicator = self._ring = communicator
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Find out which ranks train."""
+        self._ring = _every_rank(self)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Agree whether this was the last batch."""
@@ -139,7 +149,7 @@ class StopTogether(keras.callbacks.Callback):
         self._agree()
 
     def _agree(self) -> None:
-        ring = self._communicator or default_communicator()
+        ring = self._ring or default_communicator()
         if ring.size > 1:
             wants = np.array([int(bool(self.model.stop_training))], np.int64)
             ring.all_reduce(wants, ReduceOp.MAX)
@@ -200,7 +210,8 @@ class Together(_Forwarding):
         ring = self._communicator or default_communicator()
         refuse_other_ring(self.model, "rr.callbacks.Together", ring)
         warn_of_plain_optimizer(self.model, "rr.callbacks.Together", ring)
-        restores = self._all_are_ready_to_restore(ring)
+        every = _every_rank(self)
+        restores = self._all_are_ready_to_restore(every)
         if restores:
             # Else BackupAndRestore builds it, on rank 0 alone, where all would be needed.
             build_optimizer_here(self.model)
@@ -208,7 +219,7 @@ class Together(_Forwarding):
         if restores:
             epoch = private.initial_epoch_of(self.model)
             found = np.array([-1 if epoch is None else epoch], np.int64)
-            ring.broadcast(found)
+            every.broadcast(found)
             private.set_initial_epoch(self.model, None if found[0] < 0 else int(found[0]))
             broadcast_state(self.model, 0, ring)
 
@@ -222,7 +233,7 @@ class Together(_Forwarding):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks rank 0's learning rate."""
         super().on_epoch_end(epoch, logs)
-        agree_on_learning_rate(self.model, self._communicator or default_communicator())
+        agree_on_learning_rate(self.model, _every_rank(self))
 
     def _all_are_ready_to_restore(self, ring: Communicator) -> bool:
         """Whether rank 0 may restore something, and the model is built on all ranks."""

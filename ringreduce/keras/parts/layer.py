@@ -91,7 +91,7 @@ class PartLayer(keras.layers.Layer):
             with tf.init_scope():  # In a function that Keras traces there are no values.
                 return draw(dtype)
 
-        own = self.add_weight(shape=part.own_shape, initializer=initialize, **options)
+        own = super().add_weight(shape=part.own_shape, initializer=initialize, **options)
         return mark(own, part)
 
     def save_own_variables(self, store: Any) -> None:

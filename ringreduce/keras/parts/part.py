@@ -106,6 +106,12 @@ def parts_in(variables: Iterable[Any]) -> list[Any]:
     return [v for v in variables if (part := part_of(v)) and part.communicator.size > 1]
 
 
+def is_of_split_layer(variable: Any) -> bool:
+    """Whether the ranks of its group, which read the same rows, have other pieces of it."""
+    part = part_of(variable)
+    return part is not None and part.communicator.size > 1 and part.of_same_rows
+
+
 def is_own_piece(variable: Any) -> bool:
     """Whether its gradients are of all ranks' rows, and are not averaged."""
     part = part_of(variable)

@@ -1,0 +1,184 @@
+"""Attention of whose heads each rank of a model group computes a range.
+
+The projections to queries, keys and values are cut by heads, like a `ColumnParallelDense`, that of
+the output like a `RowParallelDense`: one sum forward and one backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.parts.split import SplitLayer, entering, leaving
+from ringreduce.vocabulary.errors import ConfigError
+
+_INTO_HEADS, _OUT_OF_HEADS = {"kernel": 1, "bias": 0}, {"kernel": 0}
+
+
+class _Projection(SplitLayer, keras.layers.EinsumDense):
+    """A projection into or out of heads, in place of the plain one, which is not built yet."""
+
+    def __init__(self, plain: Any, cut: dict[str, int], communicator: Communicator | None) -> None:
+        # These very initializers: others would draw further seeds.
+        drawing = ("kernel_initializer", "bias_initializer")
+        own = {name: getattr(plain, name) for name in drawing}
+        super().__init__(communicator=communicator, **{**plain.get_config(), **own})
+        self.cut = cut
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        if self.cut is _INTO_HEADS:
+            return super().call(inputs)
+        value = leaving(keras.ops.einsum(self.equation, inputs, self.kernel), self.ring())
+        return value if self.bias is None else keras.ops.add(value, self.bias)
+
+
+class _OfHeads(keras.random.SeedGenerator):
+    """The state is equal on all ranks, as that of any generator; the numbers are not."""
+
+    rank: int
+
+    def next(self, ordered: bool = True) -> Any:
+        """As Keras's, for this rank's heads."""
+        drawn = super().next(ordered)
+        return drawn + keras.ops.convert_to_tensor([1_000_003 * self.rank, 0], drawn.dtype)
+
+
+class _Attention(SplitLayer):
+    """What is alike for both kinds of attention."""
+
+    cut: dict[str, int] = {}  # noqa: RUF012
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Keras's `build` makes a projection, assigns it and then builds it.
+        if type(value) is keras.layers.EinsumDense:
+            cut = _OUT_OF_HEADS if name == "_output_dense" else _INTO_HEADS
+            value = _Projection(value, cut, self.communicator)
+        super().__setattr__(name, value)
+
+    def _check(self, name: str) -> None:
+        """ConfigError for options that would see a piece; `name` begins that of an attribute."""
+        kinds = ("kernel_constraint", "bias_constraint", "activity_regularizer")
+        self.refuse(**{kind: getattr(self, f"{name}{kind}") for kind in kinds})
+
+    def _require_heads(self, count: int, what: str) -> None:
+        if count % (size := self.ring().size):
+            raise ConfigError(
+                f"cannot divide the {count} {what} of {self.name} among {size} ranks",
+                **self.ring().config.who,
+                remedy=f"Make it a multiple of {size}, or pass a group whose size divides it.",
+            )
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        """Draw this rank's heads. Collective."""
+        super().build(query_shape, value_shape, key_shape)
+        if generator := getattr(self._dropout_layer, "seed_generator", None):
+            generator.__class__ = _OfHeads
+            generator.rank = self.ring().rank
+
+    def call(
+        self,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: Any = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        """As the plain layer. Collective."""
+        self.refuse(return_attention_scores=return_attention_scores)
+        group = self.ring()
+        # What is given twice enters once, and its gradients are added up once.
+        entered = {
+            id(given): entering(given, group)
+            for given in (query, value, key)[: 2 + (key is not None)]
+        }
+        return super().call(
+            entered[id(query)],
+            entered[id(value)],
+            key=None if key is None else entered[id(key)],
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            training=training,
+            use_causal_mask=use_causal_mask,
+        )
+
+
+class ParallelGroupQueryAttention(_Attention, keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` of whose heads each rank of a group computes a range.
+
+    As `ParallelMultiHeadAttention`; both numbers of heads must divide by the size of the group.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(head_dim, num_query_heads, num_key_value_heads, *more, **options)
+        self._check("")
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        """Draw this rank's heads. Collective."""
+        self._require_heads(self.num_query_heads, "query heads")
+        self._require_heads(self.num_key_value_heads, "key and value heads")
+        super().build(query_shape, value_shape, key_shape)
+
+
+class ParallelMultiHeadAttention(_Attention, keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` of whose heads each rank of a group computes a range.
+
+    All ranks of the group have the same inputs, and get the same output. Drawn, saved, loaded and
+    trained as `ColumnParallelDense` is.
+
+    Args:
+        num_heads, key_dim, arguments, options: as for `keras.layers.MultiHeadAttention`; no
+            constraint or activity regularizer.
+        num_key_value_heads: makes a `ParallelGroupQueryAttention`, with so many heads of keys and
+            values, and `key_dim` as the width of all.
+        communicator: the group.
+
+    Raises:
+        ConfigError: an option cannot be had in pieces; when it is built: the heads do not divide;
+            when it is called: attention scores are asked for, of which each rank has a part.
+    """
+
+    def __new__(
+        cls,
+        num_heads: int,
+        key_dim: int,
+        *arguments: Any,
+        num_key_value_heads: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """The layer, or one with fewer heads of keys and values."""
+        if num_key_value_heads is None:
+            return super().__new__(cls, num_heads, key_dim, *arguments, **options)
+        return ParallelGroupQueryAttention(
+            key_dim, num_heads, num_key_value_heads, *arguments, **options
+        )
+
+    def __init__(self, num_heads: int, key_dim: int, *arguments: Any, **options: Any) -> None:
+        super().__init__(num_heads, key_dim, *arguments, **options)
+        self._check("_")
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        """Draw this rank's heads. Collective."""
+        self._require_heads(self.num_heads, "heads")
+        super().build(query_shape, value_shape, key_shape)
+
+
+# Keras writes the name and module of the class into a file; the configuration is the plain layer's.
+for _layer in (ParallelMultiHeadAttention, ParallelGroupQueryAttention):
+    _plain = _layer.__mro__[_layer.__mro__.index(_Attention) + 3]
+    _layer.__name__, _layer.__module__ = _plain.__name__, _plain.__module__

@@ -1,0 +1,78 @@
+"""What the ranks of a model group have alike, beside their pieces of split layers.
+
+    ranks 0, 1   a model group: pieces 0 and 1 of split layers, all else alike, the same rows
+    ranks 2, 3   another one: the same, with other rows
+    ranks 0, 2   a data group: the same pieces, over which gradients are averaged; so are 1, 3
+
+All that is alike gets the same gradients on the ranks of a model group, without being sent. So it
+need only begin alike: values, and states of random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce import tensorflow as bridge
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.parts.part import is_of_split_layer, part_of
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
+
+
+def model_group(variables: Iterable[Any]) -> Communicator | None:
+    """The group that holds the pieces of split layers among `variables`; None: there are none."""
+    groups: dict[tuple[int, ...], Communicator] = {}
+    for variable in filter(is_of_split_layer, variables):
+        part = part_of(variable)
+        assert part is not None
+        groups.setdefault(part.communicator.members, part.communicator)
+    if len(groups) > 1:
+        first = next(iter(groups.values()))
+        raise ConfigError(
+            f"has split layers on different groups, of ranks {' and '.join(map(str, groups))}",
+            **first.config.who,
+            remedy="Pass all split layers of a model one communicator.",
+        )
+    return next(iter(groups.values()), None)
+
+
+def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator:
+    """All ranks that train a model with these `variables`: `data`, or with split layers more.
+
+    Raises:
+        ConfigError: there is no communicator of just these.
+    """
+    group = model_group(variables)
+    if group is None:
+        return data
+    if data.size == 1:
+        return group
+    every = group.parent
+    if every is None or every.size != group.size * data.size or every is not data.parent:
+        raise ConfigError(
+            f"has split layers on ranks {group.members} and averages over ranks {data.members}, "
+            "and was given no communicator that has just these groups",
+            **data.config.who,
+            remedy="Split both from one: model_group = comm.split(comm.rank // S), "
+            "data = comm.split(comm.rank % S).",
+        )
+    return every
+
+
+def alike(variables: Iterable[Any]) -> list[Any]:
+    """Those of `variables` that are equal on all ranks of a model group."""
+    return [variable for variable in variables if not is_of_split_layer(variable)]
+
+
+def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
+    """Give all ranks of a model group its first one's values; return whether any rank's differed.
+
+    Pieces of split layers stay. Collective in `group`; None: there is none.
+    """
+    if group is None:
+        return False
+    differed = bridge.broadcast_variables(alike(variables), group)
+    return bool(group.all_reduce(np.array([differed], np.int64), ReduceOp.MAX)[0])
