@@ -237,7 +237,7 @@ def fit(
             # Else its optimizer compares that in the first step.
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
-        warn_of_differences(model, ring)
+        warn_of_differences(model, every)
         if not training.is_even:
             weigh_steps(model, "samples", ring)
     answering = []

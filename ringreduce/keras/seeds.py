@@ -9,6 +9,7 @@ changes nothing, or repairs what a checkpoint has made equal again.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.private import graphs_being_traced
+from ringreduce.tensorflow.variables import path_of
 
 
 def fold_seeds(source: Any, communicator: Communicator | None = None) -> None:
@@ -66,11 +68,20 @@ def _folded(value: Sequence[int], rank: int) -> int:
 
 
 def seed_states_in_use() -> list[Any]:
-    """The generators' states that the function being traced has used so far; [] eagerly."""
+    """The generators' states that the function being traced has used so far; [] eagerly.
+
+    In an order that is equal on all ranks, though numbers of automatic names may not be.
+    """
     found: dict[int, Any] = {}
     for graph in graphs_being_traced():
         # A later TensorFlow may have no such attribute; generators are left to `fold_seeds` then.
         for variable in getattr(graph, "_watched_variables", ()):
             if is_seed_state(variable):
                 found.setdefault(id(variable), variable)
-    return list(found.values())
+    # Words and numbers alternate, so that only like is compared with like.
+    return sorted(
+        found.values(),
+        key=lambda state: [
+            int(word) if word.isdigit() else word for word in re.split(r"(\d+)", path_of(state))
+        ],
+    )

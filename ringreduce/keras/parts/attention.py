@@ -14,22 +14,23 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.split import SplitLayer, entering, leaving
 from ringreduce.vocabulary.errors import ConfigError
 
-_INTO_HEADS, _OUT_OF_HEADS = {"kernel": 1, "bias": 0}, {"kernel": 0}
 
+class _IntoHeads(SplitLayer, keras.layers.EinsumDense):
+    """A projection to queries, keys or values, in place of the plain one, which is not built."""
 
-class _Projection(SplitLayer, keras.layers.EinsumDense):
-    """A projection into or out of heads, in place of the plain one, which is not built yet."""
+    cut = {"kernel": 1, "bias": 0}  # noqa: RUF012
 
-    def __init__(self, plain: Any, cut: dict[str, int], communicator: Communicator | None) -> None:
+    def __init__(self, plain: Any, communicator: Communicator | None) -> None:
         # These very initializers: others would draw further seeds.
         drawing = ("kernel_initializer", "bias_initializer")
         own = {name: getattr(plain, name) for name in drawing}
         super().__init__(communicator=communicator, **{**plain.get_config(), **own})
-        self.cut = cut
+
+
+class _OutOfHeads(_IntoHeads):
+    cut = {"kernel": 0}  # noqa: RUF012
 
     def call(self, inputs: Any, training: Any = None) -> Any:
-        if self.cut is _INTO_HEADS:
-            return super().call(inputs)
         value = leaving(keras.ops.einsum(self.equation, inputs, self.kernel), self.ring())
         return value if self.bias is None else keras.ops.add(value, self.bias)
 
@@ -53,8 +54,8 @@ class _Attention(SplitLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         # Keras's `build` makes a projection, assigns it and then builds it.
         if type(value) is keras.layers.EinsumDense:
-            cut = _OUT_OF_HEADS if name == "_output_dense" else _INTO_HEADS
-            value = _Projection(value, cut, self.communicator)
+            kind = _OutOfHeads if name == "_output_dense" else _IntoHeads
+            value = kind(value, self.communicator)
         super().__setattr__(name, value)
 
     def _check(self, name: str) -> None:

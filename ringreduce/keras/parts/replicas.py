@@ -53,8 +53,8 @@ def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator
     every = group.parent
     if every is None or every.size != group.size * data.size or every is not data.parent:
         raise ConfigError(
-            f"has split layers on ranks {group.members} and averages over ranks {data.members}, "
-            "and was given no communicator that has just these groups",
+            f"averages over ranks {list(data.members)} a model with split layers, whose pieces are "
+            f"on ranks {list(group.members)}: these do not make up one communicator",
             **data.config.who,
             remedy="Split both from one: model_group = comm.split(comm.rank // S), "
             "data = comm.split(comm.rank % S).",

@@ -185,9 +185,9 @@ class RowParallelDense(_SplitDense):
             value = keras.ops.add(value, self.bias)
         return value if self.activation is None else self.activation(value)
 
-    def get_build_config(self) -> dict[str, Any] | None:
+    def get_build_config(self) -> Any:
         """That of the plain layer, whose input is whole."""
-        config: dict[str, Any] | None = super().get_build_config()
+        config = super().get_build_config()
         return _with_last(config, lambda count: count * self.ring().size)
 
     def build_from_config(self, config: dict[str, Any]) -> None:
