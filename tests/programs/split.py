@@ -337,8 +337,9 @@ def refused():
     for name, action in cases.items():
         say(name, **error_of(action))
     if comm.size > SIZE:
-        other = comm.split(comm.rank // SIZE)
-        say("other parent", **error_of(lambda: fitted(split(average=other.split(0)))))
+        other = comm.split(0).split(comm.rank % SIZE)
+        mixed = split(average=other)
+        say("other parent", **error_of(lambda: fitted(mixed, average=other)))
     job = comm.split(0)
     model_group, average = job.split(comm.rank // SIZE), job.split(comm.rank % SIZE)
     model = split(model_group=model_group, average=average)
