@@ -119,6 +119,12 @@ def test_what_cannot_be_split_is_refused(case, words):
         assert words in fact["text"]
 
 
+def test_a_layer_that_gets_only_this_ranks_units_is_found_after_a_step():
+    for fact in said(2, "half"):
+        assert fact["error"] == "MismatchError"
+        assert "verify_replicas" in fact["text"]
+
+
 def test_ranks_of_a_pair_that_read_other_rows_are_told():
     for fact in said(2, "other rows"):
         assert fact["error"] == "MismatchError"

@@ -342,6 +342,14 @@ def refused():
         say("other parent", **error_of(lambda: fitted(mixed, average=other)))
     job = comm.split(0)
     model_group, average = job.split(comm.rank // SIZE), job.split(comm.rank % SIZE)
+    layers = [keras.Input((WIDTH,)), keras.layers.Dense(4), column(4, communicator=model_group)]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])  # which gets half of the units
+    model.compile(rr.DistributedOptimizer(SGD(0.1), average), "mse")
+    x, y = rows(8)
+    run = functools.partial(rr.fit, model, x, y, verbose=0, communicator=average)
+    say("half", **error_of(run))
+    job = comm.split(0)
+    model_group, average = job.split(comm.rank // SIZE), job.split(comm.rank % SIZE)
     model = split(model_group=model_group, average=average)
     x, y = rows(8, comm.rank % SIZE)
     run = functools.partial(rr.fit, model, x, y, verbose=0, communicator=average)

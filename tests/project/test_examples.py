@@ -43,3 +43,14 @@ def test_pairs_of_a_pipeline_train_as_one_of_them_does():
     assert len(losses[0]) == 3
     # Adam makes more of what sums are rounded by.
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@pytest.mark.full
+def test_two_models_in_pieces_are_saved_as_one_plain_model():
+    result = run_job(4, [str(EXAMPLES / "hybrid.py"), "--epochs", "3"])
+    assert result.exit_code == 0, result.errors
+    lines = [line.split() for line in result.output.splitlines()]
+    assert len({line[-1] for line in lines if line[1].startswith('"accuracy')}) == 1
+    assert len({line[1].strip(",") for line in lines if len(line[1].strip('",')) == 64}) == 1
+    # Only the first of all ranks prints.
+    assert {line[0] for line in lines if "Epoch" in line} == {"[0]"}

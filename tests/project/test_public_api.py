@@ -68,6 +68,7 @@ COMMUNICATOR = [
     "local_rank",
     "local_size",
     "members",
+    "parent",
     "rank",
     "recv",
     "recv_object",

@@ -97,7 +97,8 @@ class VerifyReplicas(keras.callbacks.Callback):
     Compares trainable variables and the optimizer's, local ones excepted, every `every` batches and
     at the end of training; None: only then, as `rr.fit` does by itself. Each comparison hashes all
     weights, at about 1 GB/s. Batches are counted over all epochs, and with ``steps_per_execution``
-    as often as Keras reports one, so that all ranks compare at the same step.
+    as often as Keras reports one, so that all ranks compare at the same step. With split layers
+    ranks of a model group compare what they have alike, also after the first batch.
 
     Raises:
         ConfigError: `every` is less than 1.
@@ -115,6 +116,9 @@ class VerifyReplicas(keras.callbacks.Callback):
         self._batches += 1
         if self._every is not None and self._batches % self._every == 0:
             self._verify()
+        elif self._batches == 1:
+            # Where a layer that needs all units has got this rank's, weights differ at once.
+            self._verify_group()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the final weights."""
@@ -123,6 +127,10 @@ class VerifyReplicas(keras.callbacks.Callback):
     def _verify(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
         bridge.verify_replicas(state, self._communicator)
+        self._verify_group()
+
+    def _verify_group(self) -> None:
+        state = _shared_state(self.model, self.model.trainable_variables)
         if (group := model_group(state)) is not None:
             bridge.verify_replicas(alike(state), group)
 
