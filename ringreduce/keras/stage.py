@@ -114,7 +114,7 @@ class Stage:
                 "micro-batches",
                 **self._chain.config.who,
                 remedy="Use batches, the last one too, whose rows are a multiple of micro_batches "
-                "on each data replica: dataset.batch(n, drop_remainder=True).",
+                "on each copy of the model: dataset.batch(n, drop_remainder=True).",
             )
         size = rows // count
         activations = _Incoming(self._chain, self.number - 1, self._arrives, size, count)

@@ -115,6 +115,13 @@ def test_bad_input_is_an_error_on_all_ranks(size, case, words):
         assert words.format(stages=3 if size == 3 else 2) in fact["text"]
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_stages_with_other_numbers_of_batches_are_told_before_training(size):
+    for fact in said(size, "other data"):
+        assert fact["error"] == "MismatchError"
+        assert "batches is 4 on rank 0 and 6 on rank 1" in fact["text"]
+
+
 def test_an_optimizer_that_averages_over_other_stages_is_refused():
     for fact in said(4, "whole job"):
         assert fact["error"] == "ConfigError"

@@ -270,6 +270,11 @@ def refused():
     if comm.size > STAGES:
         whole = rr.DistributedOptimizer(keras.optimizers.SGD(0.1))
         say("whole job", **error_of(lambda: pipeline.compile(whole, "mse")))
+        pipeline, _ = made()
+        pipeline.compile("sgd", "mse")
+    rows = 64 if pipeline.stage == 0 else 96
+    fit = {"batch_size": 16, "verbose": 0}
+    say("other data", **error_of(lambda: pipeline.fit(x[:rows], y[:rows], **fit)))
 
 
 class Dies(keras.layers.Layer):
