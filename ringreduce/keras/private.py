@@ -46,6 +46,8 @@ for _owner, _names in (
     (keras.optimizers.RMSprop, ("_momentums",)),
     (keras.Variable, ("_value",)),
     (keras.Layer, ("_trainable_variables",)),
+    (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
+    (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
 ):
     for _name in _names:

@@ -22,27 +22,27 @@ def said_now(size, case, *options):
     return sorted(found, key=lambda fact: fact["rank"])
 
 
-def test_attention_is_drawn_trained_and_gathered_as_the_unsplit_one():
+def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one():
     for fact in said(2, "attention"):
-        assert fact["first"] < 1e-6
-        assert fact["apart"] < 1e-6
-        assert fact["weights"] == 22
+        assert fact["found"].pop("loaded") == fact["found"].pop("outputs") == 0.0
+        assert max(fact["found"].values()) < 1e-6
+        assert [8, 2, 3] in fact["shapes"]  # two of four heads
+        assert [8, 1, 2] in fact["shapes"]  # one of two heads of keys
 
 
 @pytest.mark.full
 def test_it_is_compiled_by_xla_with_batches_of_one_size():
-    assert all(fact["apart"] < 1e-6 for fact in said_now(2, "attention", "jit"))
+    assert all(fact["found"]["after"] < 1e-6 for fact in said_now(2, "attention", "jit"))
 
 
 def test_two_blocks_over_two_pairs_train_as_one_process_does():
     for fact in said(4, "deep"):
         assert fact["start"] == 0.0
-        assert fact["after"] < 1e-5
+        assert fact["end"] < 1e-5
         shapes = [[6, 8], [8], *2 * [[8, 6], [6], [6, 8], [8]], [8, 1], [1]]
         assert fact["shapes"] == shapes
-        measured = ("loss", "mae", "val_loss", "val_mae")
-        found = {f"{name} {count}" for name in ("evaluated", "predicted") for count in (9, 1)}
-        assert max(fact[name] for name in found.union(measured)) < 1e-5
+        assert len(fact["found"]) == 8
+        assert max(fact["found"].values()) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["global", pytest.param("each", marks=pytest.mark.full)])

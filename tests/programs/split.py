@@ -86,8 +86,15 @@ def wholes(model):
     return found
 
 
+def once(function):
+    """What plain Keras says, computed by one rank for all."""
+    return comm.broadcast_object(function() if comm.rank == 0 else None)
+
+
 def apart(model, other):
-    pairs = zip(wholes(model), wholes(other), strict=True)
+    """Of two models, or of a model and whole values."""
+    theirs = other if isinstance(other, list) else wholes(other)
+    pairs = zip(wholes(model), theirs, strict=True)
     return max(float(np.abs(np.asarray(a, "float64") - b).max()) for a, b in pairs)
 
 
@@ -116,42 +123,70 @@ def attentive(is_split):
     return keras.Model(inputs, keras.layers.Flatten()(wide(x)))
 
 
-def attention():
-    """Both kinds of attention and gathered outputs, saved and trained as the unsplit ones."""
-    model, twin = attentive(True), attentive(False)
+def attention(folder):
+    """Both kinds of attention and gathered outputs: drawn, trained and saved as the unsplit."""
     x = np.random.default_rng(1).normal(size=(8, 3, 4)).astype("float32")
     y = np.random.default_rng(2).normal(size=(8, 12)).astype("float32")
-    first = float(np.abs(model(x[:4]).numpy() - twin(x[:4]).numpy()).max())
-    is_jit = "jit" in sys.argv
-    optimizer = rr.DistributedOptimizer(SGD(0.1), data)
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=is_jit)
-    twin.compile(optimizer=SGD(0.1), loss="mse", jit_compile=is_jit)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+    options = {"loss": "mse", "jit_compile": "jit" in sys.argv}
+
+    def unsplit():
+        twin = attentive(False)
+        first = twin(x[:4]).numpy().tolist()
+        twin.compile(optimizer=SGD(0.1), **options)
+        twin.fit(batches, epochs=2, verbose=0, shuffle=False)
+        return first, [each.tolist() for each in wholes(twin)]
+
+    model = attentive(True)
+    first, after = once(unsplit)
+    found = {"first": float(np.abs(model(x[:4]).numpy() - first).max())}
+    model.compile(optimizer=rr.DistributedOptimizer(SGD(0.1), data), **options)
     rr.fit(model, batches, epochs=2, verbose=0, communicator=data)
-    twin.fit(batches, epochs=2, verbose=0)
-    say("attention", first=first, apart=apart(model, twin), weights=len(model.weights))
+    found["after"] = apart(model, after)
+    path = folder / "attention.keras"
+    rr.on_rank_zero(lambda: model.save(path))
+    names = {type(layer).__name__: layer.name for layer in model.layers}
+    again = {
+        names["MultiHeadAttention"]: rr.ParallelMultiHeadAttention,
+        names["GroupedQueryAttention"]: rr.ParallelGroupQueryAttention,
+        "wide": functools.partial(rr.ColumnParallelDense, gather_output=True),
+    }
+    replace = {name: functools.partial(one, communicator=group) for name, one in again.items()}
+    loaded = rr.load_model(path, replace=replace, communicator=data)
+    found["loaded"] = apart(model, loaded)
+    found["outputs"] = float(np.abs(model(x[:4]).numpy() - loaded(x[:4]).numpy()).max())
+    plain_file = keras.models.load_model(path)
+    found["plain"] = float(np.abs(model(x[:4]).numpy() - plain_file(x[:4]).numpy()).max())
+    say("attention", found=found, shapes=[list(v.shape) for v in loaded.weights])
 
 
 def deep():
     """50 steps, of 64 rows and of 1, with validation; then evaluated and predicted."""
-    model, twin = split(SGD(0.01)), plain(SGD(0.01))
-    start = apart(model, twin)
-    validation = {"validation_data": rows(9, 2), "validation_batch_size": 4}
-    own = fitted(model, 25, validation_freq=25, **validation).history
-    del validation["validation_batch_size"]
-    theirs = fitted(twin, 25, validation_freq=25, **validation).history
-    after = apart(model, twin)
-    found = {name: max(np.abs(np.subtract(own[name], theirs[name]))) for name in theirs}
+    validation = {"validation_data": rows(9, 2), "validation_freq": 25}
+
+    def unsplit():
+        twin = plain(SGD(0.01))
+        start = [each.tolist() for each in wholes(twin)]
+        history = fitted(twin, 25, **validation).history
+        further = {}
+        for count in (9, 1):
+            x, y = rows(count, 4)
+            further[f"evaluated {count}"] = twin.evaluate(x, y, verbose=0)
+            further[f"predicted {count}"] = twin(x).numpy().tolist()
+        return start, [each.tolist() for each in wholes(twin)], {**history, **further}
+
+    model = split(SGD(0.01))
+    before, after, theirs = once(unsplit)
+    start = apart(model, before)
+    own = fitted(model, 25, validation_batch_size=4, **validation).history
+    end = apart(model, after)
     for count in (9, 1):
         x, y = rows(count, 4)
-        ours = rr.evaluate(model, x, y, batch_size=4, communicator=data)
-        found[f"evaluated {count}"] = np.abs(
-            np.subtract(ours, twin.evaluate(x, y, verbose=0))
-        ).max()
-        predicted = rr.predict(model, x, communicator=data)
-        found[f"predicted {count}"] = np.abs(predicted - twin.predict(x, verbose=0)).max()
-    found = {name: float(value) for name, value in found.items()}
-    say("deep", start=start, after=after, shapes=[list(v.shape) for v in model.weights], **found)
+        own[f"evaluated {count}"] = rr.evaluate(model, x, y, batch_size=4, communicator=data)
+        own[f"predicted {count}"] = rr.predict(model, x, communicator=data)
+    found = {name: float(np.abs(np.subtract(own[name], theirs[name])).max()) for name in theirs}
+    shapes = [list(v.shape) for v in model.weights]
+    say("deep", start=start, end=end, shapes=shapes, found=found)
 
 
 class Noting(keras.callbacks.Callback):
@@ -363,7 +398,6 @@ def jitted():
 
 
 CASES = {
-    "attention": attention,
     "deep": deep,
     "global": functools.partial(unseeded, "global", global_clipnorm=0.5),
     "each": functools.partial(unseeded, "each", clipnorm=0.25),
@@ -371,7 +405,7 @@ CASES = {
     "stopped": stopped,
     "refused": refused,
 }
-WITH_FILES = {"saved": saved, "backed up": backed_up}
+WITH_FILES = {"attention": attention, "saved": saved, "backed up": backed_up}
 USUAL = {2: ["attention", "saved", "refused"], 4: ["deep", "global", "infinite"]}
 
 for name in [each for each in sys.argv[1:] if each != "jit"] or USUAL[comm.size]:
