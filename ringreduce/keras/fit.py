@@ -238,7 +238,7 @@ def fit(
             require_same_settings(settings_of_model(model), ring)
         fold_seeds(model, ring)
         warn_of_differences(model, every)
-        if not training.is_even:
+        if ring.size > 1 and not training.is_even:
             weigh_steps(model, "samples", ring)
     answering = []
     if validation is not None and ring.size > 1:
