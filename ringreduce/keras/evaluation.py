@@ -85,12 +85,11 @@ def evaluate(
     """
     ring = communicator or default_communicator()
     share = _share_of((x, y, sample_weight), batch_size, steps, ring)
+    shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
-        return run(
-            **own, callbacks=callbacks, steps=steps, verbose=verbose, return_dict=return_dict
-        )
+        return run(**own, callbacks=callbacks, steps=steps, verbose=shown, return_dict=return_dict)
     logs: dict[str, Any] = {}
     states = MetricStates()
     if share.is_empty:
@@ -99,7 +98,6 @@ def evaluate(
     answering = _answering(model, x, share, ring)
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
-            shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
             logs = run(**own, verbose=shown, return_dict=True)
             # It matters only that the number of batches is not 0.
             states = states_of(model, 1)
@@ -142,11 +140,11 @@ def predict(
     """
     ring = communicator or default_communicator()
     share = _share_of((x, None, None), batch_size, steps, ring)
+    shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     if share.is_whole:
-        return model.predict(x, batch_size=batch_size, verbose=verbose, steps=steps)
+        return model.predict(x, batch_size=batch_size, verbose=shown, steps=steps)
     with _averages_of_rank_0(model, ring), share.being_read():
         answering = _answering(model, x, share, ring)
-        shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
         batches = _predicted(model, x, share, batch_size, shown)
         answering.finish(with_losses=False)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
