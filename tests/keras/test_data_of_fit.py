@@ -17,9 +17,10 @@ QUICK = [
     *("dataset and batch size", "unknown of a pass", "endless", "validated by generator"),
     *("py dataset within a pass", "endless py dataset"),
     *("generator read again", "loader"),
-    *("ragged", "ragged split", "ragged dataset", "sparse", "sparse dataset", "scipy generator"),
+    *("ragged", "sparse"),
 ]
 FULL = [
+    *("ragged split", "ragged dataset", "sparse dataset", "scipy generator"),
     *("arrays", "no batch size", "steps of a pass", "steps and no batch size", "executed by two"),
     *("initial epoch", "dict", "tuple", "one weight for two outputs", "no targets", "tensors"),
     *("pandas", "float64", "integers", "sample weights", "class weights", "split"),

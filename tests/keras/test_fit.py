@@ -27,7 +27,7 @@ RARE = [
     *FORMS,
     *VALIDATED,
     *("uneven pandas", "uneven validated by py dataset", "uneven validated by generator"),
-    *("uneven samples", "uneven workers", "class weights"),
+    *("uneven samples", "uneven workers", "class weights", "several steps"),
     *("class weights of a dataset", "short epochs of arrays", "jit"),
     "shuffled py dataset",
     *("shares jit", "shares of batches", "shares of a generator"),

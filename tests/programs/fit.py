@@ -29,6 +29,7 @@ RARE = {
     "uneven validated by generator",
     "uneven samples",
     "uneven workers",
+    "several steps",
     "class weights",
     "class weights of a dataset",
     "short epochs of arrays",
