@@ -123,6 +123,7 @@ def test_stages_with_other_numbers_of_batches_are_told_before_training(size):
         assert "batches is 4 on rank 0 and 6 on rank 1" in fact["text"]
 
 
+@pytest.mark.full  # The only one on 4 ranks.
 def test_an_optimizer_that_averages_over_other_stages_is_refused():
     for fact in said(4, "whole job"):
         assert fact["error"] == "ConfigError"

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ELSEWHERE = {"digits", "digits_mirrored", "demo", "ray_digits"}
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py") if file.stem not in ELSEWHERE)
 # Models in parts are trained by tests of their own.
-RARE = ("hybrid", "recommender")
+RARE = ("hybrid", "pipeline", "recommender")
 QUICK = [in_full(name) if name in RARE else name for name in NAMES]
 
 
