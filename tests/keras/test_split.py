@@ -22,6 +22,7 @@ def said_now(size, case, *options):
     return sorted(found, key=lambda fact: fact["rank"])
 
 
+@pytest.mark.full
 def test_attention_is_drawn_trained_gathered_and_saved_as_the_unsplit_one():
     for fact in said(2, "attention"):
         assert fact["found"].pop("loaded") == fact["found"].pop("outputs") == 0.0
