@@ -938,7 +938,7 @@ BREAKAGES = (
         "skipped = (rank - first) % size",
         "skipped = 0",
         "A table begins with other values on another number of ranks, or with rows twice.",
-        ("tests/keras/test_strangers.py",),
+        ("tests/keras/test_parts.py",),
     ),
     Breakage(
         "norm-of-own-piece",

@@ -48,6 +48,11 @@ def test_experts_learn_from_all_rows_whatever_the_shares(size, case):
         assert fact["moved"] > 0
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_table_is_the_same_whatever_the_number_of_ranks(size):
+    assert all(fact["equal"] for fact in said(size, "drawn"))
+
+
 def test_an_infinity_in_one_piece_is_one_on_all_ranks():
     # Without the scale, 4 after the first step, 1 + 2 * 2 elements are 8: clipped to a norm of 5.
     once = 8.0 * 5 / (8 * 5**0.5)

@@ -225,6 +225,17 @@ def scaled():
     say("scaled", found=found)
 
 
+def drawn():
+    """The same seed draws the same table on one rank and on several."""
+    tables = []
+    for group in (comm, comm.split(comm.rank)):
+        seeded = keras.initializers.RandomUniform(seed=7)
+        layer = rr.ShardedEmbedding(2050, 2, embeddings_initializer=seeded, communicator=group)
+        layer.build()
+        tables.append(layer.weights[0])
+    say("drawn", equal=bool((whole(tables[0]) == np.asarray(tables[1])).all()))
+
+
 def halves():
     """An infinity in one rank's piece: all ranks skip that step, and halve their loss scales."""
     table = rr.ShardedEmbedding(comm.size, 2, embeddings_initializer="zeros")
@@ -433,6 +444,7 @@ CASES = {
     "local experts": local_experts,
     "scaled": scaled,
     "refused": refused,
+    "drawn": drawn,
     "halves": halves,
     "looked up": looked_up,
     "evaluated": evaluated,
