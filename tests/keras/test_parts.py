@@ -67,6 +67,13 @@ def test_local_weights_that_other_ranks_use_are_refused_in_uneven_steps():
         assert "rr.PartLayer.add_part" in fact["text"]
 
 
+def test_local_weights_are_not_backed_up_for_one_rank_alone_and_not_warned_of():
+    for fact in said(2, "local backup"):
+        assert fact["error"] == "ConfigError"
+        assert "rr.PartLayer.add_part" in fact["text"]
+        assert fact["warned"] == 0
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_local_gradients_may_be_those_of_the_mean(size):
     for rank, fact in enumerate(said(size, "scaled")):

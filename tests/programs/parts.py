@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import warnings
 
 import keras
 import numpy as np
@@ -223,6 +224,22 @@ def scaled():
         optimizer.apply([tf.constant([6.0 * (comm.rank + 1)])], [variable])
         found.append(float(variable[0]))
     say("scaled", found=found)
+
+
+def local_backup():
+    """Rank 0 would keep its own local variables alone; training without a backup warns of none."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = rr.DistributedOptimizer(SGD(0.5), local_variables=model.trainable_variables)
+    model.compile(optimizer=optimizer, loss="mse")
+    model.layers[0].set_weights([np.full((2, 1), float(comm.rank))])
+    rows = np.ones((4 * comm.size, 2), "float32")
+    fit = functools.partial(rr.fit, model, rows, rows[:, :1], batch_size=comm.size, verbose=0)
+    backed_up = error_of(lambda: fit(backup_dir="never written"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", rr.WeightsWarning)
+        fit()
+    weights = [one for one in told if issubclass(one.category, rr.WeightsWarning)]
+    say("local backup", **backed_up, warned=len(weights))
 
 
 def drawn():
@@ -444,6 +461,7 @@ CASES = {
     "local experts": local_experts,
     "scaled": scaled,
     "refused": refused,
+    "local backup": local_backup,
     "drawn": drawn,
     "halves": halves,
     "looked up": looked_up,
