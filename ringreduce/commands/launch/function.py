@@ -15,9 +15,11 @@ import pickle
 import signal
 import sys
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from types import CodeType
+from typing import IO, Any, ClassVar, TypeVar
 
 import cloudpickle
 
@@ -141,6 +143,20 @@ def checked_size(count: Any, call: str) -> int:
     return size
 
 
+def _reduce(code: CodeType) -> Any:
+    """Pickles code with its file, which tracebacks show and cloudpickle >= 3.1.3 leaves out."""
+    if not code.co_filename:
+        return cloudpickle.Pickler.dispatch_table[CodeType](code)
+    named = operator.methodcaller("replace", co_filename=code.co_filename)
+    return named, (code.replace(co_filename=""),)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce}, cloudpickle.Pickler.dispatch_table
+    )
+
+
 def _write(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Write what `call.main` reads."""
     # Lines of code that is in no file, such as cells', for tracebacks.
@@ -151,7 +167,7 @@ def _write(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...])
     }
     pickle.dump((sys.path, sys.argv, sources), file)
     try:
-        cloudpickle.dump((function, args), file)
+        _Pickler(file).dump((function, args))
     except Exception as error:
         name = getattr(function, "__qualname__", None) or repr(function)
         raise ConfigError(
