@@ -177,7 +177,6 @@ def look_up(ids: Mapping[Any, Any]) -> dict[Any, Any]:
     tables = [layer._embeddings for layer in layers]
 
     def exchange(*own: Any) -> list[Any]:
-        # Not Keras's take, which reads the whole table (keras#15376).
         return rows_of_all(
             [table.value for table in tables],
             own,
