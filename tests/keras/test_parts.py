@@ -157,7 +157,7 @@ def test_a_job_that_is_started_again_ends_as_one_that_was_not_disturbed(size):
         assert fact["steps"] == 4
 
 
-@pytest.mark.parametrize("kind", ["table", in_full("experts")])
+@pytest.mark.parametrize("kind", [in_full("table"), in_full("experts"), "split"])
 def test_a_rank_killed_in_a_step_is_named(kind):
     result = run_job(2, ["tests/programs/lost_part.py", kind])
     [fact] = facts_in(result.output)

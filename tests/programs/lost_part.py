@@ -33,11 +33,17 @@ class Experts(rr.PartLayer):
         return tf.ensure_shape(rr.in_parts(ask, rows), rows.shape)
 
 
-if sys.argv[1] == "table":
+data = comm
+if sys.argv[1] == "split":
+    data = comm.split(comm.rank)
+    pieces = [kind(2, communicator=comm) for kind in (rr.ColumnParallelDense, rr.RowParallelDense)]
+    layers = [keras.Input((2,)), *pieces]
+elif sys.argv[1] == "table":
     layers = [keras.Input((2,), dtype="int64"), rr.ShardedEmbedding(16, 2), keras.layers.Flatten()]
 else:
     layers = [keras.Input((2,)), Experts()]
 model = keras.Sequential([*layers, keras.layers.Dense(1)])
-model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+model.compile(optimizer=rr.DistributedOptimizer(keras.optimizers.SGD(0.1), data), loss="mse")
 x, y = np.ones((64, 2)), np.ones((64, 1))
-say("lost", **error_of(lambda: rr.fit(model, x, y, batch_size=4, verbose=0, callbacks=[Kill()])))
+given = {"batch_size": 4, "verbose": 0, "callbacks": [Kill()], "communicator": data}
+say("lost", **error_of(lambda: rr.fit(model, x, y, **given)))
