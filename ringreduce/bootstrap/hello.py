@@ -12,8 +12,6 @@ from ringreduce.pure.networks import are_networks
 FAILED_MAX = 512
 # Texts from others are cut to this length in errors and logs.
 _SHOWN_CHARACTERS = 200
-# What decoding raises: ValueError for text that is not UTF-8, RecursionError for endless depth.
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -38,6 +36,10 @@ class Hello(msgspec.Struct, tag=True):
     python: str = ""
     numpy: str = ""
     networks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not are_networks(self.networks):
+            raise ValueError("networks that cannot be read")
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
@@ -64,6 +66,13 @@ class Table(msgspec.Struct, tag=True, frozen=True):
     keys: tuple[str, ...]
     material: bytes
     networks: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        columns = (self.addresses, self.controls, self.standbys, self.hosts, self.memory, self.keys)
+        if any(len(column) != len(self.networks) for column in columns):
+            raise ValueError("columns of different lengths")
+        if not all(map(are_networks, self.networks)):
+            raise ValueError("networks that cannot be read")
 
 
 class Refusal(msgspec.Struct, tag=True):
@@ -94,47 +103,18 @@ class Reports(msgspec.Struct, tag=True, frozen=True):
     failed: dict[int, tuple[Failed, ...]]
 
 
-def read_hello(data: bytes) -> Hello | None:
-    """The hello in `data`; None if it is something else."""
+Message = Hello | Table | Refusal | Report | Reports
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def read(data: bytes) -> Message | None:
+    """The message in `data`; None if it is something else."""
     try:
-        hello = msgspec.msgpack.decode(data, type=Hello)
-    except _UNREADABLE:
+        return _DECODER.decode(data)
+    # ValueError for text that is not UTF-8, RecursionError for endless depth.
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return hello if are_networks(hello.networks) else None
-
-
-def read_report(data: bytes) -> Report | None:
-    """The report in `data`; None if it is something else."""
-    try:
-        return msgspec.msgpack.decode(data, type=Report)
-    except _UNREADABLE:
-        return None
-
-
-def read_reports(data: bytes) -> Reports | Refusal | None:
-    """The first rank's answer to the reports; None if it is no such."""
-    try:
-        return msgspec.msgpack.decode(data, type=Reports | Refusal)
-    except _UNREADABLE:
-        return None
-
-
-def read_answer(data: bytes, size: int) -> Table | Refusal | None:
-    """The first rank's answer in `data`; None if it is no such, or a table not of `size` ranks."""
-    try:
-        answer = msgspec.msgpack.decode(data, type=Table | Refusal)
-    except _UNREADABLE:
-        return None
-    if isinstance(answer, Table):
-        columns = [
-            *(answer.addresses, answer.controls, answer.standbys),
-            *(answer.hosts, answer.memory, answer.keys, answer.networks),
-        ]
-        if any(len(column) != size for column in columns):
-            return None
-        if not all(map(are_networks, answer.networks)):
-            return None
-    return answer
 
 
 def shown(value: object) -> str:

@@ -37,10 +37,7 @@ from ringreduce.bootstrap.hello import (
     Report,
     Reports,
     Table,
-    read_answer,
-    read_hello,
-    read_report,
-    read_reports,
+    read,
     shown,
 )
 from ringreduce.pure.membership import Membership
@@ -264,25 +261,22 @@ class Rendezvous:
             if self._socket.poll(milliseconds(TIMES.poll_s)):
                 identity, *_, data = self._socket.recv_multipart()
                 # Another rank's late hello is no report.
-                if identity in identities and (report := read_report(data)) is not None:
+                if identity in identities and isinstance(report := read(data), Report):
                     found[identities[identity]] = report.failed
         missing = sorted(set(identities.values()) - set(found))
-        error: RendezvousError | None = None
         left = FAILED_MAX  # More would not fit into a message, and tell nobody more.
         for rank in sorted(found):
             found[rank] = found[rank][:left]
             left -= len(found[rank])
         answer: Reports | Refusal = Reports(found)
         if missing:
-            error = self._gone(
-                missing[0],
-                f"waited in vain for rank {missing[0]}, which had joined, to connect to its peers",
-            )
-            answer = Refusal(error.message, False, error.peer)
+            gone = missing[0]
+            text = f"waited in vain for rank {gone}, which had joined, to connect to its peers"
+            answer = Refusal(text, False, gone)
         for identity in identities:
             self._answer(identity, answer)
-        if error is not None:
-            raise error
+        if isinstance(answer, Refusal):
+            raise self._error(answer.peer, answer.text)
         return found
 
     def _await_reports(self) -> dict[int, tuple[Failed, ...]]:
@@ -290,17 +284,13 @@ class Rendezvous:
         while time.monotonic() < self._deadline:
             self._idle()
             if self._socket.poll(milliseconds(TIMES.poll_s)):
-                answer = read_reports(self._socket.recv())
+                answer = read(self._socket.recv())
                 if isinstance(answer, Refusal):
-                    raise self._gone(answer.peer, answer.text)
-                if answer is not None:
+                    raise self._error(answer.peer, answer.text)
+                if isinstance(answer, Reports):
                     return answer.failed
         first = self._first
-        raise self._gone(first, f"got no answer from rank {first}, which had joined")
-
-    def _gone(self, peer: int | None, text: str) -> RendezvousError:
-        remedy = f"Read rank {peer}'s log first."
-        return RendezvousError(text, **self._config.who, peer=peer, remedy=remedy)
+        raise self._error(first, f"got no answer from rank {first}, which had joined")
 
     def close(self) -> None:
         """Close this rank's side; on the first after sending answers, at most `TIMES.linger_s`."""
@@ -320,8 +310,8 @@ class Rendezvous:
             self._failures.count()  # Empties the queue of events.
             if self._socket.poll(milliseconds(TIMES.poll_s)):
                 identity, *_, data = self._socket.recv_multipart()
-                hello = read_hello(data)
-                if hello is None:
+                hello = read(data)
+                if not isinstance(hello, Hello):
                     members.note("a message that is no hello")
                 elif (refusal := members.admit(identity, hello)) is not None:
                     self._answer(identity, refusal)
@@ -360,8 +350,8 @@ class Rendezvous:
         if not self._socket.poll(milliseconds(TIMES.poll_s)):
             self._look_for_trouble()
             return None
-        answer = read_answer(self._socket.recv(), self._count)
-        if isinstance(answer, Table):
+        answer = read(self._socket.recv())
+        if isinstance(answer, Table) and len(answer.addresses) == self._count:
             return answer
         if isinstance(answer, Refusal):
             kind = MismatchError if answer.mismatch else RendezvousError
@@ -391,6 +381,7 @@ class Rendezvous:
         self._socket.setsockopt(zmq.LINGER, 0)
         if refused:
             raise self._error(
+                self._first,
                 f"was refused in the handshake at {config.rendezvous}: what listens there does "
                 "not know this job's secret, or is no ringreduce",
                 "All ranks need the same RINGREDUCE_SECRET (all or none) and the same "
@@ -399,20 +390,22 @@ class Rendezvous:
                 "~/.ringreduce/secret.",
             )
         raise self._error(
+            self._first,
             f"got no answer from rank {self._first} at {config.rendezvous} in "
             f"{config.join_timeout_s:g} s",
             f"Check that rank {self._first} runs and that {_NAMED_IN} has its address"
             f"{_only_here(config)}."
             if not self._epoch
-            else f"Read rank {self._first}'s log first.",
+            else None,
         )
 
     @property
     def _is_first(self) -> bool:
         return self._config.rank == self._first
 
-    def _error(self, text: str, remedy: str) -> RendezvousError:
-        return RendezvousError(text, **self._config.who, peer=self._first, remedy=remedy)
+    def _error(self, peer: int | None, text: str, remedy: str | None = None) -> RendezvousError:
+        remedy = remedy or f"Read rank {peer}'s log first."
+        return RendezvousError(text, **self._config.who, peer=peer, remedy=remedy)
 
 
 class _Failures:

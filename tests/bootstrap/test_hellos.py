@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from ringreduce.bootstrap.admission import Members
-from ringreduce.bootstrap.hello import read_hello
+from ringreduce.bootstrap.hello import Hello, read
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import Config
@@ -201,13 +201,13 @@ def test_a_rank_with_an_impossible_address_is_a_named_error(address: str) -> Non
 
 
 def test_mutated_hellos_admit_nobody_who_has_no_place(chance: random.Random) -> None:
-    own = read_hello(hello(rank=0))
-    assert own is not None
+    own = read(hello(rank=0))
+    assert isinstance(own, Hello)
     config = Config(size=2, rendezvous="127.0.0.1:1", job_id="ours")
     longest = 0
     for _ in range(20_000):
-        said = read_hello(mutate_bytes(chance, hello(rank=chance.choice((0, 1, 2)))))
-        if said is None:
+        said = read(mutate_bytes(chance, hello(rank=chance.choice((0, 1, 2)))))
+        if not isinstance(said, Hello):
             continue
         members = Members(config, own)
         try:
