@@ -42,13 +42,7 @@ from ringreduce.bootstrap.hello import (
 )
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import WIRE_VERSION
-from ringreduce.transport.address import (
-    endpoint,
-    is_literal,
-    is_loopback,
-    listens_on_loopback,
-    resolve,
-)
+from ringreduce.transport.address import endpoint, is_literal, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.happy_eyeballs import first_to_answer
@@ -56,7 +50,7 @@ from ringreduce.transport.interfaces import hosts_of, meeting_hosts
 from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
-from ringreduce.vocabulary.endpoints import host_and_port
+from ringreduce.vocabulary.endpoints import host_and_port, is_loopback
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,

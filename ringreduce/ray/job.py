@@ -16,11 +16,11 @@ from typing import Any
 
 import ray
 
-from ringreduce.commands.launch.local import address, default_threads
+from ringreduce.commands.launch.local import default_threads
 from ringreduce.communicator.process import default_communicator, is_initialized, shutdown
 from ringreduce.transport.listening import Bind, listen
 from ringreduce.vocabulary.config import SETTINGS, Config, check_names
-from ringreduce.vocabulary.endpoints import port_range
+from ringreduce.vocabulary.endpoints import address, port_range
 from ringreduce.vocabulary.worker_environment import enter_job, forwarded_environment, leave_job
 
 # What `form` decides for each job.

@@ -7,7 +7,7 @@ import re
 import socket
 
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.endpoints import host_and_port
+from ringreduce.vocabulary.endpoints import address, host_and_port, is_loopback
 from ringreduce.vocabulary.errors import RendezvousError
 
 _LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback")
@@ -54,7 +54,7 @@ def unreachable(config: Config, error: Exception) -> RendezvousError:
 
 def endpoint(host: str, port: int | str) -> str:
     """``tcp://host:port``, with an IPv6 address in brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{address(host, port)}"
 
 
 def split_host(address: str) -> tuple[str, str]:
@@ -66,14 +66,6 @@ def split_host(address: str) -> tuple[str, str]:
 def family(host: str) -> int:
     """Of sockets for the numeric address `host`."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the numeric address `host` can be reached from this host alone."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def listens_on_loopback(address: str) -> bool:

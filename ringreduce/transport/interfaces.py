@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from ringreduce.pure.networks import OFFERED_MAX, Local, described, offered
-from ringreduce.transport.address import family, is_literal, is_loopback, resolve, unreachable
+from ringreduce.transport.address import family, is_literal, resolve, unreachable
 from ringreduce.vocabulary.config import TIMES, Config
-from ringreduce.vocabulary.endpoints import host_and_port, patterns
+from ringreduce.vocabulary.endpoints import host_and_port, is_loopback, patterns
 from ringreduce.vocabulary.errors import ConfigError, RendezvousError
 
 _log = logging.getLogger(__name__)

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from ringreduce.pure.networks import Unreached, ways
-from ringreduce.transport.address import endpoint, is_loopback, split_host
+from ringreduce.transport.address import endpoint, split_host
 from ringreduce.transport.happy_eyeballs import Reached, first_to_answer
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.endpoints import is_loopback
 
 _log = logging.getLogger(__name__)
 

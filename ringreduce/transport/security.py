@@ -32,9 +32,10 @@ from zmq.utils import z85
 
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.transport import sodium
-from ringreduce.transport.address import is_loopback, resolve
+from ringreduce.transport.address import resolve
 from ringreduce.transport.authenticator import Authenticator, Credentials
 from ringreduce.vocabulary.config import TIMES, Config
+from ringreduce.vocabulary.endpoints import is_loopback
 from ringreduce.vocabulary.errors import ConfigError, NativeError, RendezvousError
 from ringreduce.vocabulary.times import milliseconds
 

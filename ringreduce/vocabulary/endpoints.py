@@ -25,6 +25,24 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def address(host: str, port: int | str) -> str:
+    """``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the numeric address `host` can be reached from its own host alone."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(host: str) -> bool:
+    """Whether `host` is a loopback address, or the name of one."""
+    return host == "localhost" or is_loopback(host)
+
+
 def port_range(text: str) -> range | None:
     """The ports of ``first-last``, both included, or of a single one; None if it is no such."""
     first, _, last = text.partition("-")

@@ -12,9 +12,9 @@ Few launchers give an address where ranks can meet. What is used instead:
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 
+from ringreduce.vocabulary.endpoints import address, is_local
 from ringreduce.vocabulary.errors import ConfigError
 
 # Below what Linux gives to outgoing connections (32768), above what services use.
@@ -52,9 +52,7 @@ class LaunchedRank:
     @property
     def is_local(self) -> bool:
         """Whether the ranks are known to meet within this host."""
-        return self.local_size == self.size or bool(
-            re.fullmatch(r"localhost|127\.[\d.]+|::1", self.host)
-        )
+        return self.local_size == self.size or is_local(self.host)
 
     def rendezvous(self) -> str:
         """``host:port`` for the ranks to meet. Raises ConfigError where nothing gives one."""
@@ -65,7 +63,7 @@ class LaunchedRank:
                 remedy="Set RINGREDUCE_RENDEZVOUS=HOST:PORT for all ranks, with the host of rank 0 "
                 "and a free port there.",
             )
-        return f"[{host}]:{self._port()}" if ":" in host else f"{host}:{self._port()}"
+        return address(host, self._port())
 
     def _port(self) -> int:
         digest = hashlib.blake2b(self.job.encode(errors="surrogatepass"), digest_size=8).digest()

@@ -20,10 +20,11 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import port_filter, sodium
-from ringreduce.transport.address import is_loopback, listens_on_loopback
+from ringreduce.transport.address import listens_on_loopback
 from ringreduce.transport.authenticator import Authenticator
 from ringreduce.transport.security import MATERIAL_BYTES, Admission, Security
 from ringreduce.vocabulary.config import Config
+from ringreduce.vocabulary.endpoints import is_loopback
 from ringreduce.vocabulary.errors import (
     ConfigError,
     MismatchError,

@@ -36,11 +36,6 @@ class Host:
     name: str
     slots: int
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether other hosts cannot mean this one by its name."""
-        return self.name in ("localhost", "::1") or self.name.startswith("127.")
-
 
 @dataclass(frozen=True)
 class Share:

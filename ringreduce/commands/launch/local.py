@@ -19,6 +19,7 @@ from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.cores import usable_cores
+from ringreduce.vocabulary.endpoints import address, is_loopback
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import worker_environment
 
@@ -158,11 +159,6 @@ def _written(rank: int, is_error: bool, data: bytes) -> list[Event]:
     return [Output(rank, is_error, data)]
 
 
-def address(host: str, port: int) -> str:
-    """``host:port``, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def listen(
     host: str,
     port: int,
@@ -205,11 +201,6 @@ def listen(
             f"{error.strerror or error}",
             remedy=remedy,
         ) from None
-
-
-def is_loopback(found: str) -> bool:
-    """Whether a numeric address can be reached from its own host alone."""
-    return found.startswith("127.") or found == "::1"
 
 
 def default_threads(size: int) -> int:

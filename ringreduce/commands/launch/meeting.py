@@ -15,11 +15,11 @@ import msgspec
 
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Refused
-from ringreduce.commands.launch.local import address
 from ringreduce.commands.launch.node_messages import Done, Join, Joined, Placed, Record
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.endpoints import address
 from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16

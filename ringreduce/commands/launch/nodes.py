@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 
 from ringreduce._version import __version__
 from ringreduce.commands.launch.frames import Refused
-from ringreduce.commands.launch.local import is_loopback, listen
+from ringreduce.commands.launch.local import listen
 from ringreduce.commands.launch.meeting import Meeting, Node
 from ringreduce.commands.launch.node_messages import Join, Placed
 from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.vocabulary.config import TIMES, join_timeout, ports_wanted, shared_secret
-from ringreduce.vocabulary.endpoints import host_and_port
+from ringreduce.vocabulary.endpoints import host_and_port, is_local
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.words import named
 
@@ -61,13 +61,8 @@ def node_of(
             remedy="An address of node 0's host and a free port there, the same on all nodes.",
         ) from error
     own = Join(__version__, nodes, max_restarts, node, count, socket.gethostname())
-    secret = shared_secret(is_local=_is_local(host))
+    secret = shared_secret(is_local=is_local(host))
     return Node(own, host, port, secret, join_timeout({"timeout_s": timeout_s}))
-
-
-def _is_local(host: str) -> bool:
-    """Whether the user has named this host's loopback interface."""
-    return host == "localhost" or is_loopback(host)
 
 
 class Nodes:
@@ -91,7 +86,7 @@ class Nodes:
                 node.port,
                 node.own.nodes,
                 # The user may mean several launchers on this host.
-                is_reached_by_others=not _is_local(node.host),
+                is_reached_by_others=not is_local(node.host),
                 remedy="Give all launchers --rendezvous with an address of node 0's host and a "
                 "free port there. --node-rank 0 belongs on that host, once.",
             )

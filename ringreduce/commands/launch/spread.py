@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
 from ringreduce.commands.launch.ssh import Reach
-from ringreduce.vocabulary.endpoints import host_and_port
+from ringreduce.vocabulary.endpoints import host_and_port, is_local
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import import_path
 
@@ -38,7 +38,7 @@ class Spread:
     @property
     def is_wide(self) -> bool:
         """Whether rank 0 must be reached from another host."""
-        return not all(share.host.is_loopback for share in self.shares[1:])
+        return not all(is_local(share.host.name) for share in self.shares[1:])
 
 
 def spread_over(
