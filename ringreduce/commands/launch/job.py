@@ -97,6 +97,10 @@ class Job:
 
         After a failure, tracebacks are left for `conclude` or `consequences`.
         """
+        # Before there is anything to stop.
+        self.ended_by = next((number for number in self._signals if number in STOPPING), None)
+        if self.ended_by is not None:
+            return
         try:
             self._start()
             self._watch()
@@ -113,10 +117,6 @@ class Job:
             self._display.reveal(cause.first.rank)
         elif cause is None and self.ended_by is None:
             self._warn_of_ranks_apart(APART)
-
-    def give_up(self) -> None:
-        """Instead of `run`: a signal came before there was anything to start."""
-        self.ended_by = next(number for number in self._signals if number in STOPPING)
 
     @property
     def cause(self) -> Cause | None:

@@ -20,7 +20,6 @@ from ringreduce.commands.launch.peer import Peer
 from ringreduce.commands.launch.worker_records import Raised
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.endpoints import address
-from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
 # Launchers without a place that are connected at a time.
@@ -137,10 +136,7 @@ class Meeting:
             self.listener.close()
 
     def _read(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        try:
-            records = peer.read()
-        except ConfigError:
-            peer.is_gone, records = True, []
+        records = peer.read()
         if peer.is_gone:
             selector.unregister(peer.end)
         for record in records:
@@ -177,9 +173,8 @@ class Meeting:
                     )
                 )
         for peer in self._late:
-            with contextlib.suppress(ConfigError):
-                if select.select([peer.end], [], [], 0)[0]:
-                    peer.read()
+            if select.select([peer.end], [], [], 0)[0]:
+                peer.read()
         for peer in [peer for peer in self._late if peer.is_gone]:
             peer.end.close()
             self._late.remove(peer)

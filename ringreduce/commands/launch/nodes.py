@@ -154,22 +154,17 @@ class Nodes:
                         peer.end.close()
                         connected.remove(peer)
                         joined = {k: v for k, v in joined.items() if v is not peer}
-            stack.pop_all()
-        for peer in connected:
-            if peer not in joined.values():
-                peer.end.close()
-        return self._place([joined[k] for k in sorted(joined)], restart)
+            peers = [joined[k] for k in sorted(joined)]
+            connected[:] = [peer for peer in connected if peer not in peers]
+        return self._place(peers, restart)
 
     def _receive(self, peer: Peer, joined: dict[int, Peer]) -> None:
         """Take what a launcher, or a stranger, has sent to node 0."""
-        try:
-            records = peer.read()
-        except ConfigError as error:
-            peer.is_gone = True
+        records = peer.read()
+        if peer.stranger:
             if not self._strangers:
-                self._say(f"refused a connection at {self._node.address}: {error.message}")
-            self._strangers.append(error.message)
-            return
+                self._say(f"refused a connection at {self._node.address}: {peer.stranger}")
+            self._strangers.append(peer.stranger)
         for record in records:
             if isinstance(record, Join) and peer.join is None:
                 peer.join, peer.host = record, record.host
@@ -274,12 +269,7 @@ class Nodes:
                 peer.keep_alive()
                 if not selector.select(TIMES.poll_s):
                     continue
-                try:
-                    records = peer.read()
-                except ConfigError:
-                    peer.is_gone = True
-                    return None
-                for record in records:
+                for record in peer.read():
                     if isinstance(record, Refused):
                         raise ConfigError(record.text)
                     if isinstance(record, Placed):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.node_messages import NONCE_BYTES, Channel, Join, Record
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ConfigError
 
 _PIECE_BYTES = 1 << 16
 
@@ -23,15 +25,16 @@ class Peer:
         is_done: whether its ranks have ended well.
         has_failed: whether it has said which rank failed.
         is_gone: whether the connection has ended.
+        stranger: what is at the other end, if it is no launcher of this job.
     """
 
     def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
         self.end = end
         self._channel = Channel(secret, secrets.token_bytes(NONCE_BYTES), is_first=is_first)
-        self._waiting: list[Record] = []
+        self._waiting: deque[Record] = deque()
         self._sent_s = self._received_s = time.monotonic()
         self.join: Join | None = None
-        self.host, self.first_rank = "", 0
+        self.host, self.first_rank, self.stranger = "", 0, ""
         self.is_done = self.has_failed = self.is_gone = False
         end.settimeout(TIMES.agent_end_s)
         self._write(self._channel.opening)
@@ -40,10 +43,7 @@ class Peer:
         """Send a record, once the other end has begun; does nothing if it has gone."""
         self._waiting.append(record)
         self._sent_s = time.monotonic()
-        if self._channel.is_open:
-            for each in self._waiting:
-                self._write(self._channel.encode(each))
-            self._waiting.clear()
+        self._flush()
 
     def keep_alive(self) -> None:
         """Show now and then that this launcher lives; note whether the other one does."""
@@ -54,22 +54,24 @@ class Peer:
             self.is_gone = True
 
     def read(self) -> Sequence[Record]:
-        """What has arrived. Raises ConfigError for what no launcher of this job sends."""
+        """What has arrived."""
         try:
             data = self.end.recv(_PIECE_BYTES)
+            records = self._channel.feed(data)
         except OSError:
             data = b""
+        except ConfigError as error:
+            data, self.stranger = b"", error.message
         if not data:
             self.is_gone = True
             return []
         self._received_s = time.monotonic()
-        was_open = self._channel.is_open
-        records = self._channel.feed(data)
-        if self._channel.is_open and not was_open:
-            waiting, self._waiting = self._waiting, []
-            for each in waiting:
-                self.send(each)
+        self._flush()
         return records
+
+    def _flush(self) -> None:
+        while self._channel.is_open and self._waiting:
+            self._write(self._channel.encode(self._waiting.popleft()))
 
     def _write(self, data: bytes) -> None:
         try:

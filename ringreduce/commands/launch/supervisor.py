@@ -70,10 +70,7 @@ def supervise(
                     choices = {**plan.choices, "log_dir": str(folder.absolute())}
                     here = replace(here, choices=choices)
                 job = Job(here, attempt, screen, logs, guard, signals)
-                if nodes is not None and here.meeting is None:
-                    job.give_up()
-                else:
-                    job.run()
+                job.run()
             if attempt >= plan.max_restarts or not job.may_start_again:
                 return job
             job.conclude()
