@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -74,14 +73,9 @@ def _in_group(dump: Dump, group: Membership) -> Dump:
     """What a rank's record says of a group; of one that it has closed, that it is in user code."""
     part = next((each for each in dump.groups if membership_of(each) == group), None)
     if part is None:
-        fields: dict[str, Any] = {
-            "calls": 0,
-            "operation": None,
-            "nbytes": 0,
-            "entries": [],
-            "parts": [],
-        }
-        return msgspec.structs.replace(dump, failure=None, groups=[], **fields)
+        return msgspec.structs.replace(
+            dump, failure=None, groups=[], calls=0, operation=None, nbytes=0, entries=[], parts=[]
+        )
     fields = {name: getattr(part, name) for name in _PARTS}
     return msgspec.structs.replace(dump, groups=[], **fields)
 

@@ -38,9 +38,8 @@ def judge(records: Records) -> Verdict:
     why = _WORDS[finding.reason](shown, finding)
     if shown.group is not None:
         why = f"in {shown.group.name}, {why}"
-    done = {*finding.culprits} | (
-        {*finding.witnesses} if finding.reason in _PLACES_WITNESSES else set()
-    )
+    placed = finding.witnesses if finding.reason in _PLACES_WITNESSES else ()
+    done = {*finding.culprits, *placed}
     rest = _standings(shown, [rank for rank in shown.ranks if rank not in done])
     return Verdict(finding.culprits, f"{_capital(why)} {rest}".rstrip(), shown)
 
