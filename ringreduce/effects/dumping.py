@@ -20,17 +20,7 @@ from ringreduce.effects import signals
 from ringreduce.effects.recorder import Recorder
 from ringreduce.effects.signals import listener
 from ringreduce.effects.stacks import stacks, trace
-from ringreduce.pure.flight import (
-    FORMAT,
-    GROUPS_MAX,
-    NAME_MAX,
-    Dump,
-    Failure,
-    Group,
-    cut,
-    encode_dump,
-    file_name,
-)
+from ringreduce.pure import flight
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RingReduceError
 
@@ -70,7 +60,7 @@ class FlightFile:
             self._groups.pop(group.membership.group, None)
             return
         broken = [each for each in self._groups.values() if each.first_error is not None]
-        for each in broken[:-GROUPS_MAX]:
+        for each in broken[: -flight.GROUPS_MAX]:
             self._groups.pop(each.membership.group, None)
 
     def elsewhere(self, recorder: Recorder) -> str:
@@ -93,10 +83,10 @@ class FlightFile:
             return
         rank, size = self._config.rank, self._config.size
         try:
-            path = self._folder / file_name(rank)
+            path = self._folder / flight.file_name(rank)
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lock:
-                _replace(path, encode_dump(self._taken(why)))
+                _replace(path, flight.encode_dump(self._taken(why)))
             _log.debug("[%d/%d] wrote %s: %s", rank, size, path, why)
         except Exception as error:
             text = "[%d/%d] could not write the flight record to %s: %s: %s"
@@ -107,30 +97,30 @@ class FlightFile:
         if self._process == os.getpid():
             listener.remove(self)
 
-    def _taken(self, why: str) -> Dump:
+    def _taken(self, why: str) -> flight.Dump:
         when, now = time.time(), time.monotonic()
         # Groups that broke come last, then those used last.
         groups = sorted(
             self._groups.values(),
             key=lambda each: (each.first_error is not None, each.current_call().since_s),
-        )[-GROUPS_MAX:]
+        )[-flight.GROUPS_MAX :]
         # In user code since the last call of all.
         last_s = max(each.current_call().since_s for each in (self._recorder, *groups))
         part = self._part(self._recorder, when - now, last_s)
-        return Dump(
-            format=FORMAT,
-            why=cut(why),
+        return flight.Dump(
+            format=flight.FORMAT,
+            why=flight.cut(why),
             when=when,
             iso=datetime.datetime.fromtimestamp(when).astimezone().isoformat(),
             rank=self._config.rank,
             size=self._config.size,
-            host=cut(socket.gethostname(), NAME_MAX),
+            host=flight.cut(socket.gethostname(), flight.NAME_MAX),
             pid=os.getpid(),
-            job=cut(self._config.job_id, NAME_MAX),
+            job=flight.cut(self._config.job_id, flight.NAME_MAX),
             versions=_versions(),
             stacks=stacks(asking=(__file__, signals.__file__), unless=listener.thread),
             groups=[
-                Group(
+                flight.Group(
                     number=each.membership.group,
                     epoch=each.membership.epoch,
                     members=list(each.membership.members),
@@ -162,14 +152,14 @@ class FlightFile:
         return (self.elsewhere(recorder) or None) if pending is None else pending.describe()
 
 
-def _failure(recorder: Recorder, wall: float) -> Failure | None:
+def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:
     first_error = recorder.first_error
     if first_error is None:
         return None
     error = first_error.error
-    failure = Failure(
+    failure = flight.Failure(
         kind=type(error).__name__,
-        text=cut(str(error)),
+        text=flight.cut(str(error)),
         when=wall + first_error.when_s,
         in_call=first_error.call.operation,
         trace=trace(error),
@@ -208,5 +198,5 @@ def _versions() -> dict[str, str]:
     for name in _VERSIONS_OF:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
-            found[name] = cut(version, NAME_MAX)
+            found[name] = flight.cut(version, flight.NAME_MAX)
     return found

@@ -19,18 +19,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.exchange import (
-    MAGIC,
-    Assignment,
-    Ended,
-    Event,
-    Hello,
-    Order,
-    Ready,
-    Report,
-    Signal,
-    Start,
-)
+from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.frames import Records, Refused, encode
 from ringreduce.commands.launch.local import LocalHost, listen
 from ringreduce.commands.launch.processes import Guard
@@ -54,13 +43,13 @@ class _Connection:
         self._output = os.dup(1)
         os.dup2(2, 1)
         os.set_blocking(self._output, False)
-        self._orders: Records[Order] = Records(Order)
+        self._orders: Records[exchange.Order] = Records(exchange.Order)
         # Those that have arrived and were not taken.
-        self._arrived: deque[Order] = deque()
+        self._arrived: deque[exchange.Order] = deque()
         self._received_s = time.monotonic()
-        self._write(MAGIC + encode(Hello(__version__)))
+        self._write(exchange.MAGIC + encode(exchange.Hello(__version__)))
 
-    def send(self, report: Report) -> None:
+    def send(self, report: exchange.Report) -> None:
         """Send a record; waits while the connection is full. Raises `_EndedError`."""
         self._write(encode(report))
 
@@ -72,7 +61,7 @@ class _Connection:
         self._received_s = time.monotonic()
         self._arrived += self._orders.feed(data)
 
-    def take(self) -> Iterator[Order]:
+    def take(self) -> Iterator[exchange.Order]:
         """The orders that have arrived."""
         while self._arrived:
             yield self._arrived.popleft()
@@ -113,19 +102,22 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     with contextlib.suppress(_EndedError):
         connection = _Connection()
-        assignment = connection.wait(Assignment)
+        assignment = connection.wait(exchange.Assignment)
         try:
             check_program(assignment.arguments)
             listener = _listen(assignment)
         except RingReduceError as error:
             connection.send(Refused(str(error)))
             return
-        connection.send(Ready(listener.getsockname()[1] if listener else 0))
-        _run(connection, assignment, connection.wait(Start).port, listener)
+        connection.send(exchange.Ready(listener.getsockname()[1] if listener else 0))
+        _run(connection, assignment, connection.wait(exchange.Start).port, listener)
 
 
 def _run(
-    connection: _Connection, assignment: Assignment, port: int, listener: socket.socket | None
+    connection: _Connection,
+    assignment: exchange.Assignment,
+    port: int,
+    listener: socket.socket | None,
 ) -> None:
     with Guard() as guard, selectors.DefaultSelector() as selector:
         host = LocalHost(assignment, selector, guard)
@@ -145,21 +137,21 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
     """Report what the ranks do, and pass signals on, until all have ended."""
     running = set(host.ranks)
     while running:
-        events: list[Event] = []
+        events: list[exchange.Event] = []
         for key, _ in selector.select(TIMES.poll_s):
             events += key.data() or ()
         for order in connection.take():
-            if isinstance(order, Signal):
+            if isinstance(order, exchange.Signal):
                 host.send(order.rank, order.number)
         events += host.poll()
         for event in events:
-            if isinstance(event, Ended):
+            if isinstance(event, exchange.Ended):
                 running.discard(event.rank)
             connection.send(event)
         connection.check()
 
 
-def _listen(assignment: Assignment) -> socket.socket | None:
+def _listen(assignment: exchange.Assignment) -> socket.socket | None:
     """The socket at which the ranks meet, if rank 0 is here.
 
     Raises ConfigError if its address is of no use.

@@ -15,16 +15,7 @@ from collections import deque
 
 import msgspec
 
-from ringreduce.commands.launch.conclusion import (
-    APART,
-    APART_SO_FAR,
-    KILLED,
-    WAITING,
-    conclude,
-    interrupted,
-    others,
-    wanted_keyboard,
-)
+from ringreduce.commands.launch import conclusion
 from ringreduce.commands.launch.display import Display
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
@@ -116,7 +107,7 @@ class Job:
         if cause is not None and self.ended_by is None:
             self._display.reveal(cause.first.rank)
         elif cause is None and self.ended_by is None:
-            self._warn_of_ranks_apart(APART)
+            self._warn_of_ranks_apart(conclusion.APART)
 
     @property
     def cause(self) -> Cause | None:
@@ -237,7 +228,7 @@ class Job:
             self._report()
             self._display.tick()
             self._show_late()
-            self._warn_of_ranks_apart(APART_SO_FAR, TIMES.remind_s)
+            self._warn_of_ranks_apart(conclusion.APART_SO_FAR, TIMES.remind_s)
             if self._stop_s is not None:
                 self._limit_grace(self._stop_s)
             elif self._is_doomed() and self._have_recorded():
@@ -317,12 +308,12 @@ class Job:
         fields = {"ranks": named("rank", running), "grace_s": grace_s}
         if left_s <= 0:
             if running and not self._is_hurried and not self._is_killed:
-                self._screen.say(KILLED.format(**fields, signal=self._stopped_by.name))
+                self._screen.say(conclusion.KILLED.format(**fields, signal=self._stopped_by.name))
             self._is_killed = True
             self._end(signal.SIGKILL)
         elif running and not self._has_said and grace_s - left_s >= TIMES.grace_said_s:
             self._has_said = True
-            self._screen.say(WAITING.format(**fields))
+            self._screen.say(conclusion.WAITING.format(**fields))
 
     def _failures(self) -> list[Failure]:
         size, meeting = self._plan.size, self._plan.meeting
@@ -396,26 +387,26 @@ class Job:
         cause = self.cause
         if cause is None:
             return []
-        return others(cause.first, self._failures(), self._plan.tracebacks)
+        return conclusion.others(cause.first, self._failures(), self._plan.tracebacks)
 
     def conclude(self) -> int:
         """Print what failed, the cause first; return the exit code."""
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             raised = {w.rank: w.raised for w in self._workers.values() if not w.is_shown}
-            for line in interrupted(name, raised, self._plan.tracebacks):
+            for line in conclusion.interrupted(name, raised, self._plan.tracebacks):
                 self._screen.say(line)
             return 128 + self.ended_by
         cause = self.cause
         if cause is None:
             return 0
         ended = sorted(rank for rank, worker in self._workers.items() if worker.has_ended_well)
-        for line in conclude(cause, self._failures(), self._plan.tracebacks, ended):
+        for line in conclusion.conclude(cause, self._failures(), self._plan.tracebacks, ended):
             self._screen.say(line)
         if self._keeps_records and (self._agents or self._plan.meeting is not None):
             folder = self._plan.log_dir
             self._screen.say(f"each host has its flight records in {folder}: copy them together")
         rank = cause.first.rank
-        if wanted_keyboard(cause) and self._plan.stdin_rank is None:
+        if conclusion.wanted_keyboard(cause) and self._plan.stdin_rank is None:
             self._screen.say(f"--stdin {rank} gives rank {rank} the keyboard")
         return cause.first.exit_code

@@ -15,18 +15,7 @@ import time
 from collections import deque
 
 from ringreduce._version import __version__
-from ringreduce.commands.launch.exchange import (
-    MAGIC,
-    Assignment,
-    Ended,
-    Event,
-    Hello,
-    Order,
-    Ready,
-    Report,
-    Signal,
-    Start,
-)
+from ringreduce.commands.launch import exchange
 from ringreduce.commands.launch.frames import Alive, Records, Refused, encode
 from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
@@ -60,7 +49,7 @@ class RemoteHost:
     def __init__(
         self,
         host: Host,
-        assignment: Assignment,
+        assignment: exchange.Assignment,
         reach: Reach,
         selector: selectors.BaseSelector,
         guard: Guard,
@@ -74,7 +63,7 @@ class RemoteHost:
         self._guard, self._screen = guard, screen
         self._running = set(assignment.ranks)
         self._killed: set[int] = set()
-        self._reports: Records[Report] = Records(Report, after=MAGIC)
+        self._reports: Records[exchange.Report] = Records(exchange.Report, after=exchange.MAGIC)
         self._lines = LineBuffer()
         self._unsent = b""
         self._begun_s = self._sent_s = time.monotonic()
@@ -118,7 +107,7 @@ class RemoteHost:
     def start(self, port: int) -> None:
         """Start its ranks, which meet at `port`."""
         self.has_started = True
-        self._send(Start(port))
+        self._send(exchange.Start(port))
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal, as `LocalHost.send` does."""
@@ -132,9 +121,9 @@ class RemoteHost:
                 return
             self._killed.add(rank)
             self._due_s = self._due_s or time.monotonic()
-        self._send(Signal(rank, number))
+        self._send(exchange.Signal(rank, number))
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[exchange.Event]:
         """Keep the connection alive; what it brought last, once it has ended."""
         if self._is_over:
             return []
@@ -185,41 +174,41 @@ class RemoteHost:
         last = next((line for line in reversed(self._said) if line.strip()), "")
         return f"{last or 'the connection ended'} (exit code {code})"
 
-    def _take_reports(self, data: bytes) -> list[Event]:
+    def _take_reports(self, data: bytes) -> list[exchange.Event]:
         if not data:  # ssh ends with its streams.
             self._due_s = self._due_s or time.monotonic()
-        events: list[Event] = []
+        events: list[exchange.Event] = []
         try:
             reports = self._reports.feed(data)
         except ConfigError as error:
             self._abandon(error.message)
             return []
         for report in reports:
-            if isinstance(report, Hello) and report.version != __version__:
+            if isinstance(report, exchange.Hello) and report.version != __version__:
                 self._abandon(
                     f"it has ringreduce {report.version}, and this host has {__version__}. Install "
                     "the same version on all"
                 )
-            elif isinstance(report, Hello):
+            elif isinstance(report, exchange.Hello):
                 self._send(self._assignment)
             elif isinstance(report, Refused):
                 self._abandon(report.text)
-            elif isinstance(report, Ready):
+            elif isinstance(report, exchange.Ready):
                 self.port = report.port
             else:
                 events.append(report)
-                if isinstance(report, Ended):
+                if isinstance(report, exchange.Ended):
                     self._running.discard(report.rank)
         return events
 
-    def _take_lines(self, data: bytes) -> list[Event]:
+    def _take_lines(self, data: bytes) -> list[exchange.Event]:
         lines = self._lines.feed(data)
         self._said.extend(lines)
         for line in filter(str.strip, lines):
             self._screen.say(f"{self.name}: {line}")
         return []
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: exchange.Order) -> None:
         self._sent_s = time.monotonic()
         self._unsent += encode(order)
         self._flush()
