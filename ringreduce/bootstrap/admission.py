@@ -37,11 +37,6 @@ class Members:
         # Those ranks by the socket's names for them, to answer them.
         self.identities: dict[bytes, int] = {}
 
-    @property
-    def complete(self) -> bool:
-        """Whether all ranks have joined."""
-        return len(self._hellos) == len(self._own.members)
-
     def admit(self, identity: bytes, hello: Hello) -> Refusal | None:
         """Add a rank and return None, or refuse it and return the answer, if it gets one.
 
@@ -97,20 +92,16 @@ class Members:
                     remedy=remedy,
                 )
 
-    def _missing(self) -> set[int]:
-        return set(self._own.members) - set(self._hellos)
-
-    def missing(self) -> str:
-        """The ranks that have not come, as text."""
-        return named("rank", sorted(self._missing()))
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in self._own.members if rank not in self._hellos]
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""
         config, own = self._config, self._own
-        text = (
-            f"waited {config.join_timeout_s:g} s at {config.rendezvous} and {self.missing()} did "
-            "not come"
-        )
+        text = f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
+        text += f"{named('rank', self.missing)} did not come"
         refusals = self._refused[:_REFUSALS_KEPT]
         if failed_handshakes:
             refusals.append(f"{failed_handshakes} connections that could not show the job's secret")
@@ -120,7 +111,7 @@ class Members:
             text,
             rank=own.rank,
             size=config.size,
-            peer=min(self._missing()),
+            peer=min(self.missing),
             remedy="Read the log of the missing ranks; raise RINGREDUCE_JOIN_TIMEOUT_S if they "
             "start slowly.",
         )

@@ -58,6 +58,7 @@ from ringreduce.vocabulary.errors import (
     RingReduceError,
 )
 from ringreduce.vocabulary.times import milliseconds
+from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 
@@ -315,7 +316,7 @@ class Rendezvous:
             for each in [*members.identities, *([identity] if identity else [])]:
                 self._answer(each, refusal)
             raise
-        if not members.complete:
+        if members.missing:
             return None
         table = members.table()
         for identity in members.identities:
@@ -325,7 +326,7 @@ class Rendezvous:
     def _say_who_is_missing(self) -> None:
         config = self._config
         if self._is_first:
-            text = f"waits at {config.rendezvous} for {self._members.missing()}"
+            text = f"waits at {config.rendezvous} for {named('rank', self._members.missing)}"
         elif not self._failures.is_connected:
             text = f"has no answer yet from rank {self._first} at {config.rendezvous}"
         else:

@@ -246,7 +246,8 @@ def run(
         _refuse("not with", ("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin))
         shares = share_out(_hosts(hosts, hostfile), workers)
         spread = spread_over(shares, ssh, python, rendezvous)
-        size, variables = spread.size, forwarded_environment(env or ())
+        size = sum(share.count for share in shares)
+        variables = forwarded_environment(env or ())
     else:
         _refuse("only with", ("--ssh", ssh), ("--python", python))
         check_program(program)

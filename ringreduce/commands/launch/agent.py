@@ -128,14 +128,14 @@ def _run(
             selector.register(0, selectors.EVENT_READ, connection.receive)
             _watch(connection, host, selector)
         finally:
-            for rank in host.ranks:
+            for rank in host.started:
                 host.send(rank, signal.SIGKILL)
             host.close()
 
 
 def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSelector) -> None:
     """Report what the ranks do, and pass signals on, until all have ended."""
-    running = set(host.ranks)
+    running = set(host.started)
     while running:
         events: list[exchange.Event] = []
         for key, _ in selector.select(TIMES.poll_s):

@@ -42,11 +42,6 @@ class LocalHost:
         self._terminal_rank: int | None = None
 
     @property
-    def ranks(self) -> range:
-        """The ranks that run there."""
-        return self._assignment.ranks
-
-    @property
     def started(self) -> list[int]:
         """The ranks that were started: all of them unless `start` failed."""
         return list(self._processes)

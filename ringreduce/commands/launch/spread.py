@@ -31,11 +31,6 @@ class Spread:
     meeting_port: int
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return sum(share.count for share in self.shares)
-
-    @property
     def is_wide(self) -> bool:
         """Whether rank 0 must be reached from another host."""
         return not all(is_local(share.host.name) for share in self.shares[1:])
