@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from ringreduce._version import __version__
 from ringreduce.commands.launch import meeting as meeting_module
 from ringreduce.commands.launch import nodes
-from ringreduce.commands.launch import peer as peer_module
 from ringreduce.commands.launch.failure import Failure
 from ringreduce.commands.launch.frames import Alive
 from ringreduce.commands.launch.meeting import Meeting, Node
@@ -223,7 +222,7 @@ def test_launchers_that_wait_for_others_show_that_they_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else those that wait for longer than a silent launcher is waited for are taken for lost."""
-    monkeypatch.setattr(peer_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
+    monkeypatch.setattr(meeting_module, "TIMES", replace(TIMES, agent_ping_s=0.0))
 
     def await_alive(end: socket.socket, *, is_first: bool, sends: list[Join]) -> None:
         with end:

@@ -49,7 +49,6 @@ DECIDES = [
     "ringreduce.commands.launch.output",
     "ringreduce.commands.launch.worker_records",
     "ringreduce.commands.launch.ssh",
-    "ringreduce.commands.launch.startup",
     "ringreduce.commands.report.verdict",
 ]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,13 +12,26 @@ from ringreduce.commands.launch.exchange import Output
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.screen import Screen, Source
-from ringreduce.commands.launch.startup import is_startup_line
 from ringreduce.vocabulary.config import TIMES
 
 # Of a rank whose output is not shown, kept for the case that it fails.
 _KEPT_LINES = 400
 
 OUTPUTS = ("all", "rank0", "failed")
+# What TensorFlow 2.18 to 2.21 writes in every process; anything else may be an error that matters.
+STARTUP = re.compile(
+    r"^I0000 00:00:\d"  # Information that its C++ code gives before logging is set up.
+    r"|All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    r"|oneDNN custom operations are on\."
+    r"|Could not find cuda drivers on your machine"
+    r"|Unable to register cu(DNN|FFT|BLAS) factory: Attempting to register factory"
+    r"|computation placer already registered"
+    r"|This TensorFlow binary is optimized to use available CPU instructions"
+    r"|^To enable the following instructions: .* rebuild TensorFlow with"
+    r"|failed call to cuInit: (INTERNAL: CUDA error: Failed call to cuInit: )?"
+    r"(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+    r"|TF-TRT Warning: Could not find TensorRT"
+)
 
 
 class Display:
@@ -114,9 +128,9 @@ class Display:
         if source.rank in self._hidden:
             self._hidden[source.rank].extend((source, line) for line in lines)
             return
-        # Of all ranks, rank 0 is enough for what TensorFlow says as it starts.
+        # Of all ranks, rank 0 is enough for what says the same everywhere.
         is_once = source.rank > 0 and source.is_error
-        self._screen.show(source, [x for x in lines if not (is_once and is_startup_line(x))])
+        self._screen.show(source, [x for x in lines if not (is_once and STARTUP.search(x))])
 
     def _is_live(self, source: Source) -> bool:
         """Whether a line of `source` that is not whole is the live line."""
