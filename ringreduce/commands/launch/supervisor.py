@@ -66,7 +66,7 @@ def supervise(
                 if plan.log_dir is not None:
                     # The records of an attempt are kept apart from those of the others.
                     folder = Path(plan.log_dir, f"restart-{attempt}" if attempt else "")
-                    logs = stack.enter_context(Logs(folder, here.ranks))
+                    logs = Logs(folder, here.ranks)
                     choices = {**plan.choices, "log_dir": str(folder.absolute())}
                     here = replace(here, choices=choices)
                 job = Job(here, attempt, screen, logs, guard, signals)
