@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.program import check_program
 from ringreduce.commands.launch.spread import read_hostfile, spread_over
 from ringreduce.commands.launch.supervisor import supervise
-from ringreduce.vocabulary.config import SETTINGS, TIMES, Config
+from ringreduce.vocabulary.config import SETTINGS, TIMES, Config, Setting
 from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.worker_environment import chosen_variables, forwarded_environment
 
@@ -36,77 +37,60 @@ _COUNTS = re.compile(r"-np?\d*|-H|--(np|nproc|workers|num-proc|nproc.per.node|ho
 
 
 def _option(
+    setting: Setting,
     metavar: str,
-    help: str,
     *flags: str,
     default: Any = None,
     shown: str | bool = True,
-    accepts: Callable[[Any], bool] = lambda value: True,
-    accepted: str = "",
-    values: Sequence[str] = (),
     **more: Any,
 ) -> Any:
-    """An option.
-
-    Args:
-        shown: the default in words.
-        accepts, accepted: whether a value is possible, and what is, in words.
-        values: all possible ones, if they are few.
-    """
+    """An option; `shown` is its default in words."""
 
     # typer's own check would show as a wide column of the help.
     def check(value: Any) -> Any:
-        if value is not None and not accepts(value):
-            raise typer.BadParameter(f"{value}; accepted: {accepted}")
+        if value is not None and not setting.accepts(value):
+            raise typer.BadParameter(f"{value}; accepted: {setting.accepted}")
         return value
 
     return typer.Option(
         default,
         *flags,
-        help=help,
-        metavar=metavar or "|".join(values),
+        help=setting.help,
+        metavar=metavar or "|".join(setting.values),
         callback=check,
-        autocompletion=(lambda: list(values)) if values else None,
+        autocompletion=(lambda: list(setting.values)) if setting.values else None,
         show_default=shown,
         **more,
     )
 
 
+def _text(metavar: str, help: str, *flags: str, **more: Any) -> Any:
+    """An option that is any text."""
+    return _option(Setting(help), metavar, *flags, **more)
+
+
 def _number(metavar: str, help: str, *flags: str, least: int = 0, **more: Any) -> Any:
     """An option that is a number of at least `least`."""
-    accepted = f"{least} or more"
-    return _option(
-        metavar, help, *flags, accepts=lambda value: value >= least, accepted=accepted, **more
-    )
+    setting = Setting(help, accepts=lambda value: value >= least, accepted=f"{least} or more")
+    return _option(setting, metavar, *flags, **more)
 
 
-def _one_of(values: Sequence[str], help: str) -> Any:
+def _one_of(values: tuple[str, ...], help: str) -> Any:
     """An option that is one of `values`, by default the first."""
-    return _option(
-        "",
-        help,
-        default=values[0],
-        accepts=values.__contains__,
-        accepted=", ".join(values),
-        values=values,
-    )
+    setting = Setting(help, str, values.__contains__, ", ".join(values), values)
+    return _option(setting, "", default=values[0])
 
 
 def _setting(name: str, metavar: str = "", help: str = "") -> Any:
-    """The option for the setting `name`, by default with the help and values of `SETTINGS`."""
+    """The option for the setting `name`, by default with its own help."""
     setting, default = SETTINGS[name], getattr(Config, name)
-    return _option(
-        metavar,
-        help or f"{setting.help[0].upper()}{setting.help[1:]}.",
-        shown=f"{default:g}" if isinstance(default, float) else default or "none",
-        accepts=setting.accepts,
-        accepted=setting.accepted,
-        values=setting.values,
-    )
+    shown = f"{default:g}" if isinstance(default, float) else default or "none"
+    help = help or f"{setting.help[0].upper()}{setting.help[1:]}."
+    return _option(replace(setting, help=help), metavar, shown=shown)
 
 
 # Options for jobs of several hosts.
-_of_hosts = partial(_option, rich_help_panel="Several hosts", shown="none")
+_of_hosts = partial(_text, rich_help_panel="Several hosts", shown="none")
 _number_of_hosts = partial(_number, rich_help_panel="Several hosts", shown="none")
 
 
