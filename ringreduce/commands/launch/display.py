@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ringreduce.commands.launch.exchange import Output
 from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.screen import Screen, Source
+from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import TIMES
 
 # Of a rank whose output is not shown, kept for the case that it fails.
@@ -39,31 +41,18 @@ class Display:
 
     Lines that are not whole yet are shown of one rank alone. On a terminal they are the live line;
     elsewhere, and in the logs, what they have become is a line of its own every ten seconds.
-
-    Args:
-        output: one of `OUTPUTS`, whose lines are shown as they come.
-        keyboard_rank: the rank that has the launcher's standard input, if any; it is always shown.
-        has_terminal: whether that rank's standard output is a terminal of its own.
     """
 
-    def __init__(
-        self,
-        screen: Screen,
-        logs: Logs | None,
-        size: int,
-        output: str,
-        keyboard_rank: int | None,
-        *,
-        has_terminal: bool,
-    ) -> None:
+    def __init__(self, screen: Screen, logs: Logs | None, plan: Plan) -> None:
         self._screen, self._logs = screen, logs
-        self._live_rank = keyboard_rank or 0
-        self._raw_rank = keyboard_rank if has_terminal else None
-        shown = {"all": range(size), "rank0": range(1), "failed": range(0)}[output]
+        self._live_rank = plan.stdin_rank or 0
+        has_terminal = plan.stdin_rank is not None and Terminal.is_possible()
+        self._raw_rank = plan.stdin_rank if has_terminal else None
+        shown = {"all": range(plan.size), "rank0": range(1), "failed": range(0)}[plan.output]
         self._hidden = {
             rank: deque[tuple[Source, str]](maxlen=_KEPT_LINES)
-            for rank in range(size)
-            if rank not in shown and rank != keyboard_rank
+            for rank in range(plan.size)
+            if rank not in shown and rank != plan.stdin_rank
         }
         self._streams: dict[tuple[int, bool], _Stream] = {}
 

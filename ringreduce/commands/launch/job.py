@@ -28,7 +28,6 @@ from ringreduce.commands.launch.remote import RemoteHost
 from ringreduce.commands.launch.screen import Screen
 from ringreduce.commands.launch.signals import STOPPING
 from ringreduce.commands.launch.spread import Spread
-from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker import Host, Worker
 from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import TIMES, configured_secret
@@ -58,14 +57,7 @@ class Job:
     ) -> None:
         self._plan, self._attempt = plan, attempt
         self._screen, self._guard, self._signals = screen, guard, signals
-        self._display = Display(
-            screen,
-            logs,
-            plan.size,
-            plan.output,
-            plan.stdin_rank,
-            has_terminal=plan.stdin_rank is not None and Terminal.is_possible(),
-        )
+        self._display = Display(screen, logs, plan)
         # Whether SIGUSR1 asks workers for flight records.
         self._keeps_records = plan.log_dir is not None
         self._hosts: list[Host] = []
