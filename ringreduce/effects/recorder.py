@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.effects.events import Events
-from ringreduce.pure.flight import NAME_MAX, Call, Part, cut
+from ringreduce.effects.stacks import thread_names
+from ringreduce.pure.flight import Call, Part, cut
 from ringreduce.pure.liveness import CurrentCall
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SpanKind
@@ -78,7 +78,7 @@ class Recorder:
 
     def entries(self) -> list[Call]:
         """The last calls, oldest first, the running one included; callable from any thread."""
-        error, wall, names = self.events.error, _wall(), _thread_names()
+        error, wall, names = self.events.error, _wall(), thread_names()
         return [
             Call(
                 number=span.number - self._first,
@@ -95,7 +95,7 @@ class Recorder:
 
     def parts(self) -> list[Part]:
         """What these calls consisted of, as far as it is kept, by its beginnings."""
-        wall, names = _wall(), _thread_names()
+        wall, names = _wall(), thread_names()
         return [
             Part(
                 kind=SpanKind(span.kind).name.lower(),
@@ -114,8 +114,3 @@ class Recorder:
 def _wall() -> float:
     """Turns times into seconds since the epoch: all agree, even if the clock was set meanwhile."""
     return time.time() - time.monotonic()
-
-
-def _thread_names() -> Callable[[int], str]:
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
-    return lambda thread: cut(known.get(thread, f"thread {thread}"), NAME_MAX)

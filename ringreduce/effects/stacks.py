@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -25,22 +25,28 @@ def stacks(*, asking: Collection[str], unless: threading.Thread | None) -> list[
 
     Leaves out the calling thread's innermost frames in the files `asking`, and the thread `unless`.
     """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    name_of = thread_names()
     main, own = threading.main_thread().ident, threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
     result = []
     for thread, frame in frames[:THREADS_MAX]:
         if unless is not None and thread == unless.ident:
             continue
-        name = cut(names.get(thread, f"thread {thread}"), NAME_MAX)
         # A few more than are kept, since the callers' are left out below.
         walked = islice(traceback.walk_stack(frame), FRAMES_MAX + 8)
         found = [_frame(passed, line or 0) for passed, line in walked][::-1]
         if thread == own:
             while found and found[-1].file in (*asking, __file__):
                 found.pop()
+        name = name_of(thread)
         result.append(Stack(thread=name, main=thread == main, frames=found[-FRAMES_MAX:]))
     return result
+
+
+def thread_names() -> Callable[[int], str]:
+    """Names of threads by their numbers."""
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return lambda thread: cut(known.get(thread, f"thread {thread}"), NAME_MAX)
 
 
 def trace(error: BaseException) -> list[Frame]:
