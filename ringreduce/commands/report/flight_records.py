@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump
+from ringreduce.pure.flight import FILE_BYTES_MAX, Dump, Group, decode_dump, file_name
 from ringreduce.pure.membership import Membership
 from ringreduce.vocabulary.errors import ConfigError
 
-_FILES = re.compile(r"flight-rank(\d{1,7})\.json")
 _LOG_TAIL_BYTES = 1 << 14
 _WARNING = re.compile(r"\b\w*Warning: |^\s*warnings\.warn\(|^W\d{4} |: W ")
 # What a dump says of the whole job and of each group.
@@ -86,19 +85,12 @@ def read_records(folder: Path) -> Records:
         raise ConfigError(f"there is no folder {folder}", remedy="Give that of --log-dir.")
     dumps: list[Dump] = []
     skipped: dict[str, str] = {}
-    for path in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
-        matched = _FILES.fullmatch(path.name)
-        if matched is None:
-            continue
+    files = folder.glob("flight-rank[0-9]*.json")
+    for path in sorted(files, key=lambda path: (len(path.name), path.name)):
         try:
-            dump = _read(path)
+            dumps.append(_read(path))
         except (OSError, ValueError) as error:
             skipped[path.name] = clean(str(error))
-            continue
-        if dump.rank == int(matched[1]):
-            dumps.append(dump)
-        else:
-            skipped[path.name] = f"it speaks of rank {dump.rank}"
     if not dumps:
         found = "".join(f"; {name}: {why}" for name, why in list(skipped.items())[:4])
         raise ConfigError(
@@ -108,7 +100,7 @@ def read_records(folder: Path) -> Records:
     last = max(dumps, key=lambda dump: dump.when)
     for dump in dumps:
         if (dump.job, dump.size) != (last.job, last.size):
-            skipped[f"flight-rank{dump.rank}.json"] = f"of an earlier job, {clean(dump.iso)}"
+            skipped[file_name(dump.rank)] = f"of an earlier job, {clean(dump.iso)}"
     kept = {d.rank: d for d in dumps if (d.job, d.size) == (last.job, last.size)}
     tails = {}
     for rank in range(last.size):
@@ -121,7 +113,10 @@ def _read(path: Path) -> Dump:
     if not path.is_file():  # Reading a pipe might never end.
         raise ValueError("no ordinary file")
     with path.open("rb") as file:
-        return decode_dump(file.read(FILE_BYTES_MAX + 1))
+        dump = decode_dump(file.read(FILE_BYTES_MAX + 1))
+    if path.name != file_name(dump.rank):
+        raise ValueError(f"it speaks of rank {dump.rank}")
+    return dump
 
 
 def _last_line(path: Path) -> str:
