@@ -76,7 +76,8 @@ class Display:
         """Show what has waited long enough."""
         now_s = time.monotonic()
         for stream in self._streams.values():
-            if stream.is_due(now_s):
+            is_due = now_s - stream.since_s >= TIMES.partial_line_s
+            if is_due and stream.partial and stream.partial != stream.shown:
                 self.keep(stream.source.rank, [stream.partial])
                 if stream.source.rank == self._live_rank and not self._is_live(stream.source):
                     self._show(stream.source, [stream.partial])
@@ -142,8 +143,3 @@ class _Stream:
     since_s: float
     partial: str = ""
     shown: str = ""
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether the state of the line is to be written now."""
-        waited = now_s - self.since_s >= TIMES.partial_line_s
-        return waited and bool(self.partial) and self.partial != self.shown
