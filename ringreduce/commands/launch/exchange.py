@@ -22,10 +22,7 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
     """The ranks that a host has, and what they run.
 
     Attributes:
-        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own.
-        choices: fields of `Config` that the user chose, and the secret.
-        variables: added to the environment.
-        threads: compute threads of each; None: the host's cores shared out.
+        arguments, choices, variables, threads: as in `Plan`; with the secret among the choices.
         columns: width of the terminal that shows their lines; None: there is none.
         keeps_records: whether SIGUSR1 asks them for flight records.
         meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.

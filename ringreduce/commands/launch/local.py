@@ -59,9 +59,7 @@ class LocalHost:
 
         Args:
             listener: of that port, for rank 0 to inherit.
-            stdin_rank: the rank that gets this process's standard input, or its terminal.
-            inherited: for each rank, descriptors that it gets, and whose numbers stand after the
-                command's arguments; empty: none.
+            stdin_rank, inherited: as in `Plan`.
             columns: width of the terminal's part that shows a rank's lines.
         """
         given = self._assignment

@@ -66,7 +66,6 @@ class Channel:
     """Makes frames of records, and records of the other end's bytes.
 
     Args:
-        secret: the job's.
         nonce: this end's, of `NONCE_BYTES`.
         is_first: whether this is node 0's end.
     """

@@ -20,17 +20,9 @@ class Plan:
             all ranks alike.
         count: the number of ranks, here and on the hosts of `spread`.
         choices: fields of `Config` for the workers; where absent, as the environment has them.
-            With `log_dir` their lines are also written there, to ``rank-0.log`` and so on; what is
-            kept of the k-th restart goes to its folder ``restart-k``.
+            What is kept in `log_dir` of the k-th restart goes to its folder ``restart-k``.
         threads: compute threads of each worker; None: its host's cores shared out.
-        max_restarts: how often all workers are started again after a failure, with another job
-            id and secret; ``RINGREDUCE_RESTART`` counts. A signal to the launcher ends the job.
-        grace_s: how long workers have from the signal that is to end them until they are killed.
-        output: whose lines are shown as they come (`display.OUTPUTS`). Of the rank that failed
-            first the last ones are always shown.
-        tracebacks: whose tracebacks are shown (`conclusion.TRACEBACKS`).
-        stdin_rank: the rank that gets the launcher's standard input. If that is a terminal, the
-            rank has it to itself, with Ctrl-C, until it ends.
+        max_restarts, grace_s, output, tracebacks, stdin_rank: as options of ``ringreduce run``.
         inherited: for each rank, descriptors that its process gets, and whose numbers stand after
             the command's arguments; empty: none.
         variables: added to the workers' environment.

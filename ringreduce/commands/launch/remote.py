@@ -39,7 +39,6 @@ class RemoteHost:
     Attributes:
         name: the host's, for people.
         port: where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
-        has_started: whether its ranks were started.
         lost: why the connection has ended before its ranks; empty if it has not.
 
     Raises:
