@@ -168,6 +168,7 @@ def test_the_engine_goes_on_where_forming_anew_has_succeeded_at_the_second_attem
 
     def work(comm: Communicator) -> None:
         engine = comm.engine
+        both.wait()  # Else the first ring of the other one might fail.
         monkeypatch.setattr(Events, "formed", fail_once)
         with pytest.raises(OSError, match="no memory"):
             reform(comm, [])
