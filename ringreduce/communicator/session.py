@@ -8,6 +8,7 @@ elsewhere. All end when the session is closed.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch.handover import note_failure
-from ringreduce.communicator import registry, uneven
+from ringreduce.communicator import uneven
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
@@ -39,6 +40,7 @@ from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
+from ringreduce.transport import inherited
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
@@ -48,6 +50,12 @@ _Result = TypeVar("_Result")
 
 # Why a step ends whose ring is formed anew meanwhile.
 FORMED_ANEW = "the ring is formed anew"
+
+# Of this process, to be closed when Python ends.
+_opened: weakref.WeakSet[Session] = weakref.WeakSet()
+# Those with sockets live until they are closed: a context of libzmq that is collected as garbage
+# waits forever for its sockets.
+_formed: set[Session] = set()
 
 
 class Session:
@@ -94,6 +102,7 @@ class Session:
         self._watcher: Watcher | None = None
         self._has_aborted = False
         self.calls, self.messages = Calls(self), Messages(self)
+        inherited.watch(self)
         if form is not None:
             try:
                 self._form(form())
@@ -106,7 +115,7 @@ class Session:
             self.calls.keep_to(lasting.engine.thread)
             lasting.engine.follow(self, self.collectives)
         self._life.advance(State.OPEN)
-        registry.opened.add(self)
+        _opened.add(self)
 
     def _open_flight(self, job: Job | None) -> FlightFile:
         """The flight record of this rank, which is the whole job's."""
@@ -133,7 +142,7 @@ class Session:
             self.calls.use(self.collectives.small)
         self._recorder.transport = formed.transport
         self.local_rank, self.local_size = formed.local_rank, formed.local_size
-        registry.formed.add(self)
+        _formed.add(self)
         try:
             try:
                 self._watcher = Watcher(
@@ -203,8 +212,8 @@ class Session:
             raise refusal
         return [decode(each, self.config.who) for each in gathered]
 
-    def inherit(self) -> None:
-        """Refuse to work: this is a forked child's copy."""
+    def close_inherited(self) -> None:
+        """In a forked child: refuse to work, since the sockets are the parent's."""
         self.is_inherited = True
         self.calls.use_python()
 
@@ -413,9 +422,16 @@ class Session:
             if self._watcher is not None:
                 self._watcher.join()
             self._close_flight()
-            registry.formed.discard(self)
+            _formed.discard(self)
             if self.size > 1:
                 _log.info(
                     "[%d/%d] ring closed after %s",
                     *(self.config.rank, self.config.size, self.statistics()),
                 )
+
+
+@atexit.register
+def _close_all() -> None:
+    """At exit, notify the ranks that wait for this one and release waiting framework threads."""
+    for session in list(_opened):
+        session.close()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ringreduce.communicator import registry
+from ringreduce.communicator import session
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import handoff, native
 from ringreduce.effects.handoff import BucketItem
@@ -257,7 +257,7 @@ def test_communicators_are_closed_when_the_process_ends():
     made = [Communicator(Config()) for _ in range(3)]
     for each in made:
         each.all_reduce(np.ones(3), async_op=True).wait(DEADLINE_S)
-    registry._close_all()
+    session._close_all()
     assert engine_threads() == set()
     assert all(each.closed for each in made)
 
