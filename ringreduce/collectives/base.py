@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ringreduce.effects.events import Events
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
@@ -19,10 +18,8 @@ from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.shm import ShmLink
 from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
 from ringreduce.transport.small_calls import SmallCalls
-from ringreduce.transport.stalls import PeerStates
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
-from ringreduce.vocabulary.errors import RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
 
 # Sends memory to a rank, or receives into it: group_rank, header, memory.
@@ -97,15 +94,10 @@ class Collectives(Protocol):
     def abort(self) -> None:
         """Give up: nothing is sent any more from memory that the caller may overwrite now.
 
-        The watcher tells the other ranks why, and interrupts calls in other threads. Never raises.
+        The watcher tells the other ranks why. Never raises.
         """
         for each in self._ways():
             each.abort()
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make a call in another thread raise soon: `cause`, or that this rank closed."""
-        for each in self._ways():
-            each.interrupt(cause)
 
     def close(self) -> None:
         """Free everything, after about a second at most, in which what was sent is written.
@@ -124,17 +116,6 @@ class Collectives(Protocol):
         """What this rank has sent and received so far."""
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
-
-    def record(self, events: Events) -> None:
-        """Record in `events` what calls consist of, from now on."""
-        for each in self._ways():
-            each.record(events)
-
-    def begin(self, peers: PeerStates) -> None:
-        """Messages between two ranks know from now on what the other ranks do."""
-        for each in self._ways():
-            if not isinstance(each, ZmqLink):
-                each.begin(peers)
 
     def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
         """What sends to the rank at `group_rank`, or receives from it, and its place there."""

@@ -33,7 +33,6 @@ from ringreduce.communicator.reaching import (
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import Placement, in_ring_order, place
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import descriptors
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
@@ -41,6 +40,7 @@ from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import MATERIAL_BYTES, Security
+from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.standby import Standby
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
@@ -96,7 +96,6 @@ class Formed:
     """What `form` has made, connected.
 
     Attributes:
-        timeouts: how long calls may wait; the watcher keeps it up to date.
         transport: ``shm``, ``zmq`` or ``shm+zmq``.
         hosts: the ranks of each host, in the order of the ring.
         shares_memory: whether this rank shares memory with another.
@@ -106,7 +105,6 @@ class Formed:
     job: Job
     collectives: Collectives
     control: Control
-    timeouts: Timeouts
     transport: str
     hosts: tuple[tuple[int, ...], ...]
     shares_memory: bool
@@ -124,7 +122,7 @@ class Formed:
             self.link.lock()
 
 
-def form(config: Config) -> Formed:
+def form(config: Config, waiting: Waiting) -> Formed:
     """Meet all ranks and connect to this one's peers; raises as `Communicator` does."""
     handover.tell(Joins(config.size))
     await_name(config)
@@ -132,7 +130,7 @@ def form(config: Config) -> Formed:
     networks = own_networks(config)
     bind = bind_of(config, networks)
     with undone_if_it_fails(config, membership, bind) as undo:
-        opened = open_sockets(config, membership, security, bind, undo)
+        opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
         rendezvous, table = meet(
@@ -201,7 +199,12 @@ def announced_in(table: Table) -> list[Announced]:
 
 
 def form_group(
-    config: Config, job: Job, membership: Membership, parent: Exchange, check: Callable[[], None]
+    config: Config,
+    job: Job,
+    membership: Membership,
+    parent: Exchange,
+    check: Callable[[], None],
+    waiting: Waiting,
 ) -> Formed:
     """Form the ring of a group of two or more, of which this rank is a member.
 
@@ -217,7 +220,7 @@ def form_group(
     with undone_if_it_fails(config, membership, job.bind) as undo:
         with parent.guarded():
             transport = job.place(membership).transport
-            opened = open_sockets(config, membership, security, job.bind, undo, transport)
+            opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
         found = parent.exchange((*opened.announced, secrets.token_bytes(MATERIAL_BYTES)))
         by_member = [found[rank] for rank in membership.members]
         # Fresh if only one member draws good random numbers.
@@ -302,7 +305,7 @@ def _connect(
     collectives.pairs = ZmqPairs(
         bind=opened.bind,
         segment_bytes=config.segment_bytes,
-        timeouts=opened.timeouts,
+        waiting=opened.waiting,
         security=opened.security,
         membership=membership,
         job=job.number,
@@ -317,7 +320,6 @@ def _connect(
         job=job,
         collectives=collectives,
         control=opened.control,
-        timeouts=opened.timeouts,
         transport=placement.transport,
         hosts=placement.hosts,
         shares_memory=len(together) > 1,

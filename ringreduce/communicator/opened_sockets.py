@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.watcher_messages import message_bytes_max
 from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
@@ -19,6 +18,7 @@ from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.shm import ShmLink
+from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.endpoints import port_range
@@ -39,7 +39,7 @@ class Announced(NamedTuple):
 class OpenedSockets:
     """What a rank has opened; `link` and `shared` only where they are needed and possible."""
 
-    timeouts: Timeouts
+    waiting: Waiting
     shared: ShmLink | None
     link: ZmqLink | None
     control: Control
@@ -83,12 +83,12 @@ def open_sockets(
     membership: Membership,
     security: Security,
     bind: Bind,
+    waiting: Waiting,
     undo: contextlib.ExitStack,
     transport: str = "shm+zmq",
 ) -> OpenedSockets:
     """Open memory and sockets, as far as `transport` needs them."""
-    timeouts = Timeouts(config.timeout_s, config.busy_timeout_s)
-    shared = _shared_memory(config, timeouts) if "shm" in transport else None
+    shared = _shared_memory(config, waiting) if "shm" in transport else None
     if shared is not None:
         undo.callback(shared.close)
     link: ZmqLink | None = None
@@ -96,7 +96,7 @@ def open_sockets(
         link = ZmqLink(
             bind=bind,
             segment_bytes=config.segment_bytes,
-            timeouts=timeouts,
+            waiting=waiting,
             streams=config.streams,
             security=security,
             members_max=membership.size,
@@ -110,10 +110,10 @@ def open_sockets(
         membership=membership,
     )
     undo.callback(control.close)
-    return OpenedSockets(timeouts, shared, link, control, security, bind)
+    return OpenedSockets(waiting, shared, link, control, security, bind)
 
 
-def _shared_memory(config: Config, timeouts: Timeouts) -> ShmLink | None:
+def _shared_memory(config: Config, waiting: Waiting) -> ShmLink | None:
     """Memory to share; None where it is not wanted or not possible.
 
     Raises:
@@ -127,7 +127,7 @@ def _shared_memory(config: Config, timeouts: Timeouts) -> ShmLink | None:
     try:
         if sys.platform != "linux":
             raise NativeError("shared memory needs Linux (memfd, futex)")
-        return ShmLink(timeouts=timeouts)
+        return ShmLink(waiting=waiting)
     except NativeError:
         if config.transport == "shm":
             raise

@@ -27,6 +27,7 @@ from ringreduce.communicator.opened_sockets import open_sockets
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
 from ringreduce.transport.routes import Routes
+from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.errors import ArrayError, ClosedError, ConfigError, RendezvousError
 
@@ -80,7 +81,7 @@ def _check(old: Session, membership: Membership, without: Collection[int]) -> No
         raise ArrayError(f"cannot form {problem}", rank=rank, size=size, remedy=remedy)
 
 
-def _form(config: Config, job: Job, membership: Membership) -> Formed:
+def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) -> Formed:
     """Meet the members at the standby port of the first, and connect to this rank's peers."""
     first = membership.members[0]
     address = job.standbys[first]
@@ -94,7 +95,7 @@ def _form(config: Config, job: Job, membership: Membership) -> Formed:
     routes = job.routes.anew()
     with undone_if_it_fails(config, membership, job.bind) as undo:
         transport = job.place(membership).transport
-        opened = open_sockets(config, membership, security, job.bind, undo, transport)
+        opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
         listeners = None
         if first == config.rank:
             listeners = job.standby.open()

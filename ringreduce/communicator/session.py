@@ -38,9 +38,11 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import decode, encode_or_refuse
 from ringreduce.pure.slowness import slow_link, slow_rank
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import describe
 from ringreduce.pure.wire import Kind
 from ringreduce.transport import inherited
+from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
@@ -81,7 +83,7 @@ class Session:
         config: Config,
         membership: Membership,
         job: Job | None,
-        form: Callable[[], Formed] | None,
+        form: Callable[[Waiting], Formed] | None,
         lasting: Lasting,
     ) -> None:
         self.config, self.membership = config, membership
@@ -91,6 +93,7 @@ class Session:
         self._life = LifeCycle()
         self.lasting = lasting
         self.events = lasting.events
+        self._waiting = Waiting(Timeouts(config.timeout_s, config.busy_timeout_s), self.events)
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
         self._flight = self._open_flight(job)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
@@ -105,7 +108,7 @@ class Session:
         inherited.watch(self)
         if form is not None:
             try:
-                self._form(form())
+                self._form(form(self._waiting))
             except BaseException as error:
                 if self.failure is None:  # Else `broke` has dumped it.
                     self._record(error)
@@ -113,7 +116,7 @@ class Session:
                 raise
         if lasting.engine is not None:
             self.calls.keep_to(lasting.engine.thread)
-            lasting.engine.follow(self, self.collectives)
+            lasting.engine.follow(self)
         self._life.advance(State.OPEN)
         _opened.add(self)
 
@@ -137,7 +140,6 @@ class Session:
         self._job.flight = self._flight
         self.collectives, self.transport = formed.collectives, formed.transport
         self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
-        self.collectives.record(self.events)
         if self.collectives.small is not None:
             self.calls.use(self.collectives.small)
         self._recorder.transport = formed.transport
@@ -153,7 +155,7 @@ class Session:
                     membership=self.membership,
                     elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
                     pending=self.messages.pending,
-                    timeouts=formed.timeouts,
+                    waiting=self._waiting,
                     link_timeout_s=self.config.link_timeout_s,
                 )
             except BaseException:  # No thread could be started, for example.
@@ -199,7 +201,7 @@ class Session:
                 raise closed(self.config)
             if self.lasting.engine is None:
                 name = f"ringreduce {self.config.rank}/{self.config.size}"
-                self.lasting.engine = Engine(name, self, self.collectives, self.events)
+                self.lasting.engine = Engine(name, self, self.events)
                 self.calls.keep_to(self.lasting.engine.thread)
             return self.lasting.engine
 
@@ -270,7 +272,7 @@ class Session:
         if self._watcher is not None:
             self._watcher.abort(error)
         # A call in another thread ends and releases the lock.
-        self.collectives.interrupt(error)
+        self._waiting.interrupt(error)
         if self.calls.caller != threading.get_ident():
             with self.calls.lock:
                 self.broke(error)
@@ -293,7 +295,7 @@ class Session:
     def ring_ended(self, error: RingReduceError) -> None:
         """Record the watcher's error. Called in the watcher's thread, so never waits for a call."""
         self._fail(error)
-        self.collectives.interrupt(error)
+        self._waiting.interrupt(error)
         # A call may have failed first: every waiter must see the same error.
         first = self.failure or error
         if (engine := self.lasting.engine) is not None:
@@ -394,7 +396,7 @@ class Session:
             self._life.advance(State.LEAVING)
             self.calls.use_python()
             engine = self.lasting.engine
-        self.collectives.interrupt()
+        self._waiting.interrupt()
         # In a signal handler the interrupted call still uses what would be freed here.
         if self.calls.leaves_later(why) or self.messages.leaves_later(why):
             return

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from ringreduce.collectives.base import Collectives
 from ringreduce.effects.events import Events
 from ringreduce.effects.handoff import (
     COMPLAINT,
@@ -119,12 +118,12 @@ class Owner(Protocol):
 class Engine:
     """The background thread of one communicator, which outlives its sessions.
 
-    `events` get how long work waited, and what happens to buckets. See `follow` for the others.
+    `events` get how long work waited, and what happens to buckets; `owner` is notified of errors.
     """
 
-    def __init__(self, name: str, owner: Owner, collectives: Collectives, events: Events) -> None:
+    def __init__(self, name: str, owner: Owner, events: Events) -> None:
         self._queue: Queue = open_queue(events)
-        self._owner, self._collectives, self._events = owner, collectives, events
+        self._owner, self._events = owner, events
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
@@ -134,19 +133,19 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def follow(self, owner: Owner, collectives: Collectives) -> None:
+    def follow(self, owner: Owner) -> None:
         """Work for a session that has taken the place of one that was left; see `let_go`.
 
-        Plans stay. `close` interrupts `collectives`, since the thread's present call could else
-        wait for another rank until the time limit; `owner` is notified of an error that the engine
-        has found.
+        Plans stay.
         """
-        self._owner, self._collectives = owner, collectives
+        self._owner = owner
         self._queue.reopen()
 
     def let_go(self, why: str) -> None:
-        """End what is under way for the present session, which is being left, with `why`."""
-        self._collectives.interrupt()
+        """End what is under way for the present session, which is being left, with `why`.
+
+        Calls that run have been interrupted.
+        """
         self._queue.fail(why)
         self.drain()
 
@@ -214,13 +213,12 @@ class Engine:
             self._forget_unwanted()
 
     def close(self, why: str) -> None:
-        """End the thread; work not begun fails with ClosedError, a running call is interrupted.
+        """End the thread; work not begun fails with ClosedError. A running call has been interrupted.
 
         In a forked child it does nothing: the thread and the waiting callers are the parent's.
         """
         if self._process != os.getpid():
             return
-        self._collectives.interrupt()
         if threading.current_thread() is self._thread:
             self._queue.finish()  # Callers that learn of the end may reuse the memory.
         self._queue.close(why)

@@ -23,10 +23,10 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Doing
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_abort
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.watching import Watch
 from ringreduce.transport.control import Control
+from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import MismatchError, PeerError, PeerTimeoutError, RingReduceError
 from ringreduce.vocabulary.times import milliseconds
@@ -38,9 +38,9 @@ class Watcher:
     """The watcher of one communicator.
 
     From now on only its thread uses `control`, which is connected. It notifies `owner` once of the
-    error that has ended the ring, and keeps `timeouts` up to date. `elsewhere` returns the call of
-    another group that this rank is in, or an empty text; `pending` the send or recv that it waits
-    in. A connection may carry nothing of what is due for `link_timeout_s`.
+    error that has ended the ring, and `waiting` of what the other ranks do. `elsewhere` returns the
+    call of another group that this rank is in, or an empty text; `pending` the send or recv that it
+    waits in. A connection may carry nothing of what is due for `link_timeout_s`.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Watcher:
         membership: Membership,
         elsewhere: Callable[[], str],
         pending: Callable[[], Pending | None],
-        timeouts: Timeouts,
+        waiting: Waiting,
         link_timeout_s: float,
     ) -> None:
         self._control, self._recorder = control, recorder
         self._collectives, self._owner = collectives, owner
-        self._timeouts, self._elsewhere, self._pending = timeouts, elsewhere, pending
+        self._timeouts, self._elsewhere, self._pending = waiting.timeouts, elsewhere, pending
         self._rank, self._size = recorder.rank, recorder.size
         self._watch = Watch(self._rank, self._size, membership, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
-        collectives.begin(self)
+        waiting.peers = self
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
         )

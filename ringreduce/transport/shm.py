@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.schedule import Action
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
 from ringreduce.transport.link_calls import Traffic
@@ -29,7 +27,7 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.shm_ranks import DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import Interruption, PeerStates, State, finish
+from ringreduce.transport.stalls import State, Waiting, finish
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ProtocolError, RingReduceError
@@ -107,8 +105,8 @@ class ShmLink:
         OSError: no memory or no socket is available.
     """
 
-    def __init__(self, *, timeouts: Timeouts) -> None:
-        self._timeouts = timeouts
+    def __init__(self, *, waiting: Waiting) -> None:
+        self._waiting = waiting
         self._functions = functions()
         size = heap_bytes()
         self._own: Segment | None = Segment.create(STAGING_BYTES, size)
@@ -124,7 +122,6 @@ class ShmLink:
         self.small: SmallCalls | None = None
         self._connected: HostRanks | None = None
         self._facts = _Facts()
-        self._interruption = Interruption()
         self._traffic = Traffic(0, 0, 0)
 
     def connect(
@@ -160,7 +157,7 @@ class ShmLink:
             size=size,
             job=job,
             descriptor=self._own.descriptor,
-            timeout_s=self._timeouts.timeout_s,
+            timeout_s=self._waiting.timeouts.timeout_s,
             check=check,
         )
         segments: list[Segment] = []
@@ -179,9 +176,10 @@ class ShmLink:
                     **self._who,
                     peer=member,
                 ) from error
-        shared = segments, self._mesh, self._timeouts, self._interruption
         try:
-            self._connected = ranks = HostRanks(members, index, size, *shared)
+            self._connected = ranks = HostRanks(
+                members, index, size, segments, self._mesh, self._waiting
+            )
         except OSError as error:
             raise ProtocolError(
                 f"cannot use the memory of this host's ranks: {error.strerror}", **self._who
@@ -191,21 +189,12 @@ class ShmLink:
         self.pairs = ShmPairs(ranks, self._heap)
         if are_possible():
             self.small = SmallCalls(SmallKind.COLLECTIVE, ranks.group, self._wait_limits_address)
-
-    def begin(self, peers: PeerStates) -> None:
-        """Errors and time limits of messages depend from now on on what other ranks do."""
-        self._ranks.peers = peers
+            self.small.record(self._waiting.events, Kind.ALL_REDUCE.label)
 
     def empty(self, nbytes: int) -> np.ndarray | None:
         """An array of `nbytes`, dtype uint8, in registered memory; None when there is no room."""
         heap = self._heap
         return None if heap is None else heap.empty(nbytes)
-
-    def record(self, events: Events) -> None:
-        """Record in `events` which ranks calls wait for, and the collectives that run in C."""
-        self._ranks.events = events
-        if self.small is not None:
-            self.small.record(events, Kind.ALL_REDUCE.label)
 
     def run(self, call: HostCall, source: np.ndarray, target: np.ndarray | None = None) -> None:
         """Run `call` on `source`, contiguous; an all-to-all from there into `target`.
@@ -223,8 +212,7 @@ class ShmLink:
         self._call = call
         self._arguments = ranks.group, call.address, address, into, self._wait_limits_address
         if not self.resume():
-            check_s = TIMES.shared_memory_poll_s
-            finish(self, self._interruption, self._timeouts, ranks.events, check_s)
+            finish(self, self._waiting, check_s=TIMES.shared_memory_poll_s)
 
     @property
     def _ranks(self) -> HostRanks:
@@ -249,10 +237,6 @@ class ShmLink:
                     "ranks' reach; a rank that was stopped may still write into them",
                     *(*self._who.values(), left),
                 )
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make a `run` or a message in another thread raise when it next checks the clock."""
-        self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
         """What this rank has written to and read from shared memory so far; from any thread."""

@@ -1,7 +1,7 @@
 """Messages between two ranks of one host in shared memory; native/src/pairs.c does the work.
 
 Threads: each direction of each pair is used by one thread at a time; they, and the collectives, do
-not wait for each other. `interrupt`, `close` and `traffic` may be called from any thread.
+not wait for each other. `close` and `traffic` may be called from any thread.
 
 Memory: a channel, 130 KiB in the sender's segment, from the first message of a direction until the
 segment is freed. A message of up to 32 KiB is copied there; a larger one passes through in pieces,
@@ -28,7 +28,7 @@ from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
 from ringreduce.transport.small_calls import SmallCalls, are_possible
-from ringreduce.transport.stalls import PeerTimeouts, State, finish
+from ringreduce.transport.stalls import State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
@@ -54,7 +54,7 @@ class ShmPairs:
     def __init__(self, ranks: HostRanks, heap: Heap) -> None:
         self._ranks: HostRanks | None = ranks
         self._heap: Heap | None = heap
-        self._interruption, self._size = ranks.interruption, ranks.size
+        self._waiting, self._size = ranks.waiting, ranks.size
         # Guards the ends; the sender's memory is opened by one thread at a time.
         self._lock = threading.RLock()
         self._sending: dict[int, ShmEnd] = {}
@@ -88,13 +88,13 @@ class ShmPairs:
         with self._lock:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
-                raise self._interruption.error(size=self._size)
+                raise self._waiting.error(size=self._size)
             end = self._end(place, is_sending)
             if is_sending:
                 offset = heap.reserve(functions()["pair_channel_bytes"]())
-                if offset is None and self._interruption.is_set:
+                if offset is None and self._waiting.is_interrupted:
                     # The ring has failed, and its memory is out of the others' reach.
-                    raise self._interruption.error(size=self._size)
+                    raise self._waiting.error(size=self._size)
                 if offset is None:
                     raise ArrayError(
                         f"has no shared memory left to send to rank {ranks.members[place]}",
@@ -136,8 +136,8 @@ class ShmPairs:
 
     def close(self) -> None:
         """End the calls of other threads; memory goes with the last of them."""
-        if not self._interruption.is_set:
-            self._interruption.set(None)
+        if not self._waiting.is_interrupted:
+            self._waiting.interrupt()
         with self._lock:
             self._ranks = self._heap = None
             for end in (*self._sending.values(), *self._receiving.values()):
@@ -206,10 +206,9 @@ class ShmEnd:
         data, nbytes = address_of(flat), flat.nbytes
         self._arguments = self._pair, self._words_address, data, nbytes, self._limits
         if not self.resume():
-            ranks, timeouts = self._ranks, self._ranks.timeouts
-            if ranks.peers is not None:
-                timeouts = PeerTimeouts(timeouts, ranks.peers, self._peer, sends=self._is_sending)
-            finish(self, ranks.interruption, timeouts, ranks.events, TIMES.shared_memory_poll_s)
+            waiting = self._ranks.waiting
+            timeouts = waiting.for_message(self._peer, sends=self._is_sending)
+            finish(self, waiting, timeouts, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
 
     def unreceived(self) -> list[Unreceived]:

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringreduce.effects.events import Events
 from ringreduce.pure import wire
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.wire import Header
 from ringreduce.transport.diagnosis import lost_error, mismatch_error
 from ringreduce.transport.segment import Segment, checked, functions
-from ringreduce.transport.stalls import Interruption, PeerStates
+from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.cores import are_crowded
@@ -58,10 +56,7 @@ class HostRanks:
         segments: their addresses.
         group: the C library's rr_shm of these ranks.
         mesh: which of them are lost.
-        timeouts: how long the calls of collectives may wait.
-        interruption: of all calls.
-        events: which ranks calls wait for is recorded there.
-        peers: what the other ranks do; None before the watcher runs.
+        waiting: how calls wait for them.
 
     Raises:
         OSError: their memory does not fit together.
@@ -74,16 +69,13 @@ class HostRanks:
         size: int,
         segments: Sequence[Segment],
         mesh: Mesh,
-        timeouts: Timeouts,
-        interruption: Interruption,
+        waiting: Waiting,
     ) -> None:
         self.members, self.index, self.size = tuple(members), index, size
         self._segments = tuple(segments)
         self.segments = (ctypes.c_void_p * len(members))(*[each.address for each in segments])
         self.wait_limits = wait_limits(len(members))
-        self.mesh, self.timeouts, self.interruption = mesh, timeouts, interruption
-        self.events: Events | None = None
-        self.peers: PeerStates | None = None
+        self.mesh, self.waiting = mesh, waiting
         made = ctypes.c_void_p()
         checked(
             functions()["shm_new"](
@@ -109,9 +101,9 @@ class HostRanks:
         """The error for a status of the C library, in a call `ours` that has met `theirs`."""
         peer = where["peer"]
         if status == ABORTED:
-            return self.interruption.await_cause() or lost_error(self.named(peer), **where)
+            return self.waiting.await_cause() or lost_error(self.named(peer), **where)
         if status == MISMATCH:
-            if wire.will_be_explained(theirs, ours) and (cause := self.interruption.await_cause()):
+            if wire.will_be_explained(theirs, ours) and (cause := self.waiting.await_cause()):
                 return cause
             # Of two ranks that look at each other.
             return mismatch_error(replace(theirs, rank=0), replace(ours, rank=0), (peer,), **where)

@@ -58,20 +58,29 @@ class StalledCall(Protocol):
         """The fields of an error about that rank."""
 
 
-class Interruption:
-    """Ends calls in other threads, when these next check the clock."""
+class Waiting:
+    """How the calls of a session wait for other ranks, over all of its links; from any thread.
 
-    def __init__(self) -> None:
-        self.is_set = False
+    Attributes:
+        timeouts: how long a call may wait; the watcher keeps it up to date.
+        events: which ranks calls wait for is recorded there.
+        peers: what is known of the other ranks; None before there is a watcher.
+        is_interrupted: whether calls end when they next check the clock.
+    """
+
+    def __init__(self, timeouts: Timeouts, events: Events) -> None:
+        self.timeouts, self.events = timeouts, events
+        self.peers: PeerStates | None = None
+        self.is_interrupted = False
         self._cause: RingReduceError | None = None
 
-    def set(self, cause: RingReduceError | None) -> None:
-        """Make calls raise `cause`; None: that this rank closed."""
+    def interrupt(self, cause: RingReduceError | None = None) -> None:
+        """Make calls in other threads raise `cause` soon; None: that this rank closed."""
         self._cause = cause
-        self.is_set = True
+        self.is_interrupted = True
 
     def error(self, **where: Any) -> RingReduceError:
-        """The error to raise; `where` has the fields of this call's errors."""
+        """The error to raise then; `where` has the fields of this call's errors."""
         return self._cause or PeerLostError(
             "closed its communicator in the middle of a collective", **where
         )
@@ -80,9 +89,15 @@ class Interruption:
         """Why the ring has ended, if another rank that knows more says it soon."""
         # Polled, since a signal handler may set it.
         deadline = time.monotonic() + TIMES.explanation_s
-        while not self.is_set and time.monotonic() < deadline:
+        while not self.is_interrupted and time.monotonic() < deadline:
             time.sleep(TIMES.ended_poll_s)
         return self._cause
+
+    def for_message(self, peer: int, *, sends: bool) -> Timeouts:
+        """How long a message to or from rank `peer` may wait."""
+        if self.peers is None:
+            return self.timeouts
+        return PeerTimeouts(self.timeouts, self.peers, peer, sends=sends)
 
 
 class Stall:
@@ -120,14 +135,14 @@ class Stall:
 class _WaitSpan:
     """Records in `events` which ranks a call waits for, and when, if for longer than one check."""
 
-    def __init__(self, events: Events | None, check_s: float) -> None:
+    def __init__(self, events: Events, check_s: float) -> None:
         self._events, self._check_s = events, check_s
         self._known: tuple[int, object] | None = None
         self._began_s = 0.0
 
     def look(self, rank: int, progress: object) -> None:
         """Note that the call waits for `rank` now, and its `progress`, at the end of a check."""
-        if self._events is None or (rank, progress) == self._known:
+        if (rank, progress) == self._known:
             return
         self.end()
         self._known = rank, progress
@@ -136,7 +151,7 @@ class _WaitSpan:
 
     def end(self) -> None:
         """Note that the call does not wait any more."""
-        if self._known is not None and self._events is not None:
+        if self._known is not None:
             now = time.monotonic()
             self._events.part(SpanKind.WAIT, self._began_s, now, other=self._known[0])
         self._known = None
@@ -182,29 +197,29 @@ class PeerTimeouts(Timeouts):
 
 def finish(
     call: StalledCall,
-    interruption: Interruption,
-    timeouts: Timeouts,
-    events: Events | None = None,
+    waiting: Waiting,
+    timeouts: Timeouts | None = None,
     check_s: float = TIMES.poll_s,
 ) -> None:
-    """Continue `call` until it is done, for as long as `timeouts` allows.
+    """Continue `call` until it is done, for as long as `timeouts` allows, by default `waiting`'s.
 
-    `resume` returns after `check_s` at most. For which ranks it waits is recorded in `events`.
+    `resume` returns after `check_s` at most.
 
     Raises:
         PeerTimeoutError: it made no progress within a limit.
         PeerLostError: a rank that it needs is lost, or this one has closed its communicator.
         RingReduceError: what `call.resume` raises, or the cause of the interruption.
     """
-    stall, span = Stall(timeouts), _WaitSpan(events, check_s)
+    timeouts = timeouts or waiting.timeouts
+    stall, span = Stall(timeouts), _WaitSpan(waiting.events, check_s)
     silence: Silence | None = None
     try:
         while True:
             state = call.state()
             span.look(state.peer, state.progress)
-            if interruption.is_set:
+            if waiting.is_interrupted:
                 where = call.where(state.peer)
-                raise interruption.error(**{**where, "peer": where["rank"]})
+                raise waiting.error(**{**where, "peer": where["rank"]})
             limit = stall.look(state.progress)
             if stall.lost is not None:
                 raise lost_error(call.named(stall.lost), **call.where(stall.lost))

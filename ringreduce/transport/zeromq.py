@@ -1,6 +1,6 @@
 """The ring over ZeroMQ: drives the compiled loops from a call's first frame to its end.
 
-One thread at a time uses a link (the communicator holds a lock); `interrupt`, `traffic` and `flow`
+One thread at a time uses a link (the communicator holds a lock); `traffic` and `flow`
 may be called from any thread.
 
 Memory: libzmq borrows a call's buffer until `run` returns, unless frames are sealed. When `run`
@@ -18,12 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.spans import SpanKind
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.transport import exchange, frames, libzmq, loop
 from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
@@ -32,7 +30,7 @@ from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffi
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING, LinkRecord
 from ringreduce.transport.security import Security
-from ringreduce.transport.stalls import Interruption, State, finish
+from ringreduce.transport.stalls import State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 
@@ -52,7 +50,7 @@ class ZmqLink:
 
     Args:
         segment_bytes: payload of a full frame, equal on all ranks.
-        timeouts: how long a call may wait.
+        waiting: how calls wait for other ranks.
         streams: connections to the next rank that share its segments, equal on all ranks.
         security: this rank, and who may connect.
 
@@ -69,7 +67,7 @@ class ZmqLink:
         *,
         bind: Bind,
         segment_bytes: int,
-        timeouts: Timeouts,
+        waiting: Waiting,
         streams: int = 1,
         security: Security,
         members_max: int | None = None,
@@ -94,9 +92,7 @@ class ZmqLink:
             scratch=self._scratch.ctypes.data,
         )
         self._record_address = ctypes.addressof(self._record)
-        self._timeouts = timeouts
-        self._interruption = Interruption()
-        self._events: Events | None = None
+        self._waiting = waiting
         self._step_ends = np.empty(0)
         # Of the present call: its loop and what that takes, what it has returned; its steps, and
         # the segments of each at most.
@@ -129,10 +125,6 @@ class ZmqLink:
         record.free = libzmq.free_callback().address
         self._connections.connect(addresses, membership.members)
 
-    def record(self, events: Events) -> None:
-        """Record in `events` the steps of long calls, and which ranks calls wait for."""
-        self._events = events
-
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
 
@@ -147,10 +139,6 @@ class ZmqLink:
     def read_events(self) -> None:
         """Process the events of all connections."""
         self._connections.sockets.read_events()
-
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make a `run` or `exchange` in another thread raise when it next checks the clock."""
-        self._interruption.set(cause)
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
@@ -204,7 +192,7 @@ class ZmqLink:
                     raise lost_error(self.named(pushing.peer), **self.where(pushing.peer))
             if not self.resume():
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
-                finish(self, self._interruption, self._timeouts, self._events)
+                finish(self, self._waiting)
             if record.step_ends:
                 self._record_steps(call, began_s)
         except BaseException:
@@ -215,7 +203,7 @@ class ZmqLink:
 
     def _time_steps(self, call: Call, nbytes: int) -> float:
         """Have the loop note when steps end, if the call is long; return the time."""
-        if self._events is None or nbytes <= _UNTIMED_BYTES or not isinstance(call, RingCall):
+        if nbytes <= _UNTIMED_BYTES or not isinstance(call, RingCall):
             self._record.step_ends = 0
             return 0.0
         if self._step_ends.size < call.steps:
@@ -224,9 +212,8 @@ class ZmqLink:
         return time.monotonic()
 
     def _record_steps(self, call: Call, began_s: float) -> None:
-        assert self._events is not None
         for step, ended_s in enumerate(self._step_ends[: call.steps].tolist()):
-            self._events.part(SpanKind.STEP, began_s, ended_s, other=step)
+            self._waiting.events.part(SpanKind.STEP, began_s, ended_s, other=step)
             began_s = ended_s
 
     def abort(self) -> None:
@@ -314,7 +301,7 @@ class ZmqLink:
         if self._status == MISMATCH:
             expected = wire.decode(self._call.expected(record.step))
             if wire.will_be_explained(received, expected):
-                explained = self._interruption.await_cause()
+                explained = self._waiting.await_cause()
                 if explained is not None:
                     return explained
             return mismatch_error(received, expected, known.members, **where)

@@ -9,8 +9,8 @@ send: sending waits until the address is known. Messages (send, recv) and parts 
 pair have a channel each, so that a pending message never holds up a collective.
 
 Threads: one at a time uses each direction of a pair for messages, and one the parts of all pairs.
-`begin`, `found`, `interrupt` and `traffic` may be called from any thread. There is no socket before
-the first use; from then on there are libzmq's two threads and the authenticator's, until `close`.
+`found`, `traffic` and `flow` may be called from any thread. There is no socket before the first
+use; from then on there are libzmq's two threads and the authenticator's, until `close`.
 
 Memory: as in `ringreduce.transport.zeromq`.
 """
@@ -25,12 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached
-from ringreduce.pure.timeouts import Timeouts
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
@@ -51,7 +49,7 @@ from ringreduce.transport.records import (
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import Interruption, PeerStates, PeerTimeouts, State, finish
+from ringreduce.transport.stalls import PeerStates, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
@@ -66,7 +64,7 @@ class ZmqPairs:
     Args:
         bind: where to listen.
         segment_bytes: payload of a full frame, equal on all ranks.
-        timeouts: how long the call of a collective may wait.
+        waiting: how calls wait for other ranks.
         security: this rank, and who may connect.
         membership: whose places calls name; `job` is in every frame.
         routes: at which address each rank is reached.
@@ -78,19 +76,17 @@ class ZmqPairs:
         *,
         bind: Bind,
         segment_bytes: int,
-        timeouts: Timeouts,
+        waiting: Waiting,
         security: Security,
         membership: Membership,
         job: int,
         routes: Routes,
         ranks_here: int,
     ) -> None:
-        self._bind, self._timeouts, self._security = bind, timeouts, security
+        self._bind, self._waiting, self._security = bind, waiting, security
         self._membership, self._rank, self._routes = membership, security.rank, routes
         self._segment_bytes, self._ranks_here, self._job = segment_bytes, ranks_here, job
         self._frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + segment_bytes
-        self._interruption = Interruption()
-        self._events: Events | None = None
         self._sockets: Sockets | None = None
         self._who = security.who
         self._has_failed = self._is_closed = False
@@ -104,13 +100,10 @@ class ZmqPairs:
         # Memory of failed calls, kept until close.
         self._lent: list[np.ndarray] = []
 
-    def begin(self, peers: PeerStates) -> None:
-        """The watcher runs, so ranks can be notified; call it before any other method."""
-        self._peers = peers
-
-    def record(self, events: Events) -> None:
-        """Record in `events` which ranks calls wait for."""
-        self._events = events
+    @property
+    def _peers(self) -> PeerStates:
+        assert self._waiting.peers is not None
+        return self._waiting.peers
 
     def found(self, listening: Listening) -> None:
         """Another rank listens for this one."""
@@ -283,22 +276,16 @@ class ZmqPairs:
         count = descriptors.needed(0, 1, 1, len(self._bind.hosts))
         descriptors.reserve(count, **self._who)
         if self._sockets is None:
-            if self._is_closed or self._interruption.is_set:
-                raise self._interruption.error(**self._who)
+            if self._is_closed or self._waiting.is_interrupted:
+                raise self._waiting.error(**self._who)
             frames.load()
             self._sockets = Sockets(self._security, self._security.data)
         return self._sockets
 
     # --- Ending ---------------------------------------------------------------------------------
 
-    def interrupt(self, cause: RingReduceError | None = None) -> None:
-        """Make calls in other threads raise when they next check the clock."""
-        self._interruption.set(cause)
-        with self._changed:
-            self._changed.notify_all()
-
     def abort(self) -> None:
-        """Give up; `interrupt` ends calls in other threads."""
+        """Give up: `close` will not wait for what is still to be sent."""
         self._has_failed = True
 
     def traffic(self) -> Traffic:
@@ -316,7 +303,6 @@ class ZmqPairs:
         """Free everything, after about a second at most; no call may be running."""
         with self._changed:
             is_first, self._is_closed = not self._is_closed, True
-        self._interruption.set(None)
         if self._sockets is None or not is_first:
             return
         linger_s = 0.0 if self._has_failed else TIMES.linger_s
@@ -372,16 +358,15 @@ class _Call:
             )
 
     def _finish(self) -> None:
-        pairs = self._pairs
-        timeouts, end = pairs._timeouts, self._end
+        waiting, end, timeouts = self._pairs._waiting, self._end, None
         if self._header.kind in wire.SENDS:
-            timeouts = PeerTimeouts(timeouts, self._peers, end.peer, sends=isinstance(end, Sending))
-        finish(self, pairs._interruption, timeouts, pairs._events)
+            timeouts = waiting.for_message(end.peer, sends=isinstance(end, Sending))
+        finish(self, waiting, timeouts)
 
     def _check(self) -> None:
-        interruption = self._pairs._interruption
-        if interruption.is_set:
-            raise interruption.error(**self.where(self._pairs._rank))
+        waiting = self._pairs._waiting
+        if waiting.is_interrupted:
+            raise waiting.error(**self.where(self._pairs._rank))
 
     @property
     def _end(self) -> Sending | Receiving:

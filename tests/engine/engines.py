@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ringreduce.collectives.base import Collectives
 from ringreduce.effects.events import Events
 from ringreduce.engine.engine import Engine, Owner
 from ringreduce.vocabulary.errors import RingReduceError
@@ -42,12 +41,9 @@ def new_engine() -> tuple[Engine, list[RingReduceError]]:
     return new_engine_of(errors.append), errors
 
 
-def new_engine_of(
-    fail: Callable[[RingReduceError], object], interrupt: Callable[[], object] = lambda: None
-) -> Engine:
-    """An engine whose communicator and collectives do no more than that."""
-    owner, collectives = SimpleNamespace(fail=fail), SimpleNamespace(interrupt=interrupt)
-    return Engine("ringreduce test", cast(Owner, owner), cast(Collectives, collectives), Events())
+def new_engine_of(fail: Callable[[RingReduceError], object]) -> Engine:
+    """An engine whose communicator does no more than that."""
+    return Engine("ringreduce test", cast(Owner, SimpleNamespace(fail=fail)), Events())
 
 
 def failing(error: BaseException) -> Callable[[], None]:

@@ -220,14 +220,6 @@ def test_close_ends_a_wait_in_another_thread(engine):
     closing.result(DEADLINE_S)
 
 
-def test_close_interrupts_before_it_waits_for_what_runs():
-    gate = Gate()
-    made = new_engine_of(lambda error: None, gate.open.set)
-    made.submit(gate)
-    gate.wait_begun()
-    in_thread(lambda: made.close("over")).result(DEADLINE_S)
-
-
 def test_close_in_the_engines_own_thread_does_not_wait_for_itself(engine):
     work = engine.submit(lambda: engine.close("over"))
     assert work.wait(DEADLINE_S) is None
@@ -384,7 +376,7 @@ class TestBuckets:
         engine.fail(old, PeerLostError("lost rank 3"))
         engine.let_go("the ring is formed anew")
         assert start(plan.number, 0).why == "lost rank 3."
-        engine.follow(SimpleNamespace(fail=anew.append), engine._collectives)
+        engine.follow(SimpleNamespace(fail=anew.append))
         engine.fail(old, MismatchError("a late one"))
         start(plan.number, 0, 3.0)
         answer = wait_for_bucket(plan.number, 0)

@@ -20,6 +20,7 @@ import pytest
 import zmq
 
 from ringreduce.communicator.communicator import Communicator
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.membership import whole
 from ringreduce.pure.notification import ABORT_BYTES_MAX, abort_error
@@ -31,6 +32,7 @@ from ringreduce.transport.frames import INLINE_BYTES_MAX, SEALED_OVERHEAD_BYTES
 from ringreduce.transport.link_calls import RingCall
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import MATERIAL_BYTES, Security
+from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import RingReduceError
 from tests.fuzzing import (
@@ -48,6 +50,7 @@ TIMES = (1, pytest.param(10, marks=pytest.mark.full))
 
 
 ERRING = """
+from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.transport.zeromq import ZmqLink
 from tests.transport.test_fuzz import ERRORS
@@ -189,7 +192,7 @@ class Loop:
         self.link = ZmqLink(
             bind=Bind(("127.0.0.1",)),
             segment_bytes=segment_bytes,
-            timeouts=Timeouts(10.0, 10.0),
+            waiting=Waiting(Timeouts(10.0, 10.0), Events()),
             security=members[0],
         )
         # Nobody has to be there: nothing is sent, and the frames come from here.

@@ -166,12 +166,15 @@ def test_a_storm_at_a_data_port_does_not_wedge_a_link() -> None:
     """A queue of a thousand events once did: libzmq waited for room, and closing for libzmq."""
     program = """
     import socket
+    from ringreduce.effects.events import Events
     from ringreduce.pure.timeouts import Timeouts
     from ringreduce.transport.security import Security
+    from ringreduce.transport.stalls import Waiting
     from ringreduce.transport.zeromq import ZmqLink
     from ringreduce.transport.listening import Bind
     settings = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096}
-    link = ZmqLink(**settings, timeouts=Timeouts(5.0, 5.0), security=Security(size=2))
+    waiting = Waiting(Timeouts(5.0, 5.0), Events())
+    link = ZmqLink(**settings, waiting=waiting, security=Security(size=2))
     address = "127.0.0.1", int(link.address.rpartition(":")[2])
     for _ in range(2500):
         socket.create_connection(address, 10).close()

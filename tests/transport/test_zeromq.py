@@ -15,6 +15,7 @@ import zmq
 
 from ringreduce.collectives.ring import Ring
 from ringreduce.communicator.session import Session
+from ringreduce.effects.events import Events
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
@@ -23,6 +24,7 @@ from ringreduce.transport.channel import Outgoing
 from ringreduce.transport.connections import Connections
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
+from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import (
     ClosedError,
@@ -40,8 +42,9 @@ MEMBERS = (1, 5, 10)
 WORLD_SIZE = 12
 
 
-def make_link(rank: int, size: int = 3, **settings: object) -> ZmqLink:
-    usual = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096, "timeouts": Timeouts(20.0, 20.0)}
+def make_link(rank: int, size: int = 3, timeout_s: float = 20.0, **settings: object) -> ZmqLink:
+    waiting = Waiting(Timeouts(timeout_s, timeout_s), Events())
+    usual = {"bind": Bind(("127.0.0.1",)), "segment_bytes": 4096, "waiting": waiting}
     security = Security(rank=rank, size=size)
     return ZmqLink(security=security, **{**usual, **settings})  # type: ignore[arg-type]
 
@@ -74,7 +77,7 @@ def on_each(rings: list[Ring], work: Callable[[Ring], object]) -> list[object]:
             ring.abort()
             # As the watchers do.
             for other in rings:
-                other.interrupt(error)
+                other._link._waiting.interrupt(error)
             return error
 
     with ThreadPoolExecutor(len(rings)) as pool:
@@ -227,7 +230,7 @@ def test_member_that_has_left_is_named_by_its_rank_in_the_job(call):
 
 @pytest.mark.parametrize("call", [Ring.barrier, lambda ring: ring.all_reduce(np.ones(50_021), 1)])
 def test_silent_member_is_named_by_its_rank_in_the_job(call):
-    with rings_of(MEMBERS, WORLD_SIZE, timeouts=Timeouts(0.3, 0.3)) as rings:
+    with rings_of(MEMBERS, WORLD_SIZE, timeout_s=0.3) as rings:
         on_each(rings, Ring.barrier)
         errors = on_each(rings[1:], call)
     # The rank behind the silent one waited for it, and the next one for that; or were told.
