@@ -100,8 +100,24 @@ class Calls:
             raise forked(session.config)
         if (engine := session.lasting.engine) is not None:
             engine.drain()
-        result: _Result = self._within(self._run, name, nbytes, run, *arguments)
-        return result
+        try:
+            with self.lock:
+                if self.caller is not None:
+                    raise MismatchError(
+                        "made a call in a signal handler, within another call",
+                        **session.config.who,
+                        remedy="Note in the handler that it has run, and call afterwards.",
+                    )
+                try:
+                    # From here on a signal handler that closes the session leaves it to this call.
+                    self._caller.value = threading.get_ident()
+                    if not session.is_working:
+                        session.refuse()
+                    return self._finish(name, nbytes, run, *arguments)
+                finally:
+                    self._caller.value = 0
+        finally:
+            self._leave_if_due()
 
     def all_reduce(self, array: np.ndarray, option: ReduceOp | str, signature: int = 0) -> bool:
         """All-reduce `array` by one C function; False: that does not know it, nothing was begun.
@@ -169,27 +185,6 @@ class Calls:
         self._leaves_with = why
         return True
 
-    def _within(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run what makes up a call, while no other thread is in one."""
-        try:
-            with self.lock:
-                is_nested = self.caller is not None
-                try:
-                    if is_nested:
-                        raise MismatchError(
-                            "made a call in a signal handler, within another call",
-                            **self._session.config.who,
-                            remedy="Note in the handler that it has run, and call afterwards.",
-                        )
-                    # From here on a signal handler that closes the session leaves it to this call.
-                    self._caller.value = threading.get_ident()
-                    return run(*arguments)
-                finally:
-                    if not is_nested:
-                        self._caller.value = 0
-        finally:
-            self._leave_if_due()
-
     def _leave_if_due(self) -> None:
         """Leave if a signal handler wanted that in a call that has ended.
 
@@ -198,11 +193,6 @@ class Calls:
         if self._leaves_with is not None and self.caller is None:
             why, self._leaves_with = self._leaves_with, None
             self._session.leave(why)
-
-    def _run(self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any) -> _Result:
-        if not self._session.is_working:
-            self._session.refuse()
-        return self._finish(name, nbytes, run, *arguments)
 
     def _finish(
         self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
