@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.pure.schedule import FORWARD, Exchange, Schedule, segment_count
-from ringreduce.pure.wire import Header, Kind, encode
+from ringreduce.pure.wire import Header, encode
 from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecord, PassRecord
 
 
@@ -46,15 +46,6 @@ class _Call:
     def __init__(self, header: Header, schedule: Schedule | Exchange, steps: np.ndarray) -> None:
         self.header, self.schedule, self.sequence = header, schedule, 0
         self._steps, self.steps = steps, len(steps)
-
-    @property
-    def operation(self) -> str:
-        """Name of the collective, for an error message."""
-        return Kind(self.header.kind).label
-
-    def describe_step(self, step: int) -> str:
-        """Name of `step`, for an error message."""
-        return self.schedule.describe_step(step)
 
 
 class RingCall(_Call):

@@ -285,9 +285,9 @@ class ZmqLink:
         return {
             **self._connections.who,
             "peer": peer,
-            "operation": self._call.operation,
+            "operation": wire.Kind(self._call.header.kind).label,
             "sequence": self._call.sequence,
-            "step": self._call.describe_step(step),
+            "step": self._call.schedule.describe_step(step),
         }
 
     def _source(self) -> Incoming:
