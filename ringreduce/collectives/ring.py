@@ -61,8 +61,8 @@ class Ring(Collectives):
     """The collectives of one rank over one link, numbered from 0.
 
     `rank` is this rank's index among the two or more of the ring; `job` and the group and epoch of
-    `membership`, of which the ring may be a part, are in every header. A mean divides by
-    `mean_over`, if that is another number.
+    `membership`, of which the ring may be a part, are in every header. A mean is over all its
+    members.
     """
 
     def __init__(
@@ -73,12 +73,10 @@ class Ring(Collectives):
         size: int,
         membership: Membership,
         job: int = 0,
-        mean_over: int | None = None,
     ) -> None:
         self._link, self.links = link, (link,)
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
-        self._mean_over = size if mean_over is None else mean_over
         self._sequence = 0
         self._most_rows = max(schedule.exchange(size).counts)
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
@@ -275,7 +273,7 @@ class Ring(Collectives):
         combine = kernels.reduction(op, computed)
         if op is not ReduceOp.MEAN:
             return NO_REDUCTION._replace(combine=combine)
-        divisor = np.array([self._mean_over], computed).view(np.uint8)
+        divisor = np.array([self._membership.size], computed).view(np.uint8)
         return Reduction(combine, kernels.divide(computed), divisor)
 
 

@@ -378,7 +378,6 @@ def _collectives(
             size=len(members),
             membership=membership,
             job=job.number,
-            mean_over=membership.size,
         )
     else:
         link.close()
