@@ -11,7 +11,6 @@ class Handle:
     def _use(self, session: Session) -> None:
         self._session, self._config = session, session.config
         self._rank, self._size = session.group_rank, session.size
-        self._identity = session.identity
 
     @property
     def rank(self) -> int:

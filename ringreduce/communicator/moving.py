@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_counts, checked_root, flat_view
 from ringreduce.pure.wire import Kind
@@ -34,7 +33,7 @@ class MovingCalls(Handle):
         Raises: as `all_reduce`, and ArrayError when the result does not fit in memory.
         """
         flat = flat_view(array, "all_gather", writable=False)
-        arguments = uneven.all_gather, self._session.collectives, array, flat, self._identity
+        arguments = self._session.uneven.all_gather, array, flat
         return self._session.calls.run("all_gather", array, signature, async_op, *arguments)
 
     def broadcast(
@@ -113,14 +112,13 @@ class MovingCalls(Handle):
                 )
             if np.may_share_memory(out, array):
                 raise self._refused("all_to_all got `out` that shares memory with its array", "")
-        run, known = self._session.calls.run, (self._session.collectives, array, flat, out)
-        if counts is None:
-            equal = uneven.all_to_all, *known, self.size
-            return run("all_to_all", array, signature, async_op, *equal)
+        session = self._session
+        arguments: tuple[Any, ...] = session.uneven.all_to_all, array, flat, out
         if known_counts is not None:
             parts = known_counts.astype(np.int64)
-        unequal = uneven.all_to_all_uneven, *known, parts, self._identity
-        return run("all_to_all", array, signature, async_op, *unequal)
+        if counts is not None:
+            arguments = session.uneven.all_to_all_uneven, array, flat, out, parts
+        return session.calls.run("all_to_all", array, signature, async_op, *arguments)
 
     def gather(
         self, array: np.ndarray, root: int = 0, *, signature: int = 0, async_op: bool = False
@@ -140,10 +138,8 @@ class MovingCalls(Handle):
         """
         root = checked_root(root, self.size, self._config.who)
         flat = flat_view(array, "gather", writable=False)
-        arguments = self._session.collectives, array, flat, root, self._identity
-        return self._session.calls.run(
-            "gather", array, signature, async_op, uneven.gather, *arguments
-        )
+        arguments = self._session.uneven.gather, array, flat, root
+        return self._session.calls.run("gather", array, signature, async_op, *arguments)
 
     def scatter(
         self,
@@ -183,10 +179,8 @@ class MovingCalls(Handle):
             whole = array
             parts = checked_counts(counts, len(array), self.size, self._config.who)
         flat = flat_view(whole, "scatter", writable=False)
-        arguments = self._session.collectives, whole, flat, parts, root, self._identity
-        return self._session.calls.run(
-            "scatter", whole, signature, async_op, uneven.scatter, *arguments
-        )
+        arguments = self._session.uneven.scatter, whole, flat, parts, root
+        return self._session.calls.run("scatter", whole, signature, async_op, *arguments)
 
     def _refused(self, problem: str, remedy: str) -> ArrayError:
         return ArrayError(problem, **self._config.who, remedy=remedy)

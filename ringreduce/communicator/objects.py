@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator import uneven
 from ringreduce.communicator.handle import Handle
 from ringreduce.pure.payload import checked_root, decode, encode, encode_or_refuse, encode_refusal
 from ringreduce.pure.wire import Kind
@@ -36,10 +35,8 @@ class ObjectCalls(Handle):
         payload, refusal = np.empty(0, np.uint8), None
         if self.rank == root:
             payload, refusal = encode_or_refuse(value, self._config.who)
-        arguments = self._session.collectives, payload, self.rank, root
-        received = self._session.calls.call(
-            "broadcast_object", payload.size, uneven.broadcast_object, *arguments
-        )
+        arguments = self._session.uneven.broadcast, Kind.BROADCAST_OBJECT, payload, root, 0
+        received = self._session.calls.call("broadcast_object", payload.size, *arguments)
         if refusal is not None:
             raise refusal
         return value if self.rank == root else decode(received, self._config.who)
@@ -66,10 +63,8 @@ class ObjectCalls(Handle):
         """
         root = checked_root(root, self.size, self._config.who)
         payload, refusal = encode_or_refuse(value, self._config.who)
-        arguments = self._session.collectives, payload, root, self._identity
-        gathered = self._session.calls.call(
-            "gather_object", payload.size, uneven.gather_object, *arguments
-        )
+        run = self._session.uneven.gather_object
+        gathered = self._session.calls.call("gather_object", payload.size, run, payload, root)
         if refusal is not None:
             raise refusal
         who = self._config.who
@@ -103,11 +98,9 @@ class ObjectCalls(Handle):
                 payloads = [encode(value) for value in values]
             except ArrayError as error:
                 refusal, payloads = error, [encode_refusal(error, who)] * self.size
-        arguments = self._session.collectives, payloads, root, self.rank, self.size
         nbytes = sum(payload.size for payload in payloads)
-        received = self._session.calls.call(
-            "scatter_object", nbytes, uneven.scatter_object, *arguments
-        )
+        run = self._session.uneven.scatter_object
+        received = self._session.calls.call("scatter_object", nbytes, run, payloads, root)
         if refusal is not None:
             raise refusal
         return decode(received, who)

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch.handover import note_failure
-from ringreduce.communicator import uneven
 from ringreduce.communicator.calls import Calls
 from ringreduce.communicator.formation import Formed, Job
 from ringreduce.communicator.lasting import Lasting
@@ -29,6 +28,7 @@ from ringreduce.communicator.lifecycle import LifeCycle, State
 from ringreduce.communicator.refusals import again, closed, described, ending_error, forked
 from ringreduce.communicator.send_recv import Messages
 from ringreduce.communicator.statistics import Statistics
+from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Engine
@@ -66,8 +66,8 @@ class Session:
     Attributes:
         config: the job's settings, with this rank's number in the job.
         membership: the ranks that take part.
-        group_rank, size: what users see as this rank and the number of ranks; `identity` has both.
-        collectives: what a call runs.
+        group_rank, size: what users see as this rank and the number of ranks.
+        collectives: what a call runs; `uneven`: where ranks may give different amounts.
         events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
@@ -88,7 +88,6 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.group_rank, self.size = membership.group_rank(config.rank), membership.size
-        self.identity = uneven.Identity(self.group_rank, self.size, config.who)
         self.is_inherited = False
         self._life = LifeCycle()
         self.lasting = lasting
@@ -97,7 +96,7 @@ class Session:
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
         self._flight = self._open_flight(job)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
-        self.collectives: Collectives = SharedMemoryCollectives(None)
+        self._use(SharedMemoryCollectives(None))
         self._job = job
         self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
@@ -135,10 +134,15 @@ class Session:
         else:
             self._flight.remove(self._recorder)
 
+    def _use(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.uneven = Uneven(collectives, self.group_rank, self.size, self.config.who)
+
     def _form(self, formed: Formed) -> None:
         self._job = formed.job
         self._job.flight = self._flight
-        self.collectives, self.transport = formed.collectives, formed.transport
+        self._use(formed.collectives)
+        self.transport = formed.transport
         self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
         if self.collectives.small is not None:
             self.calls.use(self.collectives.small)
@@ -208,8 +212,8 @@ class Session:
     def gather(self, kind: Kind, value: Any, signature: int = 0) -> list[Any]:
         """The objects that all ranks passed, decoded copies, in the order of their places."""
         payload, refusal = encode_or_refuse(value, self.config.who)
-        arguments = self.collectives, kind, payload, self.identity, signature
-        gathered = self.calls.call(kind.label, payload.size, uneven.all_gather_object, *arguments)
+        run = self.uneven.all_gather_object
+        gathered = self.calls.call(kind.label, payload.size, run, kind, payload, signature)
         if refusal is not None:
             raise refusal
         return [decode(each, self.config.who) for each in gathered]

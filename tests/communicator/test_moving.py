@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringreduce.communicator import uneven
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
 from ringreduce.vocabulary.errors import ArrayError, MismatchError
@@ -182,10 +181,10 @@ def test_errors_in_a_group_name_the_rank_in_the_job() -> None:
     def work(comm: Communicator) -> None:
         group = comm.split(0 if comm.rank else None)
         if group is not None:
-            own = uneven.Identity(group.rank, group.size, comm.config.who)
+            uneven = group._session.uneven
             calls = {
-                ArrayError: lambda: uneven._new((1 << 50, 1 << 20), np.dtype("f4"), own),
-                MismatchError: lambda: uneven._check_received(np.array([-1]), own),
+                ArrayError: lambda: uneven._new((1 << 50, 1 << 20), np.dtype("f4")),
+                MismatchError: lambda: uneven._check_received(np.array([-1])),
             }
             for kind, call in calls.items():
                 with pytest.raises(kind, match=rf"^rank {comm.rank} of 3 (cannot hold|received)"):
