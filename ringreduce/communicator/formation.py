@@ -133,9 +133,7 @@ def form(config: Config, waiting: Waiting) -> Formed:
         opened = open_sockets(config, membership, security, bind, waiting, undo)
         standby = Standby(bind, rank=config.rank, size=config.size)
         undo.callback(standby.close)
-        rendezvous, table = meet(
-            config, membership, opened, security, networks, standby.address, undo
-        )
+        rendezvous, table = meet(config, membership, opened, networks, standby.address, undo)
         security.learn(table.keys, table.material, table.job)
         domains = tuple(name.rpartition("/")[0] for name in table.memory)
         routes = Routes(config.rank, config.size, dict(enumerate(table.networks)))
@@ -169,7 +167,6 @@ def meet(
     config: Config,
     membership: Membership,
     opened: OpenedSockets,
-    security: Security,
     networks: tuple[str, ...],
     standby: str,
     undo: contextlib.ExitStack,
@@ -185,7 +182,7 @@ def meet(
         *opened.announced,
         standby=standby,
         networks=networks,
-        security=security,
+        security=opened.security,
         idle=opened.read_events,
         listeners=listeners,
     )
@@ -249,11 +246,8 @@ def undone_if_it_fails(
     """Room for the sockets of a ring, and what closes them after an error."""
     channels = len(distances(membership.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
-    descriptors.reserve(count, rank=config.rank, size=config.size)
-    with (
-        descriptors.shortage_explained(rank=config.rank, size=config.size),
-        contextlib.ExitStack() as undo,
-    ):
+    descriptors.reserve(count, **config.who)
+    with descriptors.shortage_explained(**config.who), contextlib.ExitStack() as undo:
         yield undo
 
 
@@ -277,9 +271,9 @@ def connect(
     Raises:
         RendezvousError: a member cannot reach one that it sends to; on all.
     """
-    where = dict(zip(membership.members, announced, strict=True))
+    placement, where = job.place(membership), dict(zip(membership.members, announced, strict=True))
     if job.routes.are_needed:
-        of_ring = config, job.routes, membership, job.place(membership)
+        of_ring = config, job.routes, membership, placement
         with others.guarded():
             unreached = find_ways(*of_ring, where, check)
         refuse_unreached(config, job.hosts, others.exchange(unreached))
@@ -287,31 +281,18 @@ def connect(
             advise_streams(*of_ring)
         where = ways_to(job.routes, where)
     with others.guarded():
-        return _connect(config, job, membership, opened, where, others, check)
-
-
-def _connect(
-    config: Config,
-    job: Job,
-    membership: Membership,
-    opened: OpenedSockets,
-    announced: Mapping[int, Announced],
-    others: Exchange,
-    check: Callable[[], None],
-) -> Formed:
-    placement = job.place(membership)
-    opened.control.connect({rank: each.control for rank, each in announced.items()})
-    collectives = _collectives(config, job, membership, placement, opened, announced, check)
-    collectives.pairs = ZmqPairs(
-        bind=opened.bind,
-        segment_bytes=config.segment_bytes,
-        waiting=opened.waiting,
-        security=opened.security,
-        membership=membership,
-        job=job.number,
-        routes=job.routes,
-        ranks_here=job.ranks_here(config.rank),
-    )
+        opened.control.connect({rank: each.control for rank, each in where.items()})
+        collectives = _collectives(config, job, membership, placement, opened, where, check)
+        collectives.pairs = ZmqPairs(
+            bind=opened.bind,
+            segment_bytes=config.segment_bytes,
+            waiting=opened.waiting,
+            security=opened.security,
+            membership=membership,
+            job=job.number,
+            routes=job.routes,
+            ranks_here=job.ranks_here(config.rank),
+        )
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
     own, count = (config.local_rank, config.local_size) if is_whole else (None, None)

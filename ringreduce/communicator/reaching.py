@@ -55,7 +55,9 @@ def find_ways(
     Returns:
         What it could not reach: rank, address, reason.
     """
-    tried = {rank: announced[rank].control for rank in _peers(config, membership, placement)}
+    ahead = _ahead(config, membership, placement)
+    peers = {*membership.neighbours(config.rank), *ahead} - {config.rank}
+    tried = {rank: announced[rank].control for rank in peers}
     return [(each.peer, each.address, each.why) for each in routes.find(tried, check)]
 
 
@@ -98,12 +100,6 @@ def ways_to(routes: Routes, announced: Mapping[int, Announced]) -> dict[int, Ann
         )
         for rank, each in announced.items()
     }
-
-
-def _peers(config: Config, membership: Membership, placement: Placement) -> set[int]:
-    """The members that this rank connects to."""
-    ahead = _ahead(config, membership, placement)
-    return {*membership.neighbours(config.rank), *ahead} - {config.rank}
 
 
 def _ahead(config: Config, membership: Membership, placement: Placement) -> list[int]:

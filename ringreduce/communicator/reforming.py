@@ -104,7 +104,7 @@ def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) ->
             address = _led_to_first(config, routes, first, address)
         here = replace(config, rendezvous=address.removeprefix("tcp://"))
         own = tuple(routes.networks[config.rank]), job.standby.address
-        rendezvous, table = meet(here, membership, opened, security, *own, undo, listeners)
+        rendezvous, table = meet(here, membership, opened, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)
         formed = connect(config, renewed, membership, opened, announced_in(table), rendezvous)
