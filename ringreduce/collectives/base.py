@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,14 +15,11 @@ from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.shm import ShmLink
-from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
+from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code
-
-# Sends memory to a rank, or receives into it: group_rank, header, memory.
-Route = Callable[[int, Header, np.ndarray], None]
 
 
 class Collectives(Protocol):
@@ -117,17 +113,8 @@ class Collectives(Protocol):
         found = [Traffic(0, 0, 0), *(each.traffic() for each in self._ways())]
         return Traffic(*map(sum, zip(*found, strict=True)))
 
-    def route(self, sends: bool, group_rank: int) -> tuple[Route, int]:
-        """What sends to the rank at `group_rank`, or receives from it, and its place there."""
-        pairs, place = self._pairs_with(group_rank)
-        return (pairs.send if sends else pairs.recv), place
-
-    def end(self, sends: bool, group_rank: int) -> ShmEnd | None:
-        """What sends there in C, or receives; None before there was a message."""
-        pairs, place = self._pairs_with(group_rank)
-        return pairs.end(place, is_sending=sends) if isinstance(pairs, ShmPairs) else None
-
-    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+    def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+        """What sends to the rank at `group_rank` and receives from it, and its place there."""
         assert self.pairs is not None
         return self.pairs, group_rank
 

@@ -187,10 +187,11 @@ class HierarchicalCollectives(Collectives):
 
         self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
 
-    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+    def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+        """What sends to the rank at `group_rank` and receives from it, and its place there."""
         if group_rank in self._members:
-            return self._host._pairs_with(self._members.index(group_rank))
-        return super()._pairs_with(group_rank)
+            return self._host.pairs_with(self._members.index(group_rank))
+        return super().pairs_with(group_rank)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

@@ -130,7 +130,8 @@ class SharedMemoryCollectives(Collectives):
         assert (source.size, target.size) == (sent, received), "arrays must fit their counts"
         self._link.run(call, source, target)
 
-    def _pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+    def pairs_with(self, group_rank: int) -> tuple[ZmqPairs | ShmPairs, int]:
+        """What sends to the rank at `group_rank` and receives from it, and its place there."""
         assert self._link is not None
         assert self._link.pairs is not None
         return self._link.pairs, group_rank

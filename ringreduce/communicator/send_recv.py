@@ -19,7 +19,7 @@ from ringreduce.engine.executor import Executor
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
 from ringreduce.pure.watcher_messages import Pending
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport.shm_pairs import ShmEnd
+from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
 from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.vocabulary.errors import ArrayError, MismatchError, RingReduceError
 from ringreduce.vocabulary.types import dtype_code
@@ -57,13 +57,14 @@ class _Direction:
         self.executor: Executor | None = None
         self.was_used = False
         self.end: ShmEnd | None = None
-        self._pass, self._index = session.collectives.route(sends, group_rank)
+        self._pairs, self._place = session.collectives.pairs_with(group_rank)
+        self._pass = self._pairs.send if sends else self._pairs.recv
         self.described = lru_cache(_KEPT)(self._describe)
 
     def transfer(self, kind: Kind, tag: int, flat: np.ndarray) -> None:
         """Send `flat`, contiguous, or receive into it."""
         header, _ = self.described(kind, flat.dtype, flat.size, tag)
-        self._pass(self._index, header, flat)
+        self._pass(self._place, header, flat)
 
     def transfer_in_c(self, small: SmallCalls, array: np.ndarray, tag: int) -> bool:
         """Send `array`, or receive into it; False: C does not know it, and nothing was begun."""
@@ -77,8 +78,8 @@ class _Direction:
     def teach(self, tag: int, flat: np.ndarray) -> None:
         """Have `transfer_in_c` know arrays like this one with `tag`, where there is C to call."""
         self.was_used = True
-        if self.end is None:
-            self.end = self._session.collectives.end(self._sends, self._group_rank)
+        if self.end is None and isinstance(self._pairs, ShmPairs):
+            self.end = self._pairs.end(self._place, is_sending=self._sends)
         if self.end is not None:
             with self.lock:
                 header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header

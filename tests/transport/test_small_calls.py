@@ -342,7 +342,8 @@ def test_messages_that_were_taught_arrive_as_sent():
                     sent.flags.writeable = False
                     comm.send(sent, 0, tag=tag)
                 np.testing.assert_array_equal(got, sent, strict=True)
-        end = comm._session.collectives.end(False, other)
+        pairs, place = comm._session.collectives.pairs_with(other)
+        end = pairs.end(place, is_sending=False)
         assert end is not None
         assert end.small is not None
         assert 0 < end.small.nbytes < end.nbytes
