@@ -33,7 +33,7 @@ def split(parent: Session, color: int | str | None, key: int) -> Session | None:
     if own is None:
         return None
     group = Session(config, own, job, form, Lasting())
-    parent.adopt(group)
+    parent.groups.add(group)
     return group
 
 

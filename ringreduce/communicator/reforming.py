@@ -57,7 +57,7 @@ def reform(communicator: Communicator, without: Collection[int]) -> None:
     old = communicator._session
     membership = old.membership.without(without)
     _check(old, membership, without)
-    old.give_way()
+    old.leave("", gives_way=True)
     job, form = old.job, None
     if job is not None and membership.size > 1:
         form = functools.partial(_form, old.config, job, membership)

@@ -72,6 +72,8 @@ class Session:
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
         shares_memory: whether this rank shares memory with another.
         lasting: what this session has of the one whose place it has taken.
+        job: what is known of all ranks of the job; None for one that is alone.
+        groups: sessions that are closed with this one.
         is_inherited: whether this is a forked child's copy; asking the system takes 0.2 us.
         local_rank, local_size: this rank's number on its host, and how many there are.
 
@@ -97,8 +99,8 @@ class Session:
         self._flight = self._open_flight(job)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._use(SharedMemoryCollectives(None))
-        self._job = job
-        self._groups: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.job = job
+        self.groups: weakref.WeakSet[Session] = weakref.WeakSet()
         self.transport, self.shares_memory = "none", False
         self._hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._watcher: Watcher | None = None
@@ -139,8 +141,8 @@ class Session:
         self.uneven = Uneven(collectives, self.group_rank, self.size, self.config.who)
 
     def _form(self, formed: Formed) -> None:
-        self._job = formed.job
-        self._job.flight = self._flight
+        self.job = formed.job
+        self.job.flight = self._flight
         self._use(formed.collectives)
         self.transport = formed.transport
         self.shares_memory, self._hosts = formed.shares_memory, formed.hosts
@@ -156,7 +158,6 @@ class Session:
                     self._recorder,
                     self.collectives,
                     self,
-                    membership=self.membership,
                     elsewhere=functools.partial(self._flight.elsewhere, self._recorder),
                     pending=self.messages.pending,
                     waiting=self._waiting,
@@ -223,15 +224,6 @@ class Session:
         self.is_inherited = True
         self.calls.use_python()
 
-    @property
-    def job(self) -> Job | None:
-        """What is known of all ranks of the job; None for one that is alone."""
-        return self._job
-
-    def adopt(self, group: Session) -> None:
-        """Close `group` with this session."""
-        self._groups.add(group)
-
     def claim(self, claim: Claim) -> None:
         """Have the neighbours compare a value with theirs; from any thread, without waiting."""
         if self._watcher is not None and not self.is_closed:
@@ -264,11 +256,7 @@ class Session:
     # --- Failure --------------------------------------------------------------------------------
 
     def fail(self, error: RingReduceError) -> RingReduceError:
-        """Break the ring with `error` from a layer above; return the error to raise.
-
-        That is `error`, or what has broken the ring before. Every other rank gets it from its
-        present or next call.
-        """
+        """Break the ring with `error` from a layer above; see `Communicator.fail`."""
         if self.is_closed:
             return error
         if not self._fail(error):
@@ -285,7 +273,7 @@ class Session:
 
     def _fail(self, error: RingReduceError) -> bool:
         """Record the first error; return False if another came first."""
-        hosts, peer = () if self._job is None else self._job.hosts, error.peer
+        hosts, peer = () if self.job is None else self.job.hosts, error.peer
         if peer is not None and len(set(hosts)) > 1:
             # What another rank has sent may say so itself.
             is_said = f"Rank {peer} is on {hosts[peer]}" in error.message
@@ -369,10 +357,6 @@ class Session:
         """Leave, because of the exception that is being handled, if there is one."""
         self.close_with(ending_error())
 
-    def give_way(self) -> None:
-        """Leave, so that the ring of this job can be formed anew; the engine stays."""
-        self.leave("", gives_way=True)
-
     def close_with(self, error: BaseException | None) -> None:
         """Leave, because of `error` if there is one, which is recorded and sent to the others."""
         self._close_standby()
@@ -384,8 +368,8 @@ class Session:
         self.leave(described(error))
 
     def _close_standby(self) -> None:
-        if self._job is not None and self.membership.group == 0:
-            self._job.standby.close()
+        if self.job is not None and self.membership.group == 0:
+            self.job.standby.close()
 
     def leave(self, why: str, *, gives_way: bool = False) -> None:
         """Close; `why` describes the exception that makes this rank leave, empty for none.
@@ -394,7 +378,7 @@ class Session:
         """
         if self.is_inherited:
             return  # The sockets are the parent's.
-        for group in list(self._groups):
+        for group in list(self.groups):
             group.leave(why)
         with self._life.lock:
             self._life.advance(State.LEAVING)

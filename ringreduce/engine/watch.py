@@ -21,7 +21,6 @@ from ringreduce.engine.engine import Owner
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
 from ringreduce.pure.liveness import Doing
-from ringreduce.pure.membership import Membership
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.watching import Watch
@@ -50,7 +49,6 @@ class Watcher:
         collectives: Collectives,
         owner: Owner,
         *,
-        membership: Membership,
         elsewhere: Callable[[], str],
         pending: Callable[[], Pending | None],
         waiting: Waiting,
@@ -60,7 +58,8 @@ class Watcher:
         self._collectives, self._owner = collectives, owner
         self._timeouts, self._elsewhere, self._pending = waiting.timeouts, elsewhere, pending
         self._rank, self._size = recorder.rank, recorder.size
-        self._watch = Watch(self._rank, self._size, membership, link_timeout_s, time.monotonic())
+        watched = self._rank, self._size, recorder.membership
+        self._watch = Watch(*watched, link_timeout_s, time.monotonic())
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
