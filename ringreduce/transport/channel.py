@@ -50,9 +50,6 @@ class Incoming:
         peer: the rank that sends, once that is known; -1 before.
         silence: for how long a frame has been due.
         is_locked: whether nobody can connect any more.
-
-    Raises:
-        RendezvousError: an address cannot be bound, or no port is free.
     """
 
     def __init__(

@@ -37,9 +37,6 @@ class Connections:
         sockets: all of them.
         incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
         records: one for each channel, for the compiled loops.
-
-    Raises:
-        RendezvousError: the address cannot be bound.
     """
 
     def __init__(
@@ -69,13 +66,7 @@ class Connections:
         self.address = join_ports([pulling.address for pulling in self.incoming])
 
     def connect(self, addresses: Mapping[int, str], members: Sequence[int]) -> None:
-        """Connect to the ranks ahead, and close the sockets that the ring does not need.
-
-        `addresses` are by rank.
-
-        Raises:
-            RendezvousError: an address is not that of a link like this one.
-        """
+        """Connect to the ranks ahead at `addresses`, by rank, and close the sockets not needed."""
         self.members, self._place = tuple(members), tuple(members).index(self._rank)
         ports_per_rank = len(self._distances)
         self._distances = distances(len(self.members), self._streams)

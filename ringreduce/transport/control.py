@@ -45,9 +45,6 @@ class Control:
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-
-    Raises:
-        RendezvousError: the address cannot be bound.
     """
 
     def __init__(
@@ -83,11 +80,7 @@ class Control:
         self._poller = zmq.Poller()
 
     def connect(self, addresses: Mapping[int, str]) -> None:
-        """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank.
-
-        Raises:
-            RendezvousError: one of `addresses` is not that of a control channel.
-        """
+        """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank."""
         self._poller.register(self._awake, zmq.POLLIN)
         for neighbour, pulling in self._incoming.items():
             ports = announced_ports(addresses[neighbour], 2, neighbour, self._sockets.security)

@@ -76,11 +76,7 @@ _MESSAGE_BYTES = 64
 
 
 def load() -> None:
-    """Make what the loops call known to compiled code, and libzmq quicker with large messages.
-
-    Raises:
-        NativeError: libzmq cannot be called from it.
-    """
+    """Make what the loops call known to compiled code, and libzmq quicker with large messages."""
     libzmq.load()
     sodium.load()  # The linker needs it, whether frames are sealed or not.
     libzmq.keep_large_blocks()

@@ -20,10 +20,6 @@ class Standby:
     Attributes:
         address: ``tcp://host:port``, of the first address; empty where the system cannot shut a
             port, and there is none.
-
-    Raises:
-        RendezvousError: an address cannot be bound, or no port is free.
-        OSError: no socket is available.
     """
 
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:

@@ -56,10 +56,6 @@ class ZmqLink:
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
-
-    Raises:
-        NativeError: libzmq cannot be called from compiled code.
-        RendezvousError: the address cannot be bound.
     """
 
     def __init__(
@@ -113,9 +109,6 @@ class ZmqLink:
             addresses: the `address` of each member's link, by rank.
             membership: the ranks of this ring, in its order, and the group that it belongs to.
             ranks_here: how many ranks of the job share the cores of this host.
-
-        Raises:
-            RendezvousError: an address is not that of a link like this one.
         """
         record = self._record
         record.job, record.epoch = job, membership.epoch
