@@ -93,16 +93,18 @@ class Stack(msgspec.Struct):
     frames: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)]
 
 
-class Group(msgspec.Struct):
-    """A rank's part in one group; fields mean what they do in `Dump`, for this group alone.
+class _Communicator(msgspec.Struct, kw_only=True):
+    """What is recorded of one communicator. Times are in seconds since the epoch.
 
     Attributes:
-        number, epoch, members: as in `Membership`.
+        calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
+            call of any group ended.
+        pending: the send or recv that it waits in, or the call of a group, beside its collectives.
+        failure: None while the communicator works.
+        peers: what was last known of other ranks; see `Recorder.peers`.
+        entries: the last calls, oldest first; `parts`: of these calls.
     """
 
-    number: _Count
-    epoch: _Count
-    members: Annotated[list[_Rank], msgspec.Meta(min_length=1, max_length=1 << 20)]
     transport: _Name
     calls: _Count
     operation: _Name | None
@@ -115,20 +117,22 @@ class Group(msgspec.Struct):
     parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
 
 
-class Dump(msgspec.Struct):
-    """One rank's flight record. Times are in seconds since the epoch; `iso` is `when` for people.
+class Group(_Communicator):
+    """A rank's part in one group; `number`, `epoch` and `members` are as in `Membership`."""
 
-    Calls, failure and peers are those of the whole job's communicator; `groups` has the others'.
+    number: _Count
+    epoch: _Count
+    members: Annotated[list[_Rank], msgspec.Meta(min_length=1, max_length=1 << 20)]
+
+
+class Dump(_Communicator):
+    """One rank's flight record, with what the whole job's communicator did.
 
     Attributes:
         why: what it was written for.
+        when, iso: when, the latter for people.
         job: the job's id, which tells records of several jobs apart.
-        calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
-            call of any group ended.
-        pending: the send or recv that it waits in, or the call of a group, beside its collectives.
-        failure: None while the communicator works.
-        peers: what was last known of other ranks; see `Recorder.peers`.
-        entries: the last calls, oldest first; `parts`: of these calls.
+        groups: what the communicators of groups did.
     """
 
     format: int
@@ -141,16 +145,6 @@ class Dump(msgspec.Struct):
     pid: _Count
     job: _Name
     versions: dict[str, _Name]
-    transport: _Name
-    calls: _Count
-    operation: _Name | None
-    nbytes: _Count
-    since: _Time
-    pending: _Name | None = None
-    failure: Failure | None = None
-    peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
-    entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
-    parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
     groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []
 
