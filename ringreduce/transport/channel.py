@@ -342,27 +342,22 @@ def join_ports(addresses: Sequence[str]) -> str:
     return f"{addresses[0].rpartition(':')[0]}:{','.join(ports)}"
 
 
-def split_ports(address: str) -> list[str]:
-    """Undo `join_ports`."""
-    host, _, ports = address.rpartition(":")
-    return [f"{host}:{port}" for port in ports.split(",")]
-
-
 def announced_ports(address: str, count: int, peer: int, security: Security) -> list[str]:
-    """`split_ports` of the address that `peer` has announced for `count` sockets.
+    """Undo `join_ports` on the address that `peer` has announced for `count` sockets.
 
     Raises:
         RendezvousError: it has another number of ports.
     """
-    ports = split_ports(address)
-    if len(ports) != count:
+    host, _, ports = address.rpartition(":")
+    found = [f"{host}:{port}" for port in ports.split(",")]
+    if len(found) != count:
         raise RendezvousError(
             f"got the address {address[:200]!r} of rank {peer}, which has not {count} ports",
             **security.who,
             peer=peer,
             remedy="Start all ranks with the same ringreduce.",
         )
-    return ports
+    return found
 
 
 # From <linux/tcp.h>: the option, the size of struct tcp_info, and where it has these counts.

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ringreduce.pure import schedule
+from ringreduce.pure.membership import Membership
 from ringreduce.pure.watcher_messages import SentToNext
-from ringreduce.transport.channel import (
-    Incoming,
-    Outgoing,
-    announced_ports,
-    join_ports,
-    split_ports,
-)
+from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import Security
@@ -37,6 +32,7 @@ class Connections:
         sockets: all of them.
         incoming, outgoing: one for each channel; `outgoing` is empty until `connect`.
         records: one for each channel, for the compiled loops.
+        sources: for each channel, where the rank listens that it receives from.
     """
 
     def __init__(
@@ -48,11 +44,11 @@ class Connections:
         security: Security,
         members_max: int,
     ) -> None:
-        self._place, self._rank, self.who = 0, security.rank, security.who
+        self._rank, self.who = security.rank, security.who
         self.members: tuple[int, ...] = ()
         self._streams = streams
         self._distances = distances(members_max, streams)
-        self._addresses: tuple[str, ...] = ()
+        self.sources: list[str] = []
         self.records = (ChannelRecord * len(self._distances))()
         self.sockets = Sockets(security, security.data, streams)
         self.incoming: list[Incoming] = self.sockets.incoming
@@ -65,30 +61,27 @@ class Connections:
             raise
         self.address = join_ports([pulling.address for pulling in self.incoming])
 
-    def connect(self, addresses: Mapping[int, str], members: Sequence[int]) -> None:
+    def connect(self, addresses: Mapping[int, str], membership: Membership) -> None:
         """Connect to the ranks ahead at `addresses`, by rank, and close the sockets not needed."""
-        self.members, self._place = tuple(members), tuple(members).index(self._rank)
-        ports_per_rank = len(self._distances)
-        self._distances = distances(len(self.members), self._streams)
+        self.members, expected = membership.members, len(self._distances)
+        self._distances = distances(membership.size, self._streams)
         for unneeded in self.incoming[len(self._distances) :]:
             self.sockets.drop(unneeded)
-        self._addresses = tuple(addresses[member] for member in self.members)
+        ports = {
+            peer: announced_ports(addresses[peer], expected, peer, self.sockets.security)
+            for peer in membership.members
+        }
         for channel, distance in enumerate(self._distances):
-            peer = self.members[(self._place + distance) % len(self.members)]
-            ports = announced_ports(addresses[peer], ports_per_rank, peer, self.sockets.security)
-            self.sockets.connect(ports[channel], peer, self.records[channel], channel)
-            self.sockets.admit(self.incoming[channel], self.behind(channel)[0])
-
-    def behind(self, channel: int) -> tuple[int, str]:
-        """The rank that `channel` receives from, and the address where that rank listens."""
-        place = (self._place - self._distances[channel]) % len(self.members)
-        return self.members[place], split_ports(self._addresses[place])[channel]
+            ahead, behind = (membership.ahead(self._rank, each) for each in (distance, -distance))
+            self.sockets.connect(ports[ahead][channel], ahead, self.records[channel], channel)
+            self.sockets.admit(self.incoming[channel], behind)
+            self.sources.append(ports[behind][channel])
 
     def address_of(self, peer: int) -> str:
         """Where a member listens, or the port of it that this rank sends to."""
         ahead = (pushing.address for pushing in self.outgoing if pushing.peer == peer)
-        channels = range(len(self.incoming))
-        behind = (address for who, address in map(self.behind, channels) if who == peer)
+        known = zip(self.incoming, self.sources, strict=True)
+        behind = (address for pulling, address in known if pulling.peer == peer)
         return next(behind, None) or next(ahead, "")
 
     def lost_outgoing(self, wanted: Sequence[int]) -> list[Outgoing]:

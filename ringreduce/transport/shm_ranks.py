@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ringreduce.pure import wire
 from ringreduce.pure.wire import Header
-from ringreduce.transport.diagnosis import lost_error, mismatch_error
+from ringreduce.transport.diagnosis import lost_error
 from ringreduce.transport.segment import Segment, checked, functions
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.unix import Mesh
@@ -103,8 +102,7 @@ class HostRanks:
         if status == ABORTED:
             return self.waiting.await_cause() or lost_error(self.named(peer), **where)
         if status == MISMATCH:
-            if wire.will_be_explained(theirs, ours) and (cause := self.waiting.await_cause()):
-                return cause
             # Of two ranks that look at each other.
-            return mismatch_error(replace(theirs, rank=0), replace(ours, rank=0), (peer,), **where)
+            headers = replace(theirs, rank=0), replace(ours, rank=0)
+            return self.waiting.mismatch(*headers, (peer,), **where)
         return ProtocolError(f"found what cannot be in the memory of rank {peer}", **where)

@@ -8,16 +8,19 @@ and whether the ring has ended.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
+from ringreduce.pure import wire
 from ringreduce.pure.cycles import Waits, describe
 from ringreduce.pure.liveness import Doing
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Limit, Timeouts
 from ringreduce.pure.watcher_messages import Left, Listening, Pending
+from ringreduce.pure.wire import Header
 from ringreduce.transport.channel import Silence
-from ringreduce.transport.diagnosis import lost_error, timeout_error
+from ringreduce.transport.diagnosis import lost_error, mismatch_error, timeout_error
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingReduceError
 
@@ -92,6 +95,14 @@ class Waiting:
         while not self.is_interrupted and time.monotonic() < deadline:
             time.sleep(TIMES.ended_poll_s)
         return self._cause
+
+    def mismatch(
+        self, received: Header, expected: Header, members: Sequence[int], **where: Any
+    ) -> RingReduceError:
+        """As `mismatch_error`; or why the ring has ended, if another rank knows what differs."""
+        if wire.will_be_explained(received, expected) and (cause := self.await_cause()):
+            return cause
+        return mismatch_error(received, expected, members, **where)
 
     def for_message(self, peer: int, *, sends: bool) -> Timeouts:
         """How long a message to or from rank `peer` may wait."""

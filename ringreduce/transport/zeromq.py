@@ -25,7 +25,7 @@ from ringreduce.pure.spans import SpanKind
 from ringreduce.transport import exchange, frames, libzmq, loop
 from ringreduce.transport.channel import Incoming
 from ringreduce.transport.connections import Connections
-from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
+from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING, LinkRecord
@@ -116,7 +116,7 @@ class ZmqLink:
         # Loaded only now: in shared memory alone nothing compiled is needed.
         record.release = libzmq.release_callback().address
         record.free = libzmq.free_callback().address
-        self._connections.connect(addresses, membership.members)
+        self._connections.connect(addresses, membership)
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
@@ -262,7 +262,7 @@ class ZmqLink:
         # Before the first frame, a rank that is late looks like one that is lost.
         is_quiet = waited_s > TIMES.quiet_s
         if step < call.steps and known.incoming[channel].is_lost(is_quiet):
-            return known.behind(channel)[0]
+            return known.incoming[channel].peer
         # With nothing left to send, a lost rank ahead may just have finished before this one; if
         # it died, the rank that waits for it notices and notifies all. Except where that rank also
         # waits for this one (an exchange), or, in the first call, cannot know yet either.
@@ -293,16 +293,10 @@ class ZmqLink:
         where = self.where(source.peer)
         if self._status == MISMATCH:
             expected = wire.decode(self._call.expected(record.step))
-            if wire.will_be_explained(received, expected):
-                explained = self._waiting.await_cause()
-                if explained is not None:
-                    return explained
-            return mismatch_error(received, expected, known.members, **where)
+            return self._waiting.mismatch(received, expected, known.members, **where)
         if self._status == UNSENDABLE:
             ahead = known.outgoing[record.channel]
             ahead.is_lost = True
             return lost_error(self.named(ahead.peer), **self.where(ahead.peer))
-        _, address = known.behind(record.channel)
-        return frame_error(
-            *(self._status, record.errno, received, source.peer, address, source.address, where)
-        )
+        there, here = known.sources[record.channel], source.address
+        return frame_error(self._status, record.errno, received, source.peer, there, here, where)
