@@ -8,7 +8,6 @@ without the GIL, and ends in `close`, at the latest when Python exits.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -124,7 +123,6 @@ class Engine:
     def __init__(self, name: str, owner: Owner, events: Events) -> None:
         self._queue: Queue = open_queue(events)
         self._owner, self._events = owner, events
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._work: dict[int, Work[Any]] = {}
         self._plans: dict[int, Callable[[BucketItem], None]] = {}
@@ -213,12 +211,11 @@ class Engine:
             self._forget_unwanted()
 
     def close(self, why: str) -> None:
-        """End the thread; work not begun fails with ClosedError. A running call has been interrupted.
+        """End the thread; work not begun fails with ClosedError.
 
-        In a forked child it does nothing: the thread and the waiting callers are the parent's.
+        Call it once a running call has been interrupted, and not in a forked child, since the
+        thread and the waiting callers are its parent's.
         """
-        if self._process != os.getpid():
-            return
         if threading.current_thread() is self._thread:
             self._queue.finish()  # Callers that learn of the end may reuse the memory.
         self._queue.close(why)
