@@ -30,11 +30,3 @@ class Lasting:
         self.events = Events()
         self.engine: Engine | None = None
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
-
-    def explained(self, error: RingReduceError) -> RingReduceError | None:
-        """A better error for `error` from an integration, or None."""
-        if isinstance(error, MismatchError) and error.origin is None:
-            for explainer in list(self.explainers):
-                if (better := explainer.explain(error)) is not None:
-                    return better
-        return None

@@ -44,7 +44,7 @@ from ringreduce.pure.wire import Kind
 from ringreduce.transport import inherited
 from ringreduce.transport.stalls import Waiting
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
+from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
 
@@ -318,8 +318,10 @@ class Session:
 
     def explained(self, error: RingReduceError) -> RingReduceError:
         """A better error for `error` from an integration or the watcher, or `error` itself."""
-        if (better := self.lasting.explained(error)) is not None:
-            return better
+        if isinstance(error, MismatchError) and error.origin is None:
+            for explainer in list(self.lasting.explainers):
+                if (better := explainer.explain(error)) is not None:
+                    return better
         return error if self._watcher is None else self._watcher.explain(error)
 
     def message_failed(self, error: RingReduceError) -> RingReduceError:
