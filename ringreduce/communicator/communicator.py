@@ -179,10 +179,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         session = self._session
         if not async_op and session.calls.all_reduce(array, op, signature):
             return array
-        how = reduce_op(op)
-        flat = flat_view(array, "all_reduce")
-        if how is ReduceOp.MEAN:
-            self._check_mean(array.dtype)
+        how, flat = self._reducible("all_reduce", array, op)
         run = session.collectives.all_reduce
         result = session.calls.run("all_reduce", array, signature, async_op, run, flat, how)
         if not async_op:
@@ -209,10 +206,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
             View on `array`, shape (chunk length,): this rank's part of the result. Empty if there
             are fewer elements than ranks and this rank has none.
         """
-        how = reduce_op(op)
-        flat = flat_view(array, "reduce_scatter")
-        if how is ReduceOp.MEAN:
-            self._check_mean(array.dtype)
+        how, flat = self._reducible("reduce_scatter", array, op)
         run = self._session.collectives.reduce_scatter
         return self._session.calls.run("reduce_scatter", array, signature, async_op, run, flat, how)
 
@@ -326,11 +320,16 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         group = f", ranks {self.members} of the job" if is_group else ""
         return f"<Communicator rank {self.rank} of {self.size}{group}, {state}>"
 
-    def _check_mean(self, dtype: np.dtype) -> None:
-        """Refuse a mean whose divisor the dtype cannot hold, before anything is sent."""
-        if dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
+    def _reducible(
+        self, operation: str, array: np.ndarray, op: ReduceOp | str
+    ) -> tuple[ReduceOp, np.ndarray]:
+        """The operator and a flat view; refuses also a mean whose divisor the dtype cannot hold."""
+        how, flat = reduce_op(op), flat_view(array, operation)
+        dtype = flat.dtype
+        if how is ReduceOp.MEAN and dtype.kind in "iu" and self.size > np.iinfo(dtype).max:
             raise ArrayError(
                 f"cannot divide {dtype.name} by {self.size} ranks",
                 **self._config.who,
                 remedy="Convert the array to a wider dtype.",
             )
+        return how, flat
