@@ -138,8 +138,9 @@ class Collectives(Protocol):
         return self.links if self.pairs is None else (*self.links, self.pairs)
 
     def flow(self) -> Flow:
-        """Progress of the pass over the last link, and all connections; from any thread."""
-        flow = self.links[-1].flow() if self.links else Flow()
+        """Progress of the pass over sockets, and all connections; from any thread."""
+        link = self.links[-1] if self.links else None
+        flow = link.flow() if isinstance(link, ZmqLink) else Flow()
         if self.pairs is None:
             return flow
         pairs = self.pairs.flow()

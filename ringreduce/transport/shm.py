@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ringreduce.pure import wire
-from ringreduce.pure.liveness import Flow
 from ringreduce.pure.schedule import Action
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.wire import Header, Kind, encode
@@ -251,10 +250,6 @@ class ShmLink:
                 int(facts.bytes_received) + messages.bytes_received,
             )
         return self._traffic
-
-    def flow(self) -> Flow:
-        """Nothing: the traffic shows whether shared memory makes progress."""
-        return Flow()
 
     def close(self) -> None:
         """Leave; memory is freed with the last registered array."""
