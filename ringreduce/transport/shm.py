@@ -25,7 +25,7 @@ from ringreduce.transport.segment import Heap, Segment, address_of, functions, h
 from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.shm_ranks import DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
-from ringreduce.transport.small_calls import SmallCalls, are_possible
+from ringreduce.transport.small_calls import SmallCalls
 from ringreduce.transport.stalls import State, Waiting, finish
 from ringreduce.transport.unix import Mesh, memory_domain
 from ringreduce.vocabulary.config import TIMES
@@ -183,11 +183,10 @@ class ShmLink:
             raise ProtocolError(
                 f"cannot use the memory of this host's ranks: {error.strerror}", **self._who
             ) from error
-        self._wait_limits_address = ctypes.addressof(ranks.wait_limits)
         assert self._heap is not None
         self.pairs = ShmPairs(ranks, self._heap)
-        if are_possible():
-            self.small = SmallCalls(SmallKind.COLLECTIVE, ranks.group, self._wait_limits_address)
+        self.small = ranks.small_calls(SmallKind.COLLECTIVE, ranks.group)
+        if self.small is not None:
             self.small.record(self._waiting.events, Kind.ALL_REDUCE.label)
 
     def empty(self, nbytes: int) -> np.ndarray | None:
@@ -209,7 +208,7 @@ class ShmLink:
         ranks, address = self._ranks, address_of(source)
         into = address if target is None else address_of(target)
         self._call = call
-        self._arguments = ranks.group, call.address, address, into, self._wait_limits_address
+        self._arguments = ranks.group, call.address, address, into, ranks.limits
         if not self.resume():
             finish(self, self._waiting, check_s=TIMES.shared_memory_poll_s)
 

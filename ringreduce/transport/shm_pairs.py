@@ -27,7 +27,6 @@ from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
-from ringreduce.transport.small_calls import SmallCalls, are_possible
 from ringreduce.transport.stalls import State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
@@ -169,13 +168,10 @@ class ShmEnd:
             raise MemoryError(os.strerror(-status))
         self._pair: int = made.value
         weakref.finalize(self, functions()["pair_free"], self._pair).atexit = False
-        self._limits = ctypes.addressof(ranks.wait_limits)
         self._facts = _Facts()
         self._header: Header | None = None
-        self.small: SmallCalls | None = None
-        if are_possible():
-            kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE
-            self.small = SmallCalls(kind, self._pair, self._limits)
+        kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE
+        self.small = ranks.small_calls(kind, self._pair)
 
     @property
     def nbytes(self) -> int:
@@ -204,7 +200,7 @@ class ShmEnd:
             self._header, self._words = header, wire.encode(header)
             self._words_address = self._words.ctypes.data
         data, nbytes = address_of(flat), flat.nbytes
-        self._arguments = self._pair, self._words_address, data, nbytes, self._limits
+        self._arguments = self._pair, self._words_address, data, nbytes, self._ranks.limits
         if not self.resume():
             waiting = self._ranks.waiting
             timeouts = waiting.for_message(self._peer, sends=self._is_sending)

@@ -11,6 +11,7 @@ from typing import Any
 from ringreduce.pure.wire import Header
 from ringreduce.transport.diagnosis import lost_error
 from ringreduce.transport.segment import Segment, checked, functions
+from ringreduce.transport.small_calls import Kind, SmallCalls, are_possible
 from ringreduce.transport.stalls import Waiting
 from ringreduce.transport.unix import Mesh
 from ringreduce.vocabulary.config import TIMES
@@ -38,13 +39,6 @@ class WaitLimits(ctypes.Structure):
     )
 
 
-def wait_limits(ranks: int) -> WaitLimits:
-    """How to wait when `ranks` share the cores that this process may use."""
-    crowded = are_crowded(ranks)
-    spins, yields = (_SPINS_CROWDED, _YIELDS_CROWDED) if crowded else (_SPINS_ALONE, _YIELDS_ALONE)
-    return WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
-
-
 class HostRanks:
     """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
 
@@ -53,7 +47,7 @@ class HostRanks:
     Attributes:
         size: of the job.
         segments: their addresses.
-        group: the C library's rr_shm of these ranks.
+        group: the C library's rr_shm of these ranks; `limits`: its rr_wait_limits for them.
         mesh: which of them are lost.
         waiting: how calls wait for them.
 
@@ -73,7 +67,11 @@ class HostRanks:
         self.members, self.index, self.size = tuple(members), index, size
         self._segments = tuple(segments)
         self.segments = (ctypes.c_void_p * len(members))(*[each.address for each in segments])
-        self.wait_limits = wait_limits(len(members))
+        spins, yields = _SPINS_ALONE, _YIELDS_ALONE
+        if are_crowded(len(members)):
+            spins, yields = _SPINS_CROWDED, _YIELDS_CROWDED
+        self._limits = WaitLimits(spins, yields, milliseconds(TIMES.shared_memory_poll_s))
+        self.limits = ctypes.addressof(self._limits)
         self.mesh, self.waiting = mesh, waiting
         made = ctypes.c_void_p()
         checked(
@@ -84,6 +82,10 @@ class HostRanks:
         assert made.value is not None
         self.group: int = made.value
         weakref.finalize(self, functions()["shm_free"], self.group).atexit = False
+
+    def small_calls(self, kind: Kind, end: int) -> SmallCalls | None:
+        """Calls wholly in C at that end; None where there are none."""
+        return SmallCalls(kind, end, self.limits) if are_possible() else None
 
     def named(self, peer: int) -> str:
         """How errors call a rank."""
