@@ -11,6 +11,7 @@ from ringreduce.pure import wire
 from ringreduce.pure.timeouts import Limit
 from ringreduce.pure.wire import Header
 from ringreduce.transport import records
+from ringreduce.transport.records import LinkRecord
 from ringreduce.vocabulary.errors import (
     ClosedError,
     CorruptionError,
@@ -58,22 +59,16 @@ def mismatch_error(
 
 
 def frame_error(
-    status: int,
-    errno: int,
-    received: Header,
-    peer: int,
-    address: str,
-    here: str,
-    where: dict[str, Any],
+    status: int, record: LinkRecord, there: str, here: str, where: dict[str, Any]
 ) -> RingReduceError:
-    """The error for a frame that cannot be sent or read.
+    """The error for a frame that cannot be sent or read, after which `record` is in this state.
 
-    It is from rank `peer`, which listens on `address`, to this one, which listens `here`; `errno`
-    is libzmq's.
+    It is from a rank that listens `there` to this one, which listens `here`.
     """
+    received, peer = wire.decode(record.received), where["peer"]
     if status == records.CORRUPT:
         return CorruptionError(
-            f"received a frame from rank {peer} ({address}) that does not open with the key of "
+            f"received a frame from rank {peer} ({there}) that does not open with the key of "
             "this connection: it, or one before it, was changed, lost or repeated on the way; "
             "nothing of it was used",
             **where,
@@ -87,7 +82,7 @@ def frame_error(
             remedy="Form a new communicator.",
         )
     if status == records.FAILED:
-        text = zmq.strerror(errno)
+        text = zmq.strerror(record.errno)
         return ProtocolError(f"got an error from libzmq: {text}", **where)
     if status == records.MISSHAPEN:
         what = f"a frame that says {format_bytes(received.nbytes)} and has another length"

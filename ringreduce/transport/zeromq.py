@@ -288,15 +288,15 @@ class ZmqLink:
 
     def _error(self) -> RingReduceError:
         """The error for the status that the loop has returned."""
-        record, known = self._record, self._connections
-        received, source = wire.decode(record.received), self._source()
-        where = self.where(source.peer)
-        if self._status == MISMATCH:
-            expected = wire.decode(self._call.expected(record.step))
-            return self._waiting.mismatch(received, expected, known.members, **where)
+        record, known, source = self._record, self._connections, self._source()
         if self._status == UNSENDABLE:
             ahead = known.outgoing[record.channel]
             ahead.is_lost = True
             return lost_error(self.named(ahead.peer), **self.where(ahead.peer))
-        there, here = known.sources[record.channel], source.address
-        return frame_error(self._status, record.errno, received, source.peer, there, here, where)
+        where = self.where(source.peer)
+        if self._status == MISMATCH:
+            received = wire.decode(record.received)
+            expected = wire.decode(self._call.expected(record.step))
+            return self._waiting.mismatch(received, expected, known.members, **where)
+        there = known.sources[record.channel]
+        return frame_error(self._status, record, there, source.address, where)

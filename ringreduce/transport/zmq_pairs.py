@@ -435,11 +435,10 @@ class _Call:
         )
         end = sending if is_sending or receiving is None else receiving
         assert end is not None
-        where, received = self.where(end.peer), wire.decode(end.record.received)
+        where = self.where(end.peer)
         if status == UNSENDABLE:
             return lost_error(f"rank {end.peer} ({end.address})", **where)
         if status == MISMATCH:
-            expected = wire.decode(end.transfer.header)
+            received, expected = wire.decode(end.record.received), wire.decode(end.transfer.header)
             return mismatch_error(received, expected, self._pairs._membership.members, **where)
-        errno, address = end.record.errno, end.address
-        return frame_error(status, errno, received, end.peer, address, address, where)
+        return frame_error(status, end.record, end.address, end.address, where)
