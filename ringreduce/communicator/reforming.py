@@ -92,7 +92,7 @@ def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) ->
             remedy="Rings are formed anew on Linux alone.",
         )
     security = job.security.for_group(membership)
-    routes = job.routes.anew()
+    routes = Routes(config.rank, config.size, job.routes.networks)  # Nothing is chosen yet.
     with undone_if_it_fails(config, membership, job.bind) as undo:
         transport = job.place(membership).transport
         opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)

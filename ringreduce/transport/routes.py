@@ -30,10 +30,6 @@ class Routes:
             for offered in networks.values()
         )
 
-    def anew(self) -> Routes:
-        """Without a choice yet."""
-        return Routes(self._rank, self._size, self.networks)
-
     def find(
         self,
         addresses: Mapping[int, str],
