@@ -68,9 +68,7 @@ class ShmPairs:
 
         Raises: as `recv`; ArrayError: there is no memory for the channel, and nothing was sent.
         """
-        end = self._sending.get(place)
-        if end is None:
-            end = self._open(place, is_sending=True)
+        end = self._sending.get(place) or self._open(place, is_sending=True)
         end.run(header, flat)
 
     def recv(self, place: int, header: Header, flat: np.ndarray) -> None:
@@ -78,9 +76,7 @@ class ShmPairs:
 
         Raises as `ShmLink.run`. After any exception `abort` the link, then `close`.
         """
-        end = self._receiving.get(place)
-        if end is None:
-            end = self._open(place, is_sending=False)
+        end = self._receiving.get(place) or self._open(place, is_sending=False)
         end.run(header, flat)
 
     def _open(self, place: int, *, is_sending: bool) -> ShmEnd:
@@ -88,7 +84,7 @@ class ShmPairs:
             ranks, heap = self._ranks, self._heap
             if ranks is None or heap is None:
                 raise self._waiting.error(size=self._size)
-            end = self._end(place, is_sending)
+            end = ShmEnd(ranks, place, is_sending=is_sending)
             if is_sending:
                 offset = heap.reserve(functions()["pair_channel_bytes"]())
                 if offset is None and self._waiting.is_interrupted:
@@ -105,10 +101,6 @@ class ShmPairs:
                 end.open(offset)
             (self._sending if is_sending else self._receiving)[place] = end
             return end
-
-    def _end(self, place: int, is_sending: bool) -> ShmEnd:
-        assert self._ranks is not None
-        return ShmEnd(self._ranks, place, is_sending=is_sending)
 
     def end(self, place: int, *, is_sending: bool) -> ShmEnd | None:
         """This rank's end of a direction, once there was a message; None before."""
@@ -129,8 +121,11 @@ class ShmPairs:
             if sent_to is not None:
                 ends = [self._sending[place] for place in sent_to if place in self._sending]
             else:
-                places = [place for place in range(len(ranks.members)) if place != ranks.index]
-                ends = [self._receiving.get(place) or self._end(place, False) for place in places]
+                ends = [
+                    self._receiving.get(place) or ShmEnd(ranks, place, is_sending=False)
+                    for place in range(len(ranks.members))
+                    if place != ranks.index
+                ]
             return [each for end in ends for each in end.unreceived()]
 
     def close(self) -> None:
