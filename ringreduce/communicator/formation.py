@@ -33,8 +33,8 @@ from ringreduce.communicator.reaching import (
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import Placement, in_ring_order, place
+from ringreduce.pure.schedule import channel_distances
 from ringreduce.transport import descriptors
-from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import await_name, own_networks
 from ringreduce.transport.listening import Bind
@@ -244,7 +244,7 @@ def undone_if_it_fails(
     config: Config, membership: Membership, bind: Bind
 ) -> Iterator[contextlib.ExitStack]:
     """Room for the sockets of a ring, and what closes them after an error."""
-    channels = len(distances(membership.size, config.streams)) + CONTROL_CHANNELS
+    channels = len(channel_distances(membership.size, config.streams)) + CONTROL_CHANNELS
     count = descriptors.needed(membership.size, channels, config.streams, len(bind.hosts))
     descriptors.reserve(count, **config.who)
     with descriptors.shortage_explained(**config.who), contextlib.ExitStack() as undo:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.watcher_messages import message_bytes_max
-from ringreduce.transport.connections import distances
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.listening import Bind
@@ -65,7 +65,7 @@ def bind_of(config: Config, networks: Sequence[str]) -> Bind:
     Raises:
         ConfigError: ``ports`` are too few.
     """
-    data = 0 if config.transport == "shm" else len(distances(config.size, config.streams))
+    data = 0 if config.transport == "shm" else len(channel_distances(config.size, config.streams))
     # Control channels to its neighbours, and the standby port.
     needed = data + min(CONTROL_CHANNELS, config.size - 1) + 1
     ports = port_range(config.ports) if config.ports else None

@@ -12,7 +12,7 @@ from ringreduce.communicator.opened_sockets import Announced
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.networks import Unreached, unreached_table
 from ringreduce.pure.placement import Placement
-from ringreduce.transport.connections import distances
+from ringreduce.pure.schedule import channel_distances
 from ringreduce.transport.routes import Routes
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import RendezvousError
@@ -110,4 +110,6 @@ def _ahead(config: Config, membership: Membership, placement: Placement) -> list
         return []
     ring = [membership.members[other] for other in placement.lane(lane)]
     here = ring.index(config.rank)
-    return [ring[(here + each) % len(ring)] for each in distances(len(ring), config.streams)]
+    return [
+        ring[(here + each) % len(ring)] for each in channel_distances(len(ring), config.streams)
+    ]

@@ -97,6 +97,11 @@ def exchange(size: int) -> Exchange:
     return Exchange(distances, tuple(min(distance, size - distance) for distance in distances))
 
 
+def channel_distances(size: int, streams: int) -> tuple[int, ...]:
+    """How many ranks ahead each channel of a ring leads: the streams, then for the exchanges."""
+    return (1,) * streams + exchange(size).distances[1:]
+
+
 def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
     """Where the chunks of `count` elements begin, and where the last one ends.
 

@@ -1,7 +1,11 @@
-"""The ring over ZeroMQ: drives the compiled loops from a call's first frame to its end.
+"""The ring over ZeroMQ: its channels, and what drives the compiled loops over them.
 
-One thread at a time uses a link (the communicator holds a lock); `traffic` and `flow`
-may be called from any thread.
+Each rank binds a PULL socket for every connection that another rank makes to it, and connects a
+PUSH socket to each of those it sends to (`ringreduce.transport.channel`): `streams` of them to the
+next rank, and one each to the ranks 2, 4, 8, ... positions ahead, for the exchanges.
+
+One thread at a time uses a link (the communicator holds a lock); `traffic` and `flow` may be called
+from any thread.
 
 Memory: libzmq borrows a call's buffer until `run` returns, unless frames are sealed. When `run`
 fails, libzmq may still hold pieces of it, so the link keeps the array alive until its context is
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +25,25 @@ import numpy as np
 from ringreduce.pure import wire
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.spans import SpanKind
+from ringreduce.pure.watcher_messages import SentToNext
 from ringreduce.transport import exchange, frames, libzmq, loop
-from ringreduce.transport.channel import Incoming
-from ringreduce.transport.connections import Connections
+from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import DONE, DRAINING, MISMATCH, UNSENDABLE, WAITING, LinkRecord
+from ringreduce.transport.records import (
+    DONE,
+    DRAINING,
+    MISMATCH,
+    UNSENDABLE,
+    WAITING,
+    ChannelRecord,
+    LinkRecord,
+)
 from ringreduce.transport.security import Security
+from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
@@ -55,7 +69,9 @@ class ZmqLink:
         security: this rank, and who may connect.
 
     Attributes:
-        address: where the sockets listen, for the other ranks' `connect`.
+        address: where the sockets listen, for the other ranks' `connect`: one port each.
+        sockets: all of them.
+        records: one for each channel, for the compiled loops.
     """
 
     def __init__(
@@ -69,19 +85,31 @@ class ZmqLink:
         members_max: int | None = None,
     ) -> None:
         frames.load()
-        self._connections = Connections(
-            bind=bind,
-            frame_bytes_max=frames.SEALED_OVERHEAD_BYTES
-            + max(segment_bytes, exchange.EXCHANGE_BYTES_MAX),
-            streams=streams,
-            security=security,
-            members_max=security.size if members_max is None else members_max,
-        )
-        self.address = self._connections.address
+        self._rank, self._who, self._streams = security.rank, security.who, streams
+        # By channel: first the streams, then the longer distances.
+        self._distances = channel_distances(members_max or security.size, streams)
+        self.records = (ChannelRecord * len(self._distances))()
+        self.sockets = Sockets(security, security.data, streams)
+        self._incoming: list[Incoming] = self.sockets.incoming
+        # Empty until `connect`.
+        self._outgoing: list[Outgoing] = self.sockets.outgoing
+        # The members, in the ring's order, whose places frames and schedules give; and for each
+        # channel, where the rank listens that this one receives from.
+        self._members: tuple[int, ...] = ()
+        self._sources: list[str] = []
+        payload_max = max(segment_bytes, exchange.EXCHANGE_BYTES_MAX)
+        frame_bytes_max = frames.SEALED_OVERHEAD_BYTES + payload_max
+        try:
+            for channel, record in enumerate(self.records):
+                self.sockets.listen(bind, record, channel, f"data.{channel}", frame_bytes_max)
+        except BaseException:
+            self.sockets.close(0)
+            raise
+        self.address = join_ports([pulling.address for pulling in self._incoming])
         self._scratch = np.empty(segment_bytes if security.seals else 0, np.uint8)
         self._record = LinkRecord(
-            channels=ctypes.addressof(self._connections.records),
-            channel_count=len(self._connections.records),
+            channels=ctypes.addressof(self.records),
+            channel_count=len(self.records),
             streams=streams,
             segment_bytes=segment_bytes,
             is_sealed=security.seals,
@@ -116,7 +144,19 @@ class ZmqLink:
         # Loaded only now: in shared memory alone nothing compiled is needed.
         record.release = libzmq.release_callback().address
         record.free = libzmq.free_callback().address
-        self._connections.connect(addresses, membership)
+        self._members, expected = membership.members, len(self._distances)
+        self._distances = channel_distances(membership.size, self._streams)
+        for unneeded in self._incoming[len(self._distances) :]:
+            self.sockets.drop(unneeded)
+        ports = {
+            peer: announced_ports(addresses[peer], expected, peer, self.sockets.security)
+            for peer in membership.members
+        }
+        for channel, distance in enumerate(self._distances):
+            ahead, behind = (membership.ahead(self._rank, each) for each in (distance, -distance))
+            self.sockets.connect(ports[ahead][channel], ahead, self.records[channel], channel)
+            self.sockets.admit(self._incoming[channel], behind)
+            self._sources.append(ports[behind][channel])
 
     def lock(self) -> None:
         """Refuse all further connections; call it once all ranks have taken part in a call.
@@ -124,14 +164,13 @@ class ZmqLink:
         A port whose rank has not connected within `TIMES.lock_s` stays open, with the
         authenticator.
         """
-        sockets = self._connections.sockets
-        if not sockets.is_closed and not self._has_failed and sockets.outgoing:
-            sockets.read_events()
-            sockets.lock_all(time.monotonic() + TIMES.lock_s)
+        if not self.sockets.is_closed and not self._has_failed and self._outgoing:
+            self.sockets.read_events()
+            self.sockets.lock_all(time.monotonic() + TIMES.lock_s)
 
     def read_events(self) -> None:
         """Process the events of all connections."""
-        self._connections.sockets.read_events()
+        self.sockets.read_events()
 
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
@@ -140,10 +179,19 @@ class ZmqLink:
 
     def flow(self) -> Flow:
         """Progress of the present call; the loop may be changing the numbers meanwhile."""
-        known = self._connections
         steps = self._record.step + self._record.segment / self._segments
         done = min(1.0, steps / max(1, self._steps))
-        return replace(known.sockets.flow(), done=done, sent_to_next=known.sent_to_next())
+        return replace(self.sockets.flow(), done=done, sent_to_next=self._sent_to_next())
+
+    def _sent_to_next(self) -> SentToNext | None:
+        """How fast the connections to the next rank were so far; from any thread."""
+        found = [pushing.sent() for pushing in self._outgoing[: self._streams]]
+        known = [each for each in found if each is not None]
+        if not found or len(known) < len(found):
+            return None
+        # They send at the same time.
+        nbytes, seconds = sum(n for n, _ in known), max(s for _, s in known)
+        return SentToNext(self._outgoing[0].peer, nbytes, seconds)
 
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
@@ -169,19 +217,19 @@ class ZmqLink:
     def _drive(self, call: Call, run: _Loop, memory: np.ndarray, sequence: int) -> None:
         """Run a compiled loop to its end, or raise the error that stopped it."""
         call.number(sequence)
-        record, known = self._record, self._connections
+        record = self._record
         record.step = record.segment = record.started = record.channel = 0
         self._call, self._loop = call, run
         try:
-            if not known.outgoing or self._has_failed:
-                raise ClosedError("has no connection to the next rank", **known.who)
+            if not self._outgoing or self._has_failed:
+                raise ClosedError("has no connection to the next rank", **self._who)
             data = memory.__array_interface__["data"][0]
             self._addresses = self._record_address, call.address, data
             began_s = self._time_steps(call, memory.nbytes)
             if not call.steps:
                 # The root of a broadcast receives nothing, so it must check for the next rank here.
-                known.sockets.read_events()
-                for pushing in known.lost_outgoing((1,)):
+                self.sockets.read_events()
+                for pushing in self._lost_outgoing((1,)):
                     raise lost_error(self.named(pushing.peer), **self.where(pushing.peer))
             if not self.resume():
                 self._steps, self._segments = call.steps, call.segments(record.segment_bytes)
@@ -212,14 +260,14 @@ class ZmqLink:
     def abort(self) -> None:
         """Give up: the memory of the failed call may be overwritten, and must not be sent then."""
         self._has_failed = True
-        for pushing in self._connections.outgoing:
+        for pushing in self._outgoing:
             if pushing.borrows:
                 pushing.close()
 
     def close(self) -> None:
         """Free everything, after about a second at most, in which what was sent is written."""
-        if not self._connections.sockets.is_closed:
-            self._connections.sockets.close(0.0 if self._has_failed else TIMES.linger_s)
+        if not self.sockets.is_closed:
+            self.sockets.close(0.0 if self._has_failed else TIMES.linger_s)
             self._lent.clear()
 
     # --- The present call, while another rank holds it up ---------------------------------------
@@ -233,70 +281,86 @@ class ZmqLink:
 
     def state(self) -> State:
         """The frames received, and the released ones; a frame is due from the channel used last."""
-        known = self._connections
-        progress = self._record.frames, sum(each.released for each in known.records)
+        progress = self._record.frames, sum(each.released for each in self.records)
         if self._status == DRAINING:
-            return State(progress, known.outgoing[0].peer)
+            return State(progress, self._outgoing[0].peer)
         # Who has connected matters before the first frame.
-        source = known.incoming[self._record.channel]
+        source = self._incoming[self._record.channel]
         source.read_events()
         return State(progress, source.peer, source.silence)
 
     def due(self) -> str:
         """The data of the present step, or that the next rank takes what it was sent."""
         if self._status == DRAINING:
-            return f"{self.named(self._connections.outgoing[0].peer)} to take its data"
+            return f"{self.named(self._outgoing[0].peer)} to take its data"
         nbytes = format_bytes(int(self._call.expected(self._record.step)[6]))
         return f"{nbytes} from {self.named(self._source().peer)}"
 
     def named(self, peer: int) -> str:
-        """A rank and where it listens."""
-        return f"rank {peer} ({self._connections.address_of(peer)})"
+        """A rank and where it listens, or the port of it that this rank sends to."""
+        ahead = (pushing.address for pushing in self._outgoing if pushing.peer == peer)
+        known = zip(self._incoming, self._sources, strict=True)
+        behind = (address for pulling, address in known if pulling.peer == peer)
+        return f"rank {peer} ({next(behind, None) or next(ahead, '')})"
 
     def lost(self, waited_s: float) -> int | None:
         """A lost neighbour that this call still needs; None if none is known."""
-        known, call = self._connections, self._call
-        known.sockets.read_events()
+        call = self._call
+        self.sockets.read_events()
         step, started = self._record.step, self._record.started
-        channel = self._record.channel
+        source = self._source()
         # Before the first frame, a rank that is late looks like one that is lost.
         is_quiet = waited_s > TIMES.quiet_s
-        if step < call.steps and known.incoming[channel].is_lost(is_quiet):
-            return known.incoming[channel].peer
+        if step < call.steps and source.is_lost(is_quiet):
+            return source.peer
         # With nothing left to send, a lost rank ahead may just have finished before this one; if
         # it died, the rank that waits for it notices and notifies all. Except where that rank also
         # waits for this one (an exchange), or, in the first call, cannot know yet either.
         if is_quiet and (call.sequence == 0 or isinstance(call, ExchangeCall)):
-            return next(iter(known.gone()), None)
-        borrows = any(pushing.borrows for pushing in known.outgoing)
+            return next(iter(self._gone()), None)
+        borrows = any(pushing.borrows for pushing in self._outgoing)
         needed = call.sends_to(step, started) + ((1,) if borrows else ())
-        return next((pushing.peer for pushing in known.lost_outgoing(needed)), None)
+        return next((pushing.peer for pushing in self._lost_outgoing(needed)), None)
 
     def where(self, peer: int) -> dict[str, Any]:
         """The fields that every error of this call has."""
         step = min(self._record.step, max(0, self._call.steps - 1))
         return {
-            **self._connections.who,
+            **self._who,
             "peer": peer,
             "operation": wire.Kind(self._call.header.kind).label,
             "sequence": self._call.sequence,
             "step": self._call.schedule.describe_step(step),
         }
 
+    def _lost_outgoing(self, wanted: Sequence[int]) -> list[Outgoing]:
+        """Connections over one of the `wanted` distances that have ended, the nearest first."""
+        return [
+            pushing
+            for pushing, distance in zip(self._outgoing, self._distances, strict=True)
+            if pushing.is_lost and distance in wanted
+        ]
+
+    def _gone(self) -> list[int]:
+        """Neighbours whose connections have ended, those ahead first, also before any frame."""
+        ahead = [pushing.peer for pushing in self._lost_outgoing(self._distances)]
+        behind = [pulling.peer for pulling in self._incoming if pulling.is_lost(True)]
+        return ahead + behind
+
     def _source(self) -> Incoming:
-        return self._connections.incoming[int(self._record.channel)]
+        return self._incoming[int(self._record.channel)]
 
     def _error(self) -> RingReduceError:
         """The error for the status that the loop has returned."""
-        record, known, source = self._record, self._connections, self._source()
+        record, source = self._record, self._source()
         if self._status == UNSENDABLE:
-            ahead = known.outgoing[record.channel]
+            ahead = self._outgoing[record.channel]
             ahead.is_lost = True
             return lost_error(self.named(ahead.peer), **self.where(ahead.peer))
         where = self.where(source.peer)
         if self._status == MISMATCH:
             received = wire.decode(record.received)
             expected = wire.decode(self._call.expected(record.step))
-            return self._waiting.mismatch(received, expected, known.members, **where)
-        there = known.sources[record.channel]
+            return self._waiting.mismatch(received, expected, self._members, **where)
+        there = self._sources[record.channel]
         return frame_error(self._status, record, there, source.address, where)

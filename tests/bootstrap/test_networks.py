@@ -74,7 +74,7 @@ def test_a_chosen_interface_alone_is_used(
     def work(comm: Communicator) -> tuple[float, list[str]]:
         total = float(comm.all_reduce(np.ones(10))[0])
         link = comm._session.collectives._link  # type: ignore[attr-defined]
-        return total, [split_host(each.endpoints[0])[0] for each in link._connections.incoming]
+        return total, [split_host(each.endpoints[0])[0] for each in link.sockets.incoming]
 
     pair = {name: TWO[name] for name in ("a", "b")}
     with hosts.connected(pair) as two:
@@ -177,7 +177,7 @@ def test_every_port_is_shut_at_every_address() -> None:
     def work(comm: Communicator) -> list[str]:
         comm.barrier()
         ends = comm._session
-        incoming = ends.collectives._link._connections.incoming  # type: ignore[attr-defined]
+        incoming = ends.collectives._link.sockets.incoming  # type: ignore[attr-defined]
         control = ends._watcher._control._incoming.values()  # type: ignore[union-attr]
         assert ends.job is not None
         own = [each for pulling in (*incoming, *control) for each in pulling.endpoints]

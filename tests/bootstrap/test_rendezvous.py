@@ -484,7 +484,7 @@ def test_a_ring_is_shut_at_each_of_its_addresses(monkeypatch):
 
     def work(comm):
         found = []
-        for pulling in comm._session.collectives._link._connections.incoming:
+        for pulling in comm._session.collectives._link.sockets.incoming:
             for address in pulling.endpoints:
                 host, port = split_host(address)
                 try:
@@ -545,7 +545,7 @@ def test_ports_are_from_the_range_and_too_few_are_refused():
         def work(comm):
             session = comm._session
             incoming = [
-                *session.collectives._link._connections.incoming,
+                *session.collectives._link.sockets.incoming,
                 *session._watcher._control._incoming.values(),
             ]
             addresses = [each.address for each in incoming] + [session.job.standby.address]

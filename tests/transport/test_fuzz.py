@@ -62,7 +62,7 @@ def erring(name):
         start, end = call._record.first_start, call._record.first_end
         header[5], header[6] = call.schedule.offset, end - start
         for parts in ERRORS[name](header, memory[start:end].tobytes()):
-            link._connections.outgoing[0].socket.send_multipart(parts)
+            link.sockets.outgoing[0].socket.send_multipart(parts)
     return run
 
 open_rings = []
@@ -205,7 +205,7 @@ class Loop:
         is_sealed = encryption == "on"
         self.sealer = Sealer(members[1].frame_key(1, 0, 0)) if is_sealed else None
         self.peer.connect(self.link.address)
-        self.receiver = self.link._connections.incoming[0].socket
+        self.receiver = self.link.sockets.incoming[0].socket
 
         self.header = wire.encode(
             wire.Header(

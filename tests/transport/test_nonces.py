@@ -67,7 +67,7 @@ say("barrier", seals=len(seals) - before)
 failing = join(2)
 before = len(seals)
 attempt("failed", failing.barrier if RANK else lambda: failing.all_reduce(np.ones(1 << 22)))
-say("queued", seals=len(seals) - before, taken=sum(r.taken for r in links[2]._connections.records))
+say("queued", seals=len(seals) - before, taken=sum(r.taken for r in links[2].records))
 failing.close()
 again = join(3)
 work(again)
@@ -82,7 +82,7 @@ if child == 0:
     def post(link):
         link.started = 0
         return int(transfer.run(ctypes.addressof(link), ctypes.addressof(sent), 0, 0, 0))
-    channels, ends = links[3]._connections.records, ends_of(again)
+    channels, ends = links[3].records, ends_of(again)
     facts = {"status": post(links[3]._record), "pairs": post(ends[0].record)}
     channels = [*channels, *(end.channel for end in ends)]
     facts["keys"] = [bytes(key).hex() for r in channels for key in (r.seal_key, r.open_key)]
@@ -92,7 +92,7 @@ assert os.waitpid(child, 0)[1] == 0
 work(again)
 for ring in (again, *overlapping):
     ring.close()
-sent = [[record.sent for record in link._connections.records] for link in links]
+sent = [[record.sent for record in link.records] for link in links]
 sent += [[end.channel.sent for end in ends_of(ring)] for ring in (again, *overlapping)]
 say("done", seals=seals, sent=sent)
 """

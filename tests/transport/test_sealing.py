@@ -14,9 +14,9 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.membership import Membership
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import sodium
-from ringreduce.transport.connections import Connections
 from ringreduce.transport.frames import FRAMES_PER_KEY_MAX
 from ringreduce.transport.security import Security
+from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.vocabulary.errors import ClosedError, RingReduceError
 from tests import sealing
 
@@ -183,18 +183,18 @@ def test_each_direction_of_each_channel_has_a_key_of_its_own(
     """Of several streams, of exchanges over longer distances, and of lanes between hosts."""
     seals: list[bytes] = []
     opens: list[bytes] = []
-    connect = Connections.connect
+    connect = ZmqLink.connect
 
-    def connect_and_note(connections: Connections, *arguments: Any) -> None:
-        connect(connections, *arguments)
-        used = connections.records[: len(connections.outgoing)]
+    def connect_and_note(link: ZmqLink, **options: Any) -> None:
+        connect(link, **options)
+        used = link.records[: len(link.sockets.outgoing)]
         seals.extend(bytes(record.seal_key) for record in used)
         opens.extend(bytes(record.open_key) for record in used)
 
     def work(comm: Communicator) -> float:
         return float(comm.all_reduce(np.ones(300_000)).max())
 
-    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    monkeypatch.setattr(ZmqLink, "connect", connect_and_note)
     for _ in range(2):
         assert ring_of_threads(size, work, encryption="on", **settings) == [float(size)] * size
     assert len(set(seals)) == len(seals) >= 8
@@ -205,11 +205,11 @@ def test_each_direction_of_each_channel_has_a_key_of_its_own(
 def test_a_key_seals_no_more_frames_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here two more from rank 0 to rank 1, in place of 2^48."""
     records: dict[int, Any] = {}
-    connect, both = Connections.connect, threading.Barrier(2)
+    connect, both = ZmqLink.connect, threading.Barrier(2)
 
-    def connect_and_note(connections: Connections, *arguments: Any) -> None:
-        connect(connections, *arguments)
-        [records[connections.who["rank"]]] = connections.records
+    def connect_and_note(link: ZmqLink, **options: Any) -> None:
+        connect(link, **options)
+        [records[link._who["rank"]]] = link.records
 
     def work(comm: Communicator) -> tuple[int, RingReduceError | None]:
         both.wait(20)
@@ -222,7 +222,7 @@ def test_a_key_seals_no_more_frames_than_it_may(monkeypatch: pytest.MonkeyPatch)
                 return calls, error
         return 3, None
 
-    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    monkeypatch.setattr(ZmqLink, "connect", connect_and_note)
     (calls, ended), (other_calls, told) = ring_of_threads(2, work, transport="zmq", encryption="on")
     assert (calls, other_calls) == (2, 2)
     assert isinstance(ended, ClosedError)

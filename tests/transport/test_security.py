@@ -442,7 +442,7 @@ def test_a_ring_with_a_secret_reduces_and_is_shut(encryption: str, streams: int)
         array = np.ones(300_000)
         comm.all_reduce(array)
         comm.barrier()
-        return float(array.max()), link._connections.sockets._authenticator._thread is None
+        return float(array.max()), link.sockets._authenticator._thread is None
 
     settings: dict[str, Any] = {"transport": "zmq", "encryption": encryption, "streams": streams}
     assert ring_of_threads(3, work, **settings) == [(3.0, True)] * 3

@@ -21,7 +21,6 @@ from ringreduce.pure.timeouts import Timeouts
 from ringreduce.testing import ring_of_threads
 from ringreduce.transport import frames, inherited, loop, records
 from ringreduce.transport.channel import Outgoing
-from ringreduce.transport.connections import Connections
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.security import Security
 from ringreduce.transport.stalls import Waiting
@@ -134,12 +133,12 @@ def test_a_connection_that_cannot_be_tried_is_lost():
 
 
 def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch):
-    found: dict[int, Connections] = {}
-    connect = Connections.connect
+    found: dict[int, ZmqLink] = {}
+    connect = ZmqLink.connect
 
-    def connect_and_note(connections, *arguments):
-        connect(connections, *arguments)
-        found[connections.who["rank"]] = connections
+    def connect_and_note(link, **options):
+        connect(link, **options)
+        found[link._who["rank"]] = link
 
     def held() -> int:
         [record] = found[0].records
@@ -152,7 +151,7 @@ def test_a_broadcast_that_is_not_taken_has_few_ciphertexts_in_memory(monkeypatch
             assert max(held() for _ in range(1000)) <= 17
         return (comm.broadcast(array) == 1).all()
 
-    monkeypatch.setattr(Connections, "connect", connect_and_note)
+    monkeypatch.setattr(ZmqLink, "connect", connect_and_note)
     assert ring_of_threads(2, work, transport="zmq", encryption="on") == [True] * 2
 
 
@@ -262,7 +261,7 @@ def test_error_of_one_member_reaches_all_that_wait_over_any_distance():
 def test_a_closed_link_closes_nothing_in_a_child() -> None:
     """Its ports may be another socket's by then, which a child inherits."""
     link = make_link(0)
-    held = link._connections.sockets
+    held = link.sockets
     assert held in inherited._watched
     link.close()
     assert held not in inherited._watched

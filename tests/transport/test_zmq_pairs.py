@@ -154,7 +154,7 @@ def test_keys_of_a_pair_are_no_others() -> None:
         group.recv(np.ones(3), other)
         sent.wait()
         links = [each._session.collectives.links[0] for each in (comm, group)]
-        found = [r.seal_key for link in links for r in link._connections.records]
+        found = [r.seal_key for link in links for r in link.records]
         ends = [pairs_of(each)._sending.values() for each in (comm, group)]
         found += [end.channel.seal_key for each in ends for end in each]
         assert len(found) == 2 + 3
