@@ -20,7 +20,6 @@ from ringreduce.effects.recorder import Recorder
 from ringreduce.engine.engine import Owner
 from ringreduce.pure.actions import Action, Ended, Found, Log, Send
 from ringreduce.pure.claims import Claim
-from ringreduce.pure.liveness import Doing
 from ringreduce.pure.notification import encode_abort
 from ringreduce.pure.watcher_messages import Abort, Heartbeat, Left, Listening, Pending
 from ringreduce.pure.watching import Watch
@@ -63,7 +62,7 @@ class Watcher:
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
-        waiting.peers = self
+        waiting.peers, waiting.listen = self._watch.peer_table, self.listen
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
         )
@@ -85,14 +84,6 @@ class Watcher:
         """Notify a rank that this one listens for it; from any thread, without waiting."""
         self._waiting.append(listening)
         self._control.wake()
-
-    def left(self, rank: int) -> Left | None:
-        """The message of a rank that has closed its communicator; None if it has not."""
-        return self._watch.peer_table.left(rank)
-
-    def doing(self, rank: int) -> Doing:
-        """What another rank does, from any thread."""
-        return self._watch.peer_table.doing(rank, time.monotonic())
 
     def leave(self, calls: int, why: str) -> None:
         """Announce that this rank leaves, unless it has failed, and begin to end; see `join`.

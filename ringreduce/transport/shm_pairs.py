@@ -27,7 +27,7 @@ from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.segment import Heap, address_of, functions
 from ringreduce.transport.shm_ranks import ABORTED, DONE, WAITING, HostRanks
 from ringreduce.transport.small_calls import Kind as SmallKind
-from ringreduce.transport.stalls import State, finish
+from ringreduce.transport.stalls import PeerTimeouts, State, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 
@@ -198,7 +198,7 @@ class ShmEnd:
         self._arguments = self._pair, self._words_address, data, nbytes, self._ranks.limits
         if not self.resume():
             waiting = self._ranks.waiting
-            timeouts = waiting.for_message(self._peer, sends=self._is_sending)
+            timeouts = PeerTimeouts(waiting, self._peer, sends=self._is_sending)
             finish(self, waiting, timeouts, TIMES.shared_memory_poll_s)
         self._nbytes += nbytes
 

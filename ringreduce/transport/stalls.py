@@ -8,16 +8,16 @@ and whether the ring has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ringreduce.effects.events import Events
 from ringreduce.pure import wire
 from ringreduce.pure.cycles import Waits, describe
-from ringreduce.pure.liveness import Doing
+from ringreduce.pure.liveness import PeerTable
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.timeouts import Limit, Timeouts
-from ringreduce.pure.watcher_messages import Left, Listening, Pending
+from ringreduce.pure.watcher_messages import Listening, Pending
 from ringreduce.pure.wire import Header
 from ringreduce.transport.channel import Silence
 from ringreduce.transport.diagnosis import lost_error, mismatch_error, timeout_error
@@ -67,13 +67,16 @@ class Waiting:
     Attributes:
         timeouts: how long a call may wait; the watcher keeps it up to date.
         events: which ranks calls wait for is recorded there.
-        peers: what is known of the other ranks; None before there is a watcher.
+        peers, listen: what is known of the other ranks, and what notifies one that this one listens
+            for it; set by the watcher, before any message begins.
         is_interrupted: whether calls end when they next check the clock.
     """
 
+    peers: PeerTable
+    listen: Callable[[Listening], None]
+
     def __init__(self, timeouts: Timeouts, events: Events) -> None:
         self.timeouts, self.events = timeouts, events
-        self.peers: PeerStates | None = None
         self.is_interrupted = False
         self._cause: RingReduceError | None = None
 
@@ -103,12 +106,6 @@ class Waiting:
         if wire.will_be_explained(received, expected) and (cause := self.await_cause()):
             return cause
         return mismatch_error(received, expected, members, **where)
-
-    def for_message(self, peer: int, *, sends: bool) -> Timeouts:
-        """How long a message to or from rank `peer` may wait."""
-        if self.peers is None:
-            return self.timeouts
-        return PeerTimeouts(self.timeouts, self.peers, peer, sends=sends)
 
 
 class Stall:
@@ -168,36 +165,23 @@ class _WaitSpan:
         self._known = None
 
 
-class PeerStates(Protocol):
-    """What is known of the other ranks; from any thread."""
-
-    def listen(self, listening: Listening) -> None:
-        """Notify a rank that this one listens for it."""
-
-    def left(self, rank: int) -> Left | None:
-        """The message of a rank that has closed its communicator; None if it has not."""
-
-    def doing(self, rank: int) -> Doing:
-        """What a rank does."""
-
-
 class PeerTimeouts(Timeouts):
-    """The limits of `timeouts` for a message to or from rank `peer`, whatever else holds this up.
+    """The limits of a message to or from rank `peer`, whatever else holds this rank up.
 
     `peer` is busy while it is alive, unless it waits for this rank, or for one that does.
     """
 
-    def __init__(self, timeouts: Timeouts, peers: PeerStates, peer: int, *, sends: bool) -> None:
-        super().__init__(timeouts.timeout_s, timeouts.busy_timeout_s)
-        self._peers, self._peer, self._sends = peers, peer, sends
+    def __init__(self, waiting: Waiting, peer: int, *, sends: bool) -> None:
+        super().__init__(waiting.timeouts.timeout_s, waiting.timeouts.busy_timeout_s)
+        self._peers, self._peer, self._sends = waiting.peers, peer, sends
 
     def look(self) -> None:
         """Note whether the rank that is waited for is busy now."""
-        self.is_busy = self._peers.doing(self._peer).is_busy
+        self.is_busy = self._peers.doing(self._peer, time.monotonic()).is_busy
 
     def explain(self, error: PeerTimeoutError) -> None:
         """Say in `error` what the rank does."""
-        doing = self._peers.doing(self._peer)
+        doing = self._peers.doing(self._peer, time.monotonic())
         if error.rank is not None and doing.waits:
             own = Waits(error.rank, Pending(self._sends, self._peer, 0))
             if (text := describe([own, *doing.waits])) is not None:

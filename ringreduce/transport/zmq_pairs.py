@@ -49,7 +49,7 @@ from ringreduce.transport.records import (
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
-from ringreduce.transport.stalls import PeerStates, State, Waiting, finish
+from ringreduce.transport.stalls import PeerTimeouts, State, Waiting, finish
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import PeerLostError, RingReduceError
 
@@ -99,11 +99,6 @@ class ZmqPairs:
         self.unreceived: list[Unreceived] = []
         # Memory of failed calls, kept until close.
         self._lent: list[np.ndarray] = []
-
-    @property
-    def _peers(self) -> PeerStates:
-        assert self._waiting.peers is not None
-        return self._waiting.peers
 
     def found(self, listening: Listening) -> None:
         """Another rank listens for this one."""
@@ -234,7 +229,7 @@ class ZmqPairs:
             )
             sockets.admit(made.socket, peer)
             self._receiving[peer, channel] = made
-        self._peers.listen(Listening(self._rank, peer, channel, made.address))
+        self._waiting.listen(Listening(self._rank, peer, channel, made.address))
         return made
 
     def _sending_to(self, peer: int, channel: int) -> Sending:
@@ -312,7 +307,7 @@ class ZmqPairs:
             deadline = time.monotonic() + linger_s
             for (peer, channel), receiving in self._receiving.items():
                 if channel == _MESSAGES:
-                    found = receiving.drain(self._peers.left(peer) is not None, deadline)
+                    found = receiving.drain(self._waiting.peers.left(peer) is not None, deadline)
                     self.unreceived += [Unreceived(peer, False, header) for header in found]
         self._sockets.close(linger_s)
         self._lent.clear()
@@ -322,7 +317,7 @@ class _Call:
     """A message, or the parts of a collective, one after the other; a `StalledCall`."""
 
     def __init__(self, pairs: ZmqPairs, operation: str, header: Header, sequence: int) -> None:
-        self._pairs, self._peers = pairs, pairs._peers
+        self._pairs = pairs
         self._operation, self._header, self._sequence = operation, header, sequence
         self._sending: Sending | None = None
         self._receiving: Receiving | None = None
@@ -360,7 +355,7 @@ class _Call:
     def _finish(self) -> None:
         waiting, end, timeouts = self._pairs._waiting, self._end, None
         if self._header.kind in wire.SENDS:
-            timeouts = waiting.for_message(end.peer, sends=isinstance(end, Sending))
+            timeouts = PeerTimeouts(waiting, end.peer, sends=isinstance(end, Sending))
         finish(self, waiting, timeouts)
 
     def _check(self) -> None:
@@ -413,7 +408,7 @@ class _Call:
     def lost(self, waited_s: float) -> int | None:
         """The other rank, if its connection has ended or it has left."""
         end = self._end
-        has_left = self._peers.left(end.peer) is not None
+        has_left = self._pairs._waiting.peers.left(end.peer) is not None
         return end.peer if end.is_lost(has_left, waited_s) else None
 
     def where(self, peer: int) -> dict[str, Any]:
