@@ -55,8 +55,8 @@ class OpenedSockets:
     def read_events(self) -> None:
         """Process the events of all connections."""
         if self.link is not None:
-            self.link.read_events()
-        self.control.read_events()
+            self.link.sockets.read_events()
+        self.control.sockets.read_events()
 
 
 def bind_of(config: Config, networks: Sequence[str]) -> Bind:

@@ -48,12 +48,9 @@ class Order:
         since = (epoch - self.first) % epochs
         order = None
         if self.seed is not None:
-            order = _permutation(self.seed, epoch - since, self.count)
+            # That of the pass from its first epoch on.
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch - since]))
+            order = generator.permutation(self.count)
         for place in range(since * self.steps, min((since + 1) * self.steps, self.steps_of_pass)):
             rows = slice(place * self.unit, min((place + 1) * self.unit, self.count))
             yield rows if order is None else order[rows]
-
-
-def _permutation(seed: int, number: int, count: int) -> np.ndarray:
-    """The order of `count` things in the pass from epoch `number` on, int64 of shape (count,)."""
-    return np.random.Generator(np.random.PCG64([seed, number])).permutation(count)

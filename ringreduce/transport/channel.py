@@ -12,7 +12,7 @@ import socket as sockets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -111,17 +111,15 @@ class Incoming:
     def read_events(self) -> None:
         """Process the events of all connections."""
         while self.events.poll(0):
-            self._note(parse_monitor_message(self.events.recv_multipart()))
-
-    def _note(self, event: Any) -> None:
-        kind, descriptor = event["event"], event["value"]
-        if kind == zmq.EVENT_ACCEPTED:
-            self._visitors.add(descriptor)
-        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_proven = self._asks
-        else:
-            self._visitors.discard(descriptor)
-            self._has_visitor_left = True
+            event = parse_monitor_message(self.events.recv_multipart())
+            kind, descriptor = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self._visitors.add(descriptor)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_proven = self._asks
+            else:
+                self._visitors.discard(descriptor)
+                self._has_visitor_left = True
 
     def lock(self, deadline: float) -> bool:
         """Have the kernel drop all further attempts to connect, where it can.

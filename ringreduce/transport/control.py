@@ -45,6 +45,7 @@ class Control:
 
     Attributes:
         address: where the sockets listen, for the other ranks' `connect`.
+        sockets: all of them.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class Control:
         self._awake, self._waker = sockets.socketpair()
         for end in (self._awake, self._waker):
             end.setblocking(False)
-        self._sockets = Sockets(security, security.control)
+        self.sockets = Sockets(security, security.control)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
         try:
             for neighbour in membership.neighbours(rank):
-                self._incoming[neighbour] = self._sockets.listen(
+                self._incoming[neighbour] = self.sockets.listen(
                     *(bind, ChannelRecord(), 0, f"control.{neighbour}", message_bytes_max),
                     queue=_QUEUE,
                 )
@@ -83,15 +84,15 @@ class Control:
         """Connect to the neighbours, whose sockets are bound already; `addresses` are by rank."""
         self._poller.register(self._awake, zmq.POLLIN)
         for neighbour, pulling in self._incoming.items():
-            ports = announced_ports(addresses[neighbour], 2, neighbour, self._sockets.security)
+            ports = announced_ports(addresses[neighbour], 2, neighbour, self.sockets.security)
             is_next = neighbour == self._after
-            pushing = self._outgoing[neighbour] = self._sockets.connect(
+            pushing = self._outgoing[neighbour] = self.sockets.connect(
                 *(ports[0 if is_next else 1], neighbour, pulling.record, 0),
                 queue=_QUEUE,
                 unconfirmed_ms_max=self._link_timeout_ms,
                 ping_ms=milliseconds(TIMES.ping_s),
             )
-            self._sockets.admit(pulling, neighbour)
+            self.sockets.admit(pulling, neighbour)
             for socket in (pulling.socket, pulling.events, pushing.events):
                 self._poller.register(socket, zmq.POLLIN)
 
@@ -147,13 +148,9 @@ class Control:
                 found[neighbour] = count
         return found
 
-    def read_events(self) -> None:
-        """Process the events of all connections."""
-        self._sockets.read_events()
-
     def lock(self) -> bool:
         """Refuse all further connections, once both neighbours are connected; return whether so."""
-        return self._sockets.lock_all(time.monotonic())
+        return self.sockets.lock_all(time.monotonic())
 
     def wake(self) -> None:
         """Make `receive` return; from any thread."""
@@ -162,6 +159,6 @@ class Control:
 
     def close(self) -> None:
         """Free everything, almost at once."""
-        self._sockets.close(TIMES.flush_s)
+        self.sockets.close(TIMES.flush_s)
         self._awake.close()
         self._waker.close()

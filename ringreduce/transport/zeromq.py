@@ -168,10 +168,6 @@ class ZmqLink:
             self.sockets.read_events()
             self.sockets.lock_all(time.monotonic() + TIMES.lock_s)
 
-    def read_events(self) -> None:
-        """Process the events of all connections."""
-        self.sockets.read_events()
-
     def traffic(self) -> Traffic:
         """What has crossed the link so far."""
         record = self._record
