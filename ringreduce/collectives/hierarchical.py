@@ -63,11 +63,10 @@ class HierarchicalCollectives(Collectives):
         # Number of all-to-alls so far.
         self._exchanges = 0
 
-    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
-        """Reduce `flat`, shape (n,), over all ranks, in place."""
-        self._reduce(flat, op, signature, Kind.ALL_REDUCE)
-
-    def _reduce(self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind) -> None:
+    def all_reduce(
+        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, kind: Kind = Kind.ALL_REDUCE
+    ) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place; `kind` is the caller's call."""
         if not is_half(dtype_code(flat.dtype)):
             self._all_reduce(flat, op, signature, kind, flat.dtype)
             return
@@ -97,7 +96,7 @@ class HierarchicalCollectives(Collectives):
         As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
         between hosts would require sorting them first.
         """
-        self._reduce(flat, op, signature, Kind.REDUCE_SCATTER)
+        self.all_reduce(flat, op, signature, Kind.REDUCE_SCATTER)
         bounds = chunk_bounds(flat.size, self._size)
         return flat[bounds[self._rank] : bounds[self._rank + 1]]
 

@@ -43,20 +43,8 @@ class _Parent:
     def __init__(self, parent: Session) -> None:
         self._parent = parent
 
-    def exchange(self, value: Any) -> dict[int, Any]:
-        """What each rank of the parent has passed; raises RendezvousError if one has failed."""
-        return self._exchange(value, "")
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Say why this rank fails to those that wait for what it passes."""
-        try:
-            yield
-        except BaseException as error:
-            self._exchange(None, f"{type(error).__name__}: {error}")
-            raise
-
-    def _exchange(self, value: Any, why: str) -> dict[int, Any]:
+    def exchange(self, value: Any, why: str = "") -> dict[int, Any]:
+        """What each rank of the parent has passed; RendezvousError if one says `why` it failed."""
         parent = self._parent
         told = parent.gather(Kind.SPLIT, [value, why], signature_of("split", "announced"))
         for rank, (_, reason) in zip(parent.membership.members, told, strict=True):
@@ -68,6 +56,15 @@ class _Parent:
                     remedy=f"Read rank {rank}'s log first.",
                 )
         return dict(zip(parent.membership.members, (each for each, _ in told), strict=True))
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Say why this rank fails to those that wait for what it passes."""
+        try:
+            yield
+        except BaseException as error:
+            self.exchange(None, f"{type(error).__name__}: {error}")
+            raise
 
 
 def _own_group(parent: Session, color: int | str | None, key: int) -> Membership | None:

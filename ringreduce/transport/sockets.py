@@ -77,11 +77,6 @@ class Sockets:
         self.outgoing.append(made)
         return made
 
-    def drop(self, incoming: Incoming) -> None:
-        """Close an end that turned out not to be needed."""
-        incoming.close()
-        self.incoming.remove(incoming)
-
     def lock(self, incoming: Incoming, deadline: float) -> bool:
         """Let nobody connect to `incoming` any more once its rank has; return whether so.
 

@@ -147,7 +147,8 @@ class ZmqLink:
         self._members, expected = membership.members, len(self._distances)
         self._distances = channel_distances(membership.size, self._streams)
         for unneeded in self._incoming[len(self._distances) :]:
-            self.sockets.drop(unneeded)
+            unneeded.close()
+            self._incoming.remove(unneeded)
         ports = {
             peer: announced_ports(addresses[peer], expected, peer, self.sockets.security)
             for peer in membership.members
