@@ -12,7 +12,6 @@ from typing import NamedTuple
 from ringreduce.effects.native import library
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
-from ringreduce.pure.watcher_messages import message_bytes_max
 from ringreduce.transport.control import CONTROL_CHANNELS, Control
 from ringreduce.transport.interfaces import hosts_of
 from ringreduce.transport.listening import Bind
@@ -104,7 +103,6 @@ def open_sockets(
         undo.callback(link.close)
     control = Control(
         bind=bind,
-        message_bytes_max=message_bytes_max(config.size),
         link_timeout_s=config.link_timeout_s,
         security=security,
         membership=membership,

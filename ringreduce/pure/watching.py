@@ -59,6 +59,7 @@ class Watch:
     Attributes:
         peer_table: what is known of the other ranks.
         cause: why the ring has ended; None while it has not.
+        delays: whether another rank holds this one up.
         is_closing: this rank is leaving; then no lost connection is a failure.
         due_s: when the next heartbeat, or the next check of a possible loss, is due.
     """
@@ -90,14 +91,9 @@ class Watch:
         self._lost: dict[int, float] = {}
         self._absence: tuple[CurrentCall, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
-        self._delays = Delays(self.peer_table, self._neighbours, now_s)
+        self.delays = Delays(self.peer_table, self._neighbours, now_s)
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the rank that holds up this rank's call is alive and in user code."""
-        return self._delays.is_busy
 
     def claim(self, claim: Claim) -> list[Action]:
         """Send a value of this rank to the neighbours, and compare it with theirs."""
@@ -275,7 +271,7 @@ class Watch:
         if self.cause is None:
             actions += self._look_for_dead_links(flow, current, now_s)
         if self.cause is None:
-            actions += self._delays.look(current, flow, progress, now_s)
+            actions += self.delays.look(current, flow, progress, now_s)
             cycle = self.peer_table.cycle(pending, now_s)
             actions += self._cycles.look(cycle, progress, now_s)
         return actions

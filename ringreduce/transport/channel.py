@@ -98,11 +98,6 @@ class Incoming:
         self.address = self.endpoints[0]
         record.receiver = self.socket.underlying
 
-    @property
-    def source(self) -> int:
-        """Descriptor of the connection that frames come from; negative before the first."""
-        return int(self.record.source)
-
     def overdue(self) -> Overdue | None:
         """The frame that has been due for a while, if one has; from any thread."""
         dry_s = self.silence.dry_s()
@@ -128,7 +123,7 @@ class Incoming:
         finished handshake shows that. Waits for a handshake until ``time.monotonic()`` is
         `deadline`; returns whether that rank is connected.
         """
-        while self.source < 0 and not self._is_proven and not self.is_locked:
+        while self.record.source < 0 and not self._is_proven and not self.is_locked:
             wait_ms = int((deadline - time.monotonic()) * 1000)
             if not self._asks or wait_ms <= 0 or not self.events.poll(wait_ms):
                 return False
@@ -147,8 +142,8 @@ class Incoming:
         the first frame. Until then it counts as ended when connections have been lost, none is
         left, and nothing has arrived for so long that the caller sets `quiet`.
         """
-        if self.source >= 0:
-            return self.source not in self._visitors
+        if self.record.source >= 0:
+            return self.record.source not in self._visitors
         return self._has_visitor_left and not self._visitors and quiet
 
     @property
@@ -163,7 +158,7 @@ class Incoming:
         nothing has arrived.
         """
         # A copy, since the watcher's thread may ask while the link's changes the set.
-        source, visitors = self.source, self._visitors.copy()
+        source, visitors = int(self.record.source), self._visitors.copy()
         if source < 0 and not visitors:
             return 0
         if source < 0 and len(visitors) == 1:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 import zmq
 
 from ringreduce.pure.membership import Membership
+from ringreduce.pure.watcher_messages import message_bytes_max
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.records import ChannelRecord
@@ -39,7 +40,7 @@ _QUEUE = 1000
 class Control:
     """This rank's side of the control channel, listening on `bind`.
 
-    A message longer than `message_bytes_max` is refused unread, and its connection ends. So does a
+    A message longer than any of ours is refused unread, and its connection ends. So does a
     connection on which the other system has not acknowledged data for `link_timeout_s`; the system
     of a stopped process still acknowledges. It leads to the neighbours in `membership`.
 
@@ -52,7 +53,6 @@ class Control:
         self,
         *,
         bind: Bind,
-        message_bytes_max: int,
         link_timeout_s: float,
         security: Security,
         membership: Membership,
@@ -66,10 +66,11 @@ class Control:
         self.sockets = Sockets(security, security.control)
         self._incoming: dict[int, Incoming] = {}
         self._outgoing: dict[int, Outgoing] = {}
+        longest = message_bytes_max(security.size)
         try:
             for neighbour in membership.neighbours(rank):
                 self._incoming[neighbour] = self.sockets.listen(
-                    *(bind, ChannelRecord(), 0, f"control.{neighbour}", message_bytes_max),
+                    *(bind, ChannelRecord(), 0, f"control.{neighbour}", longest),
                     queue=_QUEUE,
                 )
         except BaseException:

@@ -192,7 +192,7 @@ def test_a_neighbour_whose_bytes_grow_without_heartbeats_is_reported_alive(grows
         assert isinstance(message, Heartbeats)
         reported.append(message.heartbeats[0][0].locked)
     assert reported == [(1,) if grows and number >= 4 else () for number in range(1, 20)]
-    assert watch.is_busy == grows
+    assert watch.delays.is_busy == grows
 
 
 def test_bytes_from_before_a_rank_was_late_are_no_sign_of_life() -> None:
@@ -210,9 +210,9 @@ def test_a_rank_that_is_busy_ends_with_the_call() -> None:
     watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
     watch.receive(1, heartbeat(), 0.2)
     watch.beat(here, Flow(), 0, 0.25)
-    assert watch.is_busy
+    assert watch.delays.is_busy
     watch.beat(Here(calls=6), Flow(), 1, 0.5)
-    assert not watch.is_busy
+    assert not watch.delays.is_busy
 
 
 @pytest.mark.parametrize(("calls", "operation"), [(4, "all_reduce"), (5, "barrier")])
@@ -220,7 +220,7 @@ def test_a_rank_in_an_earlier_or_another_call_is_not_busy(calls: int, operation:
     watch, here = a_watch(), Here(operation="all_reduce", since_s=0.1)
     watch.receive(1, heartbeat(calls, operation), 0.2)
     watch.beat(here, Flow(), 0, 0.25)
-    assert not watch.is_busy
+    assert not watch.delays.is_busy
 
 
 def test_a_rank_that_is_always_late_is_named() -> None:
