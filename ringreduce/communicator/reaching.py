@@ -23,12 +23,6 @@ _log = logging.getLogger(__name__)
 _LONG_S = 0.005
 
 
-_OPEN_NETWORK = (
-    "Let these hosts connect to each other at these ports (RINGREDUCE_PORTS gives them a range for "
-    "firewalls), or choose another network by RINGREDUCE_IFACE on all hosts."
-)
-
-
 class Exchange(Protocol):
     """How ranks that form a ring tell each other something: a rendezvous, or a parent ring."""
 
@@ -72,7 +66,9 @@ def refuse_unreached(
             f"cannot form the ring, since ranks cannot reach each other:\n{table}\n",
             **config.who,
             peer=failed[0].peer,
-            remedy=_OPEN_NETWORK,
+            remedy="Let these hosts connect to each other at these ports (RINGREDUCE_PORTS gives "
+            "them a range for firewalls), or choose another network by RINGREDUCE_IFACE on all "
+            "hosts.",
         )
 
 

@@ -38,10 +38,9 @@ def load(name: str, function: str) -> tuple[ctypes.CDLL | None, list[str]]:
             if hasattr(library, function):
                 llvmlite.binding.load_library_permanently(path)
                 return library, []
+            tried.append(f"{path} (no {function} in it)")
         except (OSError, RuntimeError) as error:
             tried.append(f"{path} ({error})")
-            continue
-        tried.append(f"{path} (no {function} in it)")
     return None, tried
 
 
