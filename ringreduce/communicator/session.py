@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ringreduce.collectives.base import Collectives
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
@@ -47,8 +47,6 @@ from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import MismatchError, PeerLostError, RingReduceError
 
 _log = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 # Why a step ends whose ring is formed anew meanwhile.
 FORMED_ANEW = "the ring is formed anew"

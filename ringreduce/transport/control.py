@@ -69,10 +69,8 @@ class Control:
         longest = message_bytes_max(security.size)
         try:
             for neighbour in membership.neighbours(rank):
-                self._incoming[neighbour] = self.sockets.listen(
-                    *(bind, ChannelRecord(), 0, f"control.{neighbour}", longest),
-                    queue=_QUEUE,
-                )
+                what = bind, ChannelRecord(), 0, f"control.{neighbour}", longest
+                self._incoming[neighbour] = self.sockets.listen(*what, queue=_QUEUE)
         except BaseException:
             self.close()
             raise
