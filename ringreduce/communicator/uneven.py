@@ -22,9 +22,10 @@ _LENGTH_BYTES = 8
 
 
 class Uneven:
-    """Those of the rank `rank` of `size`, by `collectives`; `who` is it in the job, for errors.
+    """Such collectives of rank `rank` of `size`; `who` is that rank in the job, for errors.
 
-    An `array` is C-contiguous, and `flat` a flat view of it; `given` is the caller's signature.
+    They are made of `collectives`. An `array` is C-contiguous, and `flat` a flat view of it;
+    `given` is the caller's signature.
     Results are new arrays, or an ArrayError when they do not fit in memory.
     """
 

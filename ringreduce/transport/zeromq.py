@@ -91,8 +91,7 @@ class ZmqLink:
         self.records = (ChannelRecord * len(self._distances))()
         self.sockets = Sockets(security, security.data, streams)
         self._incoming: list[Incoming] = self.sockets.incoming
-        # Empty until `connect`.
-        self._outgoing: list[Outgoing] = self.sockets.outgoing
+        self._outgoing: list[Outgoing] = self.sockets.outgoing  # Empty until `connect`.
         # The members, in the ring's order, whose places frames and schedules give; and for each
         # channel, where the rank listens that this one receives from.
         self._members: tuple[int, ...] = ()
@@ -302,10 +301,9 @@ class ZmqLink:
 
     def lost(self, waited_s: float) -> int | None:
         """A lost neighbour that this call still needs; None if none is known."""
-        call = self._call
+        call, source = self._call, self._source()
         self.sockets.read_events()
         step, started = self._record.step, self._record.started
-        source = self._source()
         # Before the first frame, a rank that is late looks like one that is lost.
         is_quiet = waited_s > TIMES.quiet_s
         if step < call.steps and source.is_lost(is_quiet):
