@@ -8,7 +8,7 @@ library, one Python function takes all gradients (`python_route`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,19 +22,14 @@ from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.packed import PackedRoute
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.python_route import PythonRoute
-from ringreduce.tensorflow.sparse import SparseMean, as_tensors, merged
+from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
-
-
-class _Route(Protocol):
-    """Takes the gradients of one plan out of TensorFlow and brings their means back."""
-
-    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The means of the plan's dense gradients and of its sparse ones, in their order."""
+# Takes the gradients of one plan out of TensorFlow and brings their means back.
+_Route = PackedRoute | PythonRoute
 
 
 class GradientBridge:
@@ -57,7 +52,6 @@ class GradientBridge:
         self._bucket_bytes, self._first_bytes = bucket_bytes, min(bucket_bytes, first_bytes)
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
-        self._sparse = SparseMean(self._numerics)
         # The plans are for the communicator that was used last.
         self._agreed: tuple[Communicator, AgreedPlans] | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
@@ -124,8 +118,8 @@ class GradientBridge:
         can_pack = all(gradient.dtype.is_floating for gradient in present)
         is_native = way == "graph" and can_pack and ops.are_available()
         if present and (is_native or way == "XLA"):
-            return PackedRoute(reducer, present, self._sparse)
-        return PythonRoute(reducer, self._sparse)
+            return PackedRoute(reducer, present)
+        return PythonRoute(reducer)
 
     def _plan(
         self, specs: tuple[GradientSpec, ...], gradients: Sequence[Any], compiled_over: str | None

@@ -25,7 +25,7 @@ import numpy as np
 from ringreduce.effects.handoff import BucketItem, Layout
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.plans import BucketReducer
-from ringreduce.tensorflow.sparse import SparseMean
+from ringreduce.tensorflow.sparse import mean_of_slices
 
 
 class PackedRoute:
@@ -35,9 +35,9 @@ class PackedRoute:
     that says so. The engine's thread calls `reducer`.
     """
 
-    def __init__(self, reducer: BucketReducer, present: Sequence[Any], sparse: SparseMean) -> None:
+    def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
+        self._reducer = reducer
         self._plan, self._communicator = reducer.plan, reducer.communicator
-        self._sparse = sparse
         buckets = self._plan.buckets
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
         nbytes = [bucket.count * dtypes[bucket.dtype].itemsize for bucket in buckets]
@@ -86,7 +86,7 @@ class PackedRoute:
         communicator, number = self._communicator, self._number
         with order.in_order(communicator):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
-        sparse = self._sparse.mean(communicator, self._plan, slices)
+        sparse = mean_of_slices(self._reducer, slices)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
         order.done(communicator, [mean for part in waited for mean in part])
         return waited, sparse

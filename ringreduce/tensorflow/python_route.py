@@ -17,14 +17,14 @@ import tensorflow as tf
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
-from ringreduce.tensorflow.sparse import SparseMean
+from ringreduce.tensorflow.sparse import mean_of_slices
 
 
 class PythonRoute:
     """The route of one plan."""
 
-    def __init__(self, reducer: BucketReducer, sparse: SparseMean) -> None:
-        self._reducer, self._sparse = reducer, sparse
+    def __init__(self, reducer: BucketReducer) -> None:
+        self._reducer = reducer
 
     def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The means of the plan's dense gradients and of its sparse ones, in their order."""
@@ -32,7 +32,7 @@ class PythonRoute:
         results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
         communicator = self._reducer.communicator
         _, *means = call(communicator, "reduce gradients", self._run, dense, results)
-        return means, self._sparse.mean(communicator, self._reducer.plan, slices)
+        return means, mean_of_slices(self._reducer, slices)
 
     def _run(self, *arrays: np.ndarray) -> list[Any]:
         started = time.perf_counter()
@@ -51,12 +51,12 @@ class PythonRoute:
         for number, bucket in enumerate(plan.buckets):
             dtype = by_gradient[bucket.slots[0].gradient].dtype
             memory = _aligned(bucket.count * dtype.itemsize).view(dtype)
-            views = [memory[slot.start : slot.start + slot.count] for slot in bucket.slots]
-            for slot, view in zip(bucket.slots, views, strict=True):
-                view[:] = by_gradient[slot.gradient].reshape(-1)
+            for slot in bucket.slots:
+                own = by_gradient[slot.gradient]
+                view = memory[slot.start : slot.start + slot.count].reshape(own.shape)
+                view[...] = own
+                means[slot.gradient] = view
             self._reducer.reduce(number, memory)
-            for slot, view in zip(bucket.slots, views, strict=True):
-                means[slot.gradient] = view.reshape(by_gradient[slot.gradient].shape)
         return [means[index] for index in plan.present]
 
 

@@ -25,8 +25,9 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
-from ringreduce.pure.buckets import INDEX_BYTES, BucketPlan, GradientSpec, gathers_rows
-from ringreduce.tensorflow.numerics import NumericsCheck, Values
+from ringreduce.pure.buckets import INDEX_BYTES, GradientSpec, gathers_rows
+from ringreduce.tensorflow.numerics import Values
+from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.tensorflow.xla import is_compiling
@@ -118,85 +119,74 @@ def merged(gradient: Any) -> Any:
     return tf.IndexedSlices(tf.cast(rows, values.dtype), rising, gradient.dense_shape)
 
 
-class SparseMean:
-    """Averages the sparse gradients of one bridge's steps. Used by one thread at a time."""
+def mean_of_slices(
+    reducer: BucketReducer, slices: Sequence[tf.IndexedSlices]
+) -> list[tf.IndexedSlices]:
+    """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
-    def __init__(self, numerics: NumericsCheck) -> None:
-        self._numerics = numerics
+    `reducer` is that of the whole step. `slices` are of tensors, of a float dtype; indices may be
+    repeated and in any order. Those of the means are rising and unique; dtypes and `dense_shape`
+    stay. Whether they are all of the table's rows or fewer may change from step to step, equally on
+    all ranks.
 
-    def mean(
-        self, communicator: Communicator, plan: BucketPlan, slices: Sequence[tf.IndexedSlices]
-    ) -> list[tf.IndexedSlices]:
-        """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
+    Raises:
+        ArrayError: an index is outside the table; on all ranks.
+        RingReduceError: eagerly, what went wrong; from a graph when it is run.
+    """
+    if not slices:
+        return []
 
-        `plan` is that of the whole step. `slices` are of tensors, of a float dtype; indices may be
-        repeated and in any order. Those of the means are rising and unique; dtypes and
-        `dense_shape` stay. Whether they are all of the table's rows or fewer may change from step
-        to step, equally on all ranks.
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        started = time.perf_counter()
+        try:
+            return _reduced(reducer, arrays)
+        finally:
+            reducer.communicator.blocked_for(time.perf_counter() - started)
 
-        Raises:
-            ArrayError: an index is outside the table; on all ranks.
-            RingReduceError: eagerly, what went wrong; from a graph when it is run.
-        """
-        if not slices:
-            return []
+    # Indices and values of each, alternating.
+    parts = [tensor for one in slices for tensor in (one.indices, one.values)]
+    results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
+    means = call(reducer.communicator, "reduce gradients", run, parts, results)
+    return [
+        tf.IndexedSlices(values, indices, one.dense_shape)
+        for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
+    ]
 
-        def run(*arrays: np.ndarray) -> list[np.ndarray]:
-            started = time.perf_counter()
-            try:
-                return self._reduce(communicator, plan, arrays)
-            finally:
-                communicator.blocked_for(time.perf_counter() - started)
 
-        # Indices and values of each, alternating.
-        parts = [tensor for one in slices for tensor in (one.indices, one.values)]
-        results = [([None, *tensor.shape[1:]], tensor.dtype) for tensor in parts]
-        means = call(communicator, "reduce gradients", run, parts, results)
-        return [
-            tf.IndexedSlices(values, indices, one.dense_shape)
-            for one, indices, values in zip(slices, means[::2], means[1::2], strict=True)
-        ]
-
-    def _reduce(
-        self, communicator: Communicator, plan: BucketPlan, arrays: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """Indices and values of the means, alternating as in `arrays`, in new memory."""
-        specs = [plan.gradients[index] for index in plan.sparse]
-        own = [
-            _merged(communicator, spec, indices, values)
-            for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
-        ]
-        for spec, (indices, rows) in zip(specs, own, strict=True):
-            self._numerics.check_own(communicator, _to_check(spec, indices, rows))
-        # All ranks' numbers of rows, as a sum, since only reductions check a signature.
-        counts = np.zeros((communicator.size, len(own)), np.int64)
-        counts[communicator.rank] = [len(indices) for indices, _ in own]
-        communicator.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
-        is_gathered = [
-            gathers_rows(counts[:, place].tolist(), spec, own[place][1].itemsize)
-            for place, spec in enumerate(specs)
-        ]
-        gathered = _gathered(communicator, own, counts, is_gathered)
-        means: list[np.ndarray] = []
-        for place, spec in enumerate(specs):
-            if is_gathered[place]:
-                indices, rows = _mean_of_rows(gathered[place])
-            else:
-                indices, rows = self._mean_of_tables(communicator, plan, spec, own[place])
-            self._numerics.check_mean(communicator, _to_check(spec, indices, rows))
-            values = rows.reshape(len(rows), *spec.shape[1:])
-            means += indices.astype(arrays[2 * place].dtype, copy=False), values
-        return means
-
-    def _mean_of_tables(
-        self, communicator: Communicator, plan: BucketPlan, spec: GradientSpec, own: _Rows
-    ) -> _Rows:
-        """All rows of the table, reduced as a dense gradient."""
-        indices, rows = own
-        table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
-        table[indices] = rows
-        communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
-        return np.arange(spec.shape[0]), table
+def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Indices and values of the means, alternating as in `arrays`, in new memory."""
+    communicator, plan, numerics = reducer.communicator, reducer.plan, reducer.numerics
+    specs = [plan.gradients[index] for index in plan.sparse]
+    own = [
+        _merged(communicator, spec, indices, values)
+        for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
+    ]
+    for spec, (indices, rows) in zip(specs, own, strict=True):
+        numerics.check_own(communicator, _to_check(spec, indices, rows))
+    # All ranks' numbers of rows, as a sum, since only reductions check a signature.
+    counts = np.zeros((communicator.size, len(own)), np.int64)
+    counts[communicator.rank] = [len(indices) for indices, _ in own]
+    communicator.all_reduce(counts, ReduceOp.SUM, signature=plan.signature)
+    is_gathered = [
+        gathers_rows(counts[:, place].tolist(), spec, own[place][1].itemsize)
+        for place, spec in enumerate(specs)
+    ]
+    gathered = _gathered(communicator, own, counts, is_gathered)
+    means: list[np.ndarray] = []
+    for place, spec in enumerate(specs):
+        indices, rows = own[place]
+        if is_gathered[place]:
+            indices, rows = _mean_of_rows(gathered[place])
+        else:
+            # All rows of the table, as a dense gradient.
+            table = np.zeros((spec.shape[0], rows.shape[1]), rows.dtype)
+            table[indices] = rows
+            communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
+            indices, rows = np.arange(spec.shape[0]), table
+        numerics.check_mean(communicator, _to_check(spec, indices, rows))
+        values = rows.reshape(len(rows), *spec.shape[1:])
+        means += indices.astype(arrays[2 * place].dtype, copy=False), values
+    return means
 
 
 def _merged(
