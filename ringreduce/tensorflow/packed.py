@@ -96,13 +96,15 @@ class PackedRoute:
         number, after = self._number, order.token(self._communicator)
         buckets = enumerate(zip(parts, self._plan.buckets, strict=True))
         started = [xla.start(number, i, part, after, b.in_place) for i, (part, b) in buckets]
+        tokens = [token for *_, token in started]
         waited: list[list[Any]] = []
         over: list[Any] = []
-        for place, part in enumerate(parts):
+        for place, (part, (*kept, _)) in enumerate(zip(parts, started, strict=True)):
             likes = [(gradient.shape, gradient.dtype) for gradient in part]
             # The last wait keeps XLA from dropping the others.
             last = place == len(parts) - 1
-            *means, token = xla.wait(number, place, likes, started, over if last else (), last)
+            before = [*tokens, *over] if last else tokens
+            *means, token = xla.wait(number, place, likes, before, kept, last)
             waited.append(means)
             over.append(token)
         order.follow(self._communicator, over[-1])

@@ -101,7 +101,7 @@ def _compiled(
     # As long as the function may run.
     weakref.finalize(graph, communicator.engine.forget, number).atexit = False
     started = xla.start(number, 0, arguments, order.token(communicator))
-    *found, token = xla.wait(number, 0, kinds, [started])
+    *found, token = xla.wait(number, 0, kinds, started)
     order.follow(communicator, token)
     return found
 

@@ -9,7 +9,6 @@ this cannot be used, gradients can be reduced outside of what is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,17 +19,6 @@ from ringreduce.tensorflow import ops, private
 
 # The version of XlaCallModule's format; TensorFlow reads all since 5.
 _VERSION = 9
-
-
-@dataclass(frozen=True)
-class Started:
-    """A bucket that has been handed over when `token`, an int32 scalar, is computed.
-
-    `kept` is the gradient, if it is reduced in XLA's memory; it is for `wait` alone.
-    """
-
-    token: Any
-    kept: Sequence[Any] = ()
 
 
 def is_compiling() -> bool:
@@ -75,38 +63,38 @@ def why_not() -> str | None:
 
 def start(
     plan: int, bucket: int, gradients: Sequence[Any], after: Any, in_place: bool = False
-) -> Started:
+) -> list[Any]:
     """Add the call that packs `gradients` into a bucket and hands it to the engine.
 
     `gradients` have known shapes and the order of the bucket's slots; `after` is the token of the
     collective before. With `in_place` there is one gradient, and it is reduced in XLA's memory.
+    Returns a token, an int32 scalar that is computed when the bucket has been handed over; before
+    it, with `in_place`, the gradient, for `wait` alone.
     """
-    kept = gradients if in_place else []
     operands = [*gradients, after]
-    results = [(gradient.shape, gradient.dtype) for gradient in kept]
+    results = [(gradient.shape, gradient.dtype) for gradient in gradients] if in_place else []
     # Marked as having an effect: else XLA moves it out of a loop that does not change its operands.
-    *kept, token = _call("start", plan, bucket, operands, results, in_place, has_effect=True)
-    return Started(token, kept)
+    return _call("start", plan, bucket, operands, results, in_place, has_effect=True)
 
 
 def wait(
     plan: int,
     bucket: int,
     results: Sequence[tuple[Any, Any]],
-    started: Sequence[Started],
-    others: Sequence[Any] = (),
+    tokens: Sequence[Any],
+    kept: Sequence[Any] = (),
     last: bool = True,
 ) -> list[Any]:
     """Add the call that waits for a bucket; return its results, and a token.
 
     Args:
         results: shape and dtype of each.
-        started: all buckets of the step, so that XLA cannot put a wait before a start.
-        others: tokens of waits that must end first.
+        tokens: of all starts of the step, so that XLA cannot put a wait before a start; and of waits
+            that must end first.
+        kept: the gradient that is reduced in XLA's memory, if `start` returned it.
         last: XLA must keep this call even if nothing uses its results.
     """
-    kept = started[bucket].kept
-    operands = [*kept, *(one.token for one in started), *others]
+    operands = [*kept, *tokens]
     return _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)
 
 
