@@ -26,6 +26,7 @@ from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, count_of
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.step import WrapOrder, put_around
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
@@ -33,7 +34,6 @@ from ringreduce.keras.wrappable import (
     require_compiled,
     warn_of_plain_optimizer,
 )
-from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
 WEIGHTINGS = ("samples", "ranks")
@@ -167,15 +167,8 @@ def _without_names(dataset: Any) -> Any:
 
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
-
-    def difference(_: int, __: Any, rank: int, theirs: Any) -> Difference | None:
-        if theirs[1] == weighting:
-            return None
-        text = f"weights by {weighting}, rank {rank} by {theirs[1]}"
-        return Difference(rank, text, "Pass the same weighting on every rank.")
-
-    gathered = agree(ring, [count, weighting], difference, "join")
-    counts = [count for count, _ in gathered]
+    require_same_settings([Settings("arguments of rr.join", {"weighting": weighting})], ring)
+    counts = ring.all_gather_object(count)
     named = zip(ring.members, counts, strict=True)
     endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]
     if endless:

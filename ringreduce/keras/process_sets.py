@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -108,13 +107,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ring = default_communicator()
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     known = [each for each in _added if each._ring is ring]
-
-    def difference(_: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
-        text = f"found that rank 0 adds the ranks {ours}, and rank {rank} {theirs}"
-        remedy = "Add the same process sets on all ranks, in order."
-        return None if theirs == ours else Difference(rank, text, remedy)
-
-    agree(ring, one.ranks, difference, "add_process_set")
+    added = Settings(
+        "process sets", {"ranks": str(one.ranks)}, "Add the same ones on all ranks, in order."
+    )
+    require_same_settings([added], ring)
     if one.ranks[-1] >= ring.size or any(each.ranks == one.ranks for each in known):
         raise ConfigError(
             f"cannot add {one}: "

@@ -23,9 +23,9 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.rows import count_of, rows_of
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.pure.epochs import own_rows
 from ringreduce.pure.shares import apportion, weights_of, weights_of_times
-from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.vocabulary.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -109,25 +109,21 @@ def agreed_shares(given: Any, ring: Communicator) -> Shares:
     differ.
     """
     kind, number = "equal" if given is None else given, 1.0
-    if not isinstance(given, (str, bool, type(None))) and _is_share(given):
-        kind, number = "number", float(given)
+    if not isinstance(given, bool) and _is_share(given):
+        kind, number = "a number", float(given)
     elif not isinstance(kind, str) or kind not in ("equal", "measured"):
         kind, number = f"bad: {given!r:.80}", 0.0
     own: Any = [kind, number]
     gathered = ring.all_gather_object(own) if ring.size > 1 else [own]
-    first, usual = ring.members[0], gathered[0][0]
     for rank, (theirs, _) in zip(ring.members, gathered, strict=True):
         if theirs.startswith("bad"):
             raise ConfigError(
                 f"got batch_share={theirs[5:]} on rank {rank}; accepted: {ACCEPTED}",
                 **ring.config.who,
             )
-        if theirs != usual:
-            differ = f"rank {first} {_described(usual)}, rank {rank} {_described(theirs)}"
-            text = f"got batch_share of different kinds: {differ}"
-            remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
-            refuse(ring, Difference(rank, text, remedy), "sharing out of data")
-    weights = weights_of([number for _, number in gathered]) if kind == "number" else ()
+    remedy = 'Pass "measured" or "equal" on every rank, or a number on every rank.'
+    require_same_settings([Settings("arguments of rr.fit", {"batch_share": kind}, remedy)], ring)
+    weights = weights_of([number for _, number in gathered]) if kind == "a number" else ()
     return Shares(ring, weights, kind == "measured" and ring.size > 1)
 
 
@@ -136,10 +132,6 @@ def _is_share(given: Any) -> bool:
         return math.isfinite(given) and given > 0
     except (TypeError, OverflowError):
         return False
-
-
-def _described(kind: str) -> str:
-    return "a number" if kind == "number" else repr(kind)
 
 
 class Measure(keras.callbacks.Callback):

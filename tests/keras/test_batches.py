@@ -182,8 +182,8 @@ def test_ranks_that_have_made_different_numbers_of_batches_ahead_change_together
         ((0, 1.0), "ConfigError", "got batch_share=0 on rank 0"),
         ((-1, float("nan")), "ConfigError", "got batch_share=-1 on rank 0"),
         ((1.0, True), "ConfigError", "got batch_share=True on rank 1"),
-        ((None, "measured"), "MismatchError", "rank 0 'equal', rank 1 'measured'"),
-        ((2.0, "equal"), "MismatchError", "rank 0 a number, rank 1 'equal'"),
+        ((None, "measured"), "MismatchError", "is equal on rank 0 and measured on rank 1"),
+        ((2.0, "equal"), "MismatchError", "is a number on rank 0 and equal on rank 1"),
     ],
 )
 def test_a_wrong_share_is_an_error_on_all_ranks(given, error, text):

@@ -125,7 +125,7 @@ def test_what_cannot_be_sent_or_received_is_refused(case, error, text):
 def test_other_process_sets_on_some_ranks_are_a_mismatch():
     for fact in of_four("other sets"):
         assert fact["error"] == "MismatchError"
-        assert "rank 0 adds the ranks [0], and rank 1 [1]" in fact["text"]
+        assert "process sets: ranks is [0] on rank 0 and [1] on rank 1" in fact["text"]
 
 
 def test_process_sets_do_what_horovods_do():
