@@ -654,8 +654,8 @@ BREAKAGES = (
     Breakage(
         "accumulated-rows-kept",
         "ringreduce/keras/gradients.py",
-        "    total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))\n",
-        "",
+        "total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))",
+        "pass",
         "With accumulate_steps and touched rows each update contains those before it.",
         ("tests/keras/test_touched.py",),
     ),

@@ -114,17 +114,12 @@ class Accumulate:
         cycle = self._cycle_of(gradients, variables, kinds)
         one = tf.constant(1.0)
         weight = weight or Weight(one, one)
-        for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
+        for gradient, total, kind in zip(gradients, cycle.sums, kinds, strict=True):
             if gradient is not None:
-                own = weight.mean if kind is Kind.PART else weight.own
-                _add(cycle.sums[id(variable)], gradient, kind, own)
-                _note_rows(cycle.rows.get(id(variable)), gradient)
+                total.add(gradient, weight.mean if kind is Kind.PART else weight.own)
         cycle.own.assign_add(weight.own)
         cycle.mean.assign_add(weight.mean)
         is_due = tf.equal(cycle.count.assign_add(1) % self.steps, 0)
-        # A variable that had a gradient only in an earlier step is part of the mean too.
-        sums = [cycle.sums.get(id(variable)) for variable in variables]
-        rows = [cycle.rows.get(id(variable)) for variable in variables]
 
         def apply_mean() -> None:
             vouch_for_branch()
@@ -133,13 +128,12 @@ class Accumulate:
             of_local = cycle.mean if reducer.scale_local else cycle.own
             divisors = {Kind.MEAN: cycle.mean, Kind.PART: cycle.mean, Kind.LOCAL: of_local}
             means = [
-                None if total is None else _divided(total, seen, variable, divisors.get(kind))
-                for total, seen, variable, kind in zip(sums, rows, variables, kinds, strict=True)
+                None if total is None else total.divided(divisors.get(kind))
+                for total, kind in zip(cycle.sums, kinds, strict=True)
             ]
             apply(reducer.reduce(means, variables, kinds), variables)
-            for total, seen, kind in zip(sums, rows, kinds, strict=True):
-                if total is not None:
-                    _clear(total, seen, kind)
+            for total in filter(None, cycle.sums):
+                total.clear()
             cycle.own.assign(0.0)
             cycle.mean.assign(0.0)
 
@@ -152,72 +146,72 @@ class Accumulate:
         with tf.init_scope():
             key = tuple(map(id, variables))
             if key not in self._cycles:
-                self._cycles[key] = _Cycle()
+                self._cycles[key] = _Cycle(len(variables))
             cycle = self._cycles[key]
-            for gradient, variable, kind in zip(gradients, variables, kinds, strict=True):
-                if gradient is not None and id(variable) not in cycle.sums:
-                    # 16-bit gradients are added up in float32.
-                    dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
-                    start = _empty(variable.shape, dtype, kind)
-                    cycle.sums[id(variable)] = tf.Variable(start, trainable=False)
-                    if self._keeps_rows and isinstance(gradient, tf.IndexedSlices):
-                        none = tf.zeros(variable.shape[0], tf.bool)
-                        cycle.rows[id(variable)] = tf.Variable(none, trainable=False)
+            for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+                if gradient is not None and cycle.sums[number] is None:
+                    has_rows = self._keeps_rows and isinstance(gradient, tf.IndexedSlices)
+                    cycle.sums[number] = _Sum(variable, kinds[number], has_rows)
         return cycle
 
 
 class _Cycle:
     """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: int) -> None:
         self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
-        self.sums: dict[int, Any] = {}
-        # Of tables, which rows had a gradient; the sums are 0 in all others.
-        self.rows: dict[int, Any] = {}
+        # None before a variable's first gradient, which may be in a later step of a cycle.
+        self.sums: list[Any] = [None] * variables
 
 
-def _add(total: Any, gradient: Any, kind: Kind, own: Any) -> None:
-    if isinstance(gradient, tf.IndexedSlices) and kind is not Kind.MAXIMUM:
-        values = weighted(tf.cast(gradient.values, total.dtype), kind, own)
-        total.scatter_add(tf.IndexedSlices(values, gradient.indices))
-        return
-    value = weighted(tf.cast(gradient, total.dtype), kind, own)
-    if kind is Kind.MAXIMUM:
-        total.assign(tf.maximum(total, value))
-    else:
-        total.assign_add(value)
+class _Sum:
+    """The sum of one variable's gradients; for Kind.MAXIMUM the largest."""
 
+    def __init__(self, variable: Any, kind: Kind, has_rows: bool) -> None:
+        self._kind, self._dtype = kind, variable.dtype
+        # 16-bit gradients are added up in float32.
+        dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+        self._start = dtype.min if kind is Kind.MAXIMUM else 0
+        start = tf.fill(variable.shape, tf.constant(self._start, dtype))
+        self._total = tf.Variable(start, trainable=False)
+        # Of a table, which rows had a gradient; the sum is 0 in all others.
+        none = tf.zeros(variable.shape[0], tf.bool) if has_rows else None
+        self._rows = None if none is None else tf.Variable(none, trainable=False)
 
-def _note_rows(seen: Any, gradient: Any) -> None:
-    if seen is None:
-        return
-    if isinstance(gradient, tf.IndexedSlices):
-        is_seen = tf.ones_like(gradient.indices, tf.bool)
-        seen.scatter_update(tf.IndexedSlices(is_seen, gradient.indices))
-    else:
-        seen.assign(tf.ones_like(seen))
+    def add(self, gradient: Any, weight: Any) -> None:
+        total = self._total
+        if isinstance(gradient, tf.IndexedSlices):
+            values = weighted(tf.cast(gradient.values, total.dtype), self._kind, weight)
+            total.scatter_add(tf.IndexedSlices(values, gradient.indices))
+            if self._rows is not None:
+                is_seen = tf.ones_like(gradient.indices, tf.bool)
+                self._rows.scatter_update(tf.IndexedSlices(is_seen, gradient.indices))
+            return
+        value = weighted(tf.cast(gradient, total.dtype), self._kind, weight)
+        if self._kind is Kind.MAXIMUM:
+            total.assign(tf.maximum(total, value))
+        else:
+            total.assign_add(value)
+        if self._rows is not None:
+            self._rows.assign(tf.ones_like(self._rows))
 
+    def divided(self, divisor: Any) -> Any:
+        """The sum divided by `divisor`, if that is not None, in the variable's dtype."""
+        rows = None if self._rows is None else tf.where(self._rows)[:, 0]
+        value = tf.convert_to_tensor(self._total) if rows is None else tf.gather(self._total, rows)
+        if divisor is not None:
+            value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
+        value = tf.cast(value, self._dtype)
+        if rows is None:
+            return value
+        return tf.IndexedSlices(value, rows, tf.constant(tuple(self._total.shape), tf.int64))
 
-def _clear(total: Any, seen: Any, kind: Kind) -> None:
-    if seen is None:
-        total.assign(_empty(total.shape, total.dtype, kind))
-        return
-    rows = tf.where(seen)[:, 0]
-    total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))
-    seen.assign(tf.zeros_like(seen))
-
-
-def _divided(total: Any, seen: Any, variable: Any, divisor: Any) -> Any:
-    if seen is not None:
-        rows = tf.where(seen)[:, 0]
-        values = _divided(tf.gather(total, rows), None, variable, divisor)
-        return tf.IndexedSlices(values, rows, tf.constant(tuple(variable.shape), tf.int64))
-    value = tf.convert_to_tensor(total)
-    if divisor is not None:
-        value = tf.math.divide_no_nan(value, tf.cast(divisor, value.dtype))
-    return tf.cast(value, variable.dtype)
-
-
-def _empty(shape: Any, dtype: Any, kind: Kind) -> Any:
-    return tf.fill(shape, tf.constant(dtype.min if kind is Kind.MAXIMUM else 0, dtype))
+    def clear(self) -> None:
+        total = self._total
+        if self._rows is None:
+            total.assign(tf.fill(total.shape, tf.constant(self._start, total.dtype)))
+            return
+        rows = tf.where(self._rows)[:, 0]
+        total.scatter_update(tf.IndexedSlices(tf.zeros_like(tf.gather(total, rows)), rows))
+        self._rows.assign(tf.zeros_like(self._rows))
