@@ -35,7 +35,7 @@ from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.rows import rows_of, tensor_of
-from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.vocabulary.errors import ConfigError
 
 _BATCH_SIZE = 32
@@ -95,7 +95,7 @@ def evaluate(
     if share.is_empty:
         # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
-    answering = _answering(model, x, share, ring)
+    answering = Answering(model, ring, partial(_example, x, share))
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
             logs = run(**own, verbose=shown, return_dict=True)
@@ -144,17 +144,12 @@ def predict(
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=shown, steps=steps)
     with _averages_of_rank_0(model, ring), share.being_read():
-        answering = _answering(model, x, share, ring)
+        answering = Answering(model, ring, partial(_example, x, share))
         batches = _predicted(model, x, share, batch_size, shown)
         answering.finish(with_losses=False)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
-
-
-def _answering(model: Any, x: Any, share: _Share, ring: Communicator) -> Answering:
-    known = None if share.feed is None else share.feed.first
-    return Answering(model, ring, lambda: _first_of(x) if known is None else _inputs_of(known))
 
 
 def _predicted(
@@ -164,9 +159,7 @@ def _predicted(
     own_x = share.parts[0]
     if share.is_empty:
         # Predict anyway, for the outputs' structure, dtypes and shapes.
-        known = None if share.feed is None else share.feed.first
-        first = _first_of(x) if known is None else _inputs_of(known)
-        outputs = model.predict_on_batch(first)
+        outputs = model.predict_on_batch(_example(x, share))
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
         # Batch by batch, to know which rows belong to which batch.
@@ -241,19 +234,9 @@ def _share_of(
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
         parts, is_empty = _map(lambda part: rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
-
-    def difference(first: int, ours: Any, rank: int, theirs: Any) -> Difference | None:
-        if theirs[0] == ours[0]:
-            return None
-        return Difference(
-            rank,
-            f"found that rank {first} has passed {ours[0]} {unit} and rank {rank} {theirs[0]}",
-            "Pass the same whole data on every rank; each takes its own share.",
-        )
-
-    gathered = agree(ring, [rows, is_empty], difference, "sharing out of data")
-    is_whole = all(is_empty for _, is_empty in gathered)
-    return _Share(parts, is_empty, is_whole, feed)
+    remedy = "Pass the same whole data on every rank; each takes its own share."
+    require_same_settings([Settings("data", {unit: str(rows)}, remedy)], ring)
+    return _Share(parts, is_empty, all(ring.all_gather_object(is_empty)), feed)
 
 
 def _map(function: Callable[[Any], Any], parts: Any) -> Any:
@@ -272,8 +255,10 @@ def _inputs_of(element: Any) -> Any:
     return keras.utils.unpack_x_y_sample_weight(element)[0]
 
 
-def _first_of(x: Any) -> Any:
-    """The first row or batch of the whole data, for a rank that has no share."""
+def _example(x: Any, share: _Share) -> Any:
+    """The first row or batch of the whole data `x`, for a rank that has no share."""
+    if share.feed is not None and share.feed.first is not None:
+        return _inputs_of(share.feed.first)
     if isinstance(x, tf.data.Dataset):
         return _inputs_of(next(iter(x.take(1))))
     return _map(lambda part: tensor_of(rows_of(part, 0, 1)), x)

@@ -276,4 +276,4 @@ def test_ranks_that_pass_unequal_data_get_an_error(function):
             return str(error)
 
     for text in by_all(2, work):
-        assert "rank 0 has passed 3 rows and rank 1 4" in text
+        assert "different data: rows is 3 on rank 0 and 4 on rank 1" in text

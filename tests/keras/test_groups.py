@@ -92,7 +92,7 @@ def test_errors_of_a_group_name_the_ranks_of_the_job():
     for rank, fact in enumerate(of_four("rows")):
         first = 2 * (rank // 2)
         assert fact["error"] == "MismatchError"
-        expected = f"found that rank {first} has passed 4 rows and rank {first + 1} 5"
+        expected = f"different data: rows is 4 on rank {first} and 5 on rank {first + 1}"
         # One of a group may receive the other's error first.
         assert fact["text"].startswith(f"rank {rank} of 4")
         assert expected in fact["text"]
