@@ -44,8 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             training. It is no part of the layer's configuration.
 
     Raises:
-        ConfigError: ``synchronized=True``, which is for `tf.distribute`; or this version of Keras
-            computes moments where they cannot be replaced.
+        ConfigError: ``synchronized=True``, which is for `tf.distribute`.
     """
 
     def __init__(
@@ -56,12 +55,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             raise ConfigError(
                 "SyncBatchNormalization got synchronized=True",
                 remedy="Leave it out: it is for tf.distribute. This layer always synchronizes.",
-            )
-        if not hasattr(keras.layers.BatchNormalization, "_moments"):
-            raise ConfigError(
-                f"SyncBatchNormalization does not know how Keras {keras.__version__} computes "
-                "moments",
-                remedy="Use a version of Keras that ringreduce supports.",
             )
         self.communicator = communicator
 

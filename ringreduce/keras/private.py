@@ -46,6 +46,7 @@ for _owner, _names in (
     (keras.optimizers.RMSprop, ("_momentums",)),
     (keras.Variable, ("_value",)),
     (keras.Layer, ("_trainable_variables",)),
+    (keras.layers.BatchNormalization, ("_moments",)),
     (keras.layers.MultiHeadAttention, ("_output_dense", "_dropout_layer")),
     (keras.layers.GroupQueryAttention, ("_output_dense", "_dropout_layer")),
     (keras.Model, ("_flatten_layers", "_layers", "_initial_epoch")),
@@ -101,11 +102,6 @@ def has_layers(layer: Any) -> bool:
 def made_to_be_trained(layer: Any) -> list[Any]:
     """Its variables that were trainable when they were made, and may be frozen now."""
     return layer._trainable_variables  # type: ignore[no-any-return]
-
-
-def momenta_of_rmsprop(optimizer: Any) -> list[Any]:
-    """By trained variable, the accumulated momentum."""
-    return optimizer._momentums  # type: ignore[no-any-return]
 
 
 def initial_epoch_of(model: Any) -> int | None:

@@ -193,12 +193,9 @@ def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:
 def _momenta_of(optimizer: Any) -> list[Any]:
     """The accumulated momenta, where they are kept multiplied by the learning rate."""
     optimizer = all_within(optimizer)[-1]
-    if not optimizer.built or not getattr(optimizer, "momentum", 0):
+    if not isinstance(optimizer, (keras.optimizers.SGD, keras.optimizers.RMSprop)):
         return []
-    if isinstance(optimizer, keras.optimizers.SGD):
-        found = optimizer.momentums
-    elif isinstance(optimizer, keras.optimizers.RMSprop):
-        found = private.momenta_of_rmsprop(optimizer)
-    else:
-        return []
+    lists = private.lists_of_state(optimizer) if optimizer.built else {}
+    # RMSprop has the second name; without momentum there are none.
+    found = lists.get("momentums") or lists.get("_momentums") or []
     return [variable for variable in found if variable is not None]
