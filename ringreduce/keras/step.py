@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,8 @@ from ringreduce.keras.wrappable import require_compiled
 from ringreduce.vocabulary.errors import ConfigError
 
 Step = Callable[[Any], Any]
+# Attribute of a wrapped step: the one inside, and its wrappers by their places.
+_WRAPS = "_ringreduce_wraps"
 
 
 class WrapOrder(enum.IntEnum):
@@ -27,24 +29,17 @@ class WrapOrder(enum.IntEnum):
 def put_around(model: Any, place: WrapOrder, wrap: Callable[[Step], Step]) -> None:
     """Wrap `model`'s training step, once; `wrap` should refer to the model weakly."""
     step = model.train_step
-    inner, wraps = (step.inner, step.wraps) if isinstance(step, _Wrapped) else (step, {})
+    inner, wraps = getattr(step, _WRAPS, (step, {}))
     if place in wraps:
         return
-    model.train_step = _Wrapped(inner, {**wraps, place: wrap})
+    wraps = {**wraps, place: wrap}
+    whole = inner
+    for each in sorted(wraps):
+        whole = wraps[each](whole)
+    setattr(whole, _WRAPS, (inner, wraps))
+    model.train_step = whole
     # Functions traced before do not have it.
     model.train_function = None
-
-
-class _Wrapped:
-    def __init__(self, inner: Step, wraps: Mapping[WrapOrder, Callable[[Step], Step]]) -> None:
-        self.inner = inner
-        self.wraps = wraps
-        self._whole = inner
-        for place in sorted(wraps):
-            self._whole = wraps[place](self._whole)
-
-    def __call__(self, data: Any) -> Any:
-        return self._whole(data)
 
 
 def compile_gradients(model: Any) -> None:
