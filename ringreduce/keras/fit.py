@@ -163,6 +163,7 @@ def fit(
             )
         (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
     is_graph = isinstance(x, tf.data.Dataset)
+    dividing = partial(Plan, ring, at_once=model.steps_per_execution, check=check, readers=every)
     shares = agreed_shares(batch_share, ring)
     if shares.is_measured and every is not ring:
         raise ConfigError(
@@ -172,36 +173,30 @@ def fit(
             remedy="Pass a number, the same on all ranks of a model group.",
         )
     if sharded:
-        if batch_share not in (None, "equal"):
-            raise ConfigError(
-                f"got batch_share={batch_share!r} with sharded=True",
-                **ring.config.who,
-                remedy="Batches are each rank's own: batch less on a slow rank. Gradients count "
-                "by rows.",
-            )
-        of_batches = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
-        of_batches["steps_per_epoch"] = steps_per_epoch
+        of_batches = {
+            "y": y,
+            "sample_weight": sample_weight,
+            "batch_size": batch_size,
+            "batch_share": None if batch_share == "equal" else batch_share,
+            "steps_per_epoch": steps_per_epoch,
+        }
         if unused := sorted(name for name, value in of_batches.items() if value is not None):
             raise ConfigError(
                 f"got {', '.join(unused)} with sharded=True",
-                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched; an "
-                "epoch is one pass over it.",
+                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a slow "
+                "rank by less: gradients count by rows. An epoch is one pass over it.",
             )
         training = _own_feed(x, "x")
         training.dataset = join(training.dataset, model, communicator=ring)
     else:
-        plan = Plan(
-            ring,
+        plan = dividing(
             "the data given to rr.fit",
             batch_size=None if _is_batched(x, model) else batch_size,
             steps=steps_per_epoch,
-            at_once=model.steps_per_execution,
             first=initial_epoch,
             shuffle=shuffle,
             seed=seed,
             class_weight=None if is_graph else class_weight,
-            check=check,
-            readers=every,
             shares=shares,
         )
         training = feed_of((x, y, sample_weight), plan)
@@ -213,15 +208,11 @@ def fit(
         is_alone = not isinstance(validation_data, (tuple, list))
         parts = (validation_data,) if is_alone else validation_data
         of_validation = validation_batch_size or (batch_size if are_arrays(parts[0]) else None)
-        plan = Plan(
-            ring,
+        plan = dividing(
             "the validation data given to rr.fit",
             batch_size=None if _is_batched(parts[0], model) else of_validation,
             steps=validation_steps,
-            at_once=model.steps_per_execution,
             deal=True,
-            check=check,
-            readers=every,
         )
         validation = feed_of(parts, plan)
     if ring.size > 1:

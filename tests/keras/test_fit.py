@@ -162,7 +162,7 @@ def test_nothing_is_said_where_nothing_is_wrong_or_again(case):
         ("two weights", "class_weight and sample_weight"),
         ("targets beside", "got y or sample_weight beside"),
         ("plain", "DistributedOptimizer(keras.optimizers.SGD(...))"),
-        ("shares of own data", "with sharded=True. Batches are each rank's own: batch less"),
+        ("shares of own data", "got batch_share with sharded=True. Pass a tf.data.Dataset"),
         ("wrong share", "got batch_share='mesured' on rank 0; accepted: "),
         ("not compiled", "no compiled model"),
     ],
