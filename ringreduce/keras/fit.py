@@ -183,8 +183,8 @@ def fit(
         if unused := sorted(name for name, value in of_batches.items() if value is not None):
             raise ConfigError(
                 f"got {', '.join(unused)} with sharded=True",
-                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a slow "
-                "rank by less: gradients count by rows. An epoch is one pass over it.",
+                remedy="Pass a tf.data.Dataset of (x, y) or (x, y, sample_weight), batched, on a "
+                "slow rank by less: gradients count by rows. An epoch is one pass over it.",
             )
         training = _own_feed(x, "x")
         training.dataset = join(training.dataset, model, communicator=ring)

@@ -242,11 +242,10 @@ class DistributedOptimizer(Wrapper):
                 self._look_at_fit(every)
         if self._touched is not None:
             self._touched.look_at(self._inner, grads, known, self._ring())
+        weighting.refuse_local(kinds, self._ring())
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
-        if weight is not None:
-            weighting.refuse_local(kinds, self._ring())
         if self._accumulate is not None:
             self._accumulate.step(grads, known, kinds, weight, reducer, self._apply_means)
         else:

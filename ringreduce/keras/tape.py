@@ -131,18 +131,17 @@ class DistributedGradientTape:
         gradients = list(map(as_gradient, tf.nest.flatten(own), flat))
         kinds = list(map(self._kind_of, flat))
         ring = self._communicator or default_communicator()
-        kept = _shared_by(ring)
+        initial, bridges = _shared_by(ring)
         shared = [
             source
             for source, kind in zip(flat, kinds, strict=True)
             if isinstance(source, (tf.Variable, keras.Variable)) and kind is Kind.MEAN
         ]
-        gradients = kept.initial.give(shared, gradients, kinds, ring)
-        bridge = kept.bridges.setdefault(self._options, self._bridge)
+        gradients = initial.give(shared, gradients, kinds, ring)
+        bridge = bridges.setdefault(self._options, self._bridge)
         reducer = Reducer(bridge, ring, self._op, self._scale_local)
-        if (weight := weighting.current()) is not None:
-            weighting.refuse_local(kinds, ring)
-        found = reducer.reduce(gradients, flat, kinds, weight)
+        weighting.refuse_local(kinds, ring)
+        found = reducer.reduce(gradients, flat, kinds, weighting.current())
         return tf.nest.pack_sequence_as(own, found)
 
     def _kind_of(self, source: Any) -> Kind:
@@ -169,15 +168,9 @@ def _identity(variable: Any) -> int:
     return id(plain_variable(variable))
 
 
-class _Shared:
-    """What all tapes of a communicator share, since each step makes a new tape."""
-
-    def __init__(self) -> None:
-        self.initial = InitialValues()
-        # By their options; a bridge keeps the plans that ranks agreed on.
-        self.bridges: dict[tuple[Any, ...], GradientBridge] = {}
-
-
+# What all tapes of a communicator share, since each step makes a new one. Bridges, by their
+# options, keep the plans that ranks agreed on.
+_Shared = tuple[InitialValues, dict[tuple[Any, ...], GradientBridge]]
 _shared: weakref.WeakKeyDictionary[Communicator, _Shared] = weakref.WeakKeyDictionary()
 
 
@@ -187,5 +180,5 @@ def _shared_by(communicator: Communicator) -> _Shared:
         for known in list(_shared):
             if known.closed:
                 del _shared[known]
-        _shared[communicator] = _Shared()
+        _shared[communicator] = InitialValues(), {}
     return _shared[communicator]

@@ -89,8 +89,8 @@ def wait(
 
     Args:
         results: shape and dtype of each.
-        tokens: of all starts of the step, so that XLA cannot put a wait before a start; and of waits
-            that must end first.
+        tokens: of all starts of the step, so that XLA cannot put a wait before a start, and of
+            waits that must end first.
         kept: the gradient that is reduced in XLA's memory, if `start` returned it.
         last: XLA must keep this call even if nothing uses its results.
     """

@@ -355,7 +355,7 @@ def tape_trains_like_the_wrapper():
                 step()
             ends[f"{way} {kind}"] = plain(model.get_weights())
     # The ring goes with bridges that were made for it; all loops above had the same options.
-    say("tape", **ends, bridges=len(tapes._shared[comm].bridges))
+    say("tape", **ends, bridges=len(tapes._shared[comm][1]))
 
 
 def tape_costs_one_collective_a_step():
