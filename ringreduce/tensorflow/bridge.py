@@ -35,21 +35,19 @@ _Route = PackedRoute | PythonRoute
 class GradientBridge:
     """Averages lists of gradients over all ranks.
 
-    The arguments, and errors, are those of `DistributedOptimizer`; `first_bytes` is the size of the
-    first bucket, if that is less.
+    The arguments, and errors, are those of `DistributedOptimizer`.
     """
 
     def __init__(
         self,
         bucket_bytes: int,
-        first_bytes: int = FIRST_BUCKET_BYTES,
         check_numerics: str = "off",
         compression: str = "none",
         sparse_as_dense: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
-        self._bucket_bytes, self._first_bytes = bucket_bytes, min(bucket_bytes, first_bytes)
+        self._bucket_bytes = bucket_bytes
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
         # The plans are for the communicator that was used last.
@@ -139,7 +137,7 @@ class GradientBridge:
             specs,
             {name: dtype.itemsize for name, dtype in dtypes.items()},
             self._bucket_bytes,
-            self._first_bytes,
+            min(self._bucket_bytes, FIRST_BUCKET_BYTES),
             compiled=compiled_over is not None,
             in_place_bytes=_IN_PLACE_BYTES if compiled_over == "shm" else None,
         )

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,11 +81,9 @@ def follow(communicator: Communicator, token: Any) -> None:
     latest.seen.add(written.name)
 
 
-@contextmanager
-def in_order(communicator: Communicator) -> Iterator[None]:
-    """Ops added within run after the last collective. For graphs that TensorFlow runs."""
-    with tf.control_dependencies([token(communicator)]):
-        yield
+def in_order(communicator: Communicator) -> Any:
+    """A context: ops added within run after the last collective. For what TensorFlow runs."""
+    return tf.control_dependencies([token(communicator)])
 
 
 def done(communicator: Communicator, results: Sequence[Any]) -> None:

@@ -27,7 +27,7 @@ paths = [f"variable {number}" for number in range(len(SHAPES))]
 def through_graph(gradients, native, **options):
     '''Means of `gradients` by a fresh bridge, in a function, twice: memory is used again.'''
     bridge.ops = ops if native else NoOps
-    made = GradientBridge(4096, 256)
+    made = GradientBridge(1024)
     step = tf.function(lambda *parts: made.mean(ring, list(parts), paths))
     first, again = step(*gradients), step(*gradients)
     assert all(bool(tf.reduce_all(a == b)) for a, b in zip(first, again))
