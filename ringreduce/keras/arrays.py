@@ -56,11 +56,11 @@ class Arrays:
     ) -> None:
         if class_weight is not None:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
-        elif sample_weight is not None and keras.tree.is_nested(y):
-            sample_weight = _for_each_output(y, sample_weight)
+        elif keras.tree.is_nested(y) and hasattr(sample_weight, "shape"):
+            # One array, for all outputs.
+            sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
         # As Keras does, which takes no weights without targets.
-        given = [part for part in (x, y, sample_weight if y is not None else None)]
-        given = [part for part in given if part is not None]
+        given = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
         found = keras.tree.map_structure(_as_numpy, keras.tree.lists_to_tuples(given))
         # As Keras does: a list of inputs without y must not look like x and y.
         is_tuple = len(found) > 1 or isinstance(found[0], tuple)
@@ -208,13 +208,6 @@ def _dtype_of(array: np.ndarray) -> Any:
     if array.dtype.kind in "OUS":
         return tf.string
     return tf.as_dtype(_numpy_dtype_of(array))
-
-
-def _for_each_output(y: Any, sample_weight: Any) -> Any:
-    """Sample weights in the structure of `y`: the same for all outputs, if there is one array."""
-    if keras.tree.is_nested(sample_weight):
-        return sample_weight
-    return keras.tree.map_structure(lambda _: sample_weight, y)
 
 
 def weights_of(y: Any, class_weight: Any) -> np.ndarray:

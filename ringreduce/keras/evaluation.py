@@ -23,7 +23,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras import private
 from ringreduce.keras.arrays import Arrays, are_arrays
-from ringreduce.keras.batches import Feed, Plan, feed_of
+from ringreduce.keras.batches import BATCH_SIZE, Feed, Plan, feed_of
 from ringreduce.keras.metric_states import (
     MetricStates,
     combined_results,
@@ -37,8 +37,6 @@ from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.rows import rows_of, tensor_of
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.vocabulary.errors import ConfigError
-
-_BATCH_SIZE = 32
 
 
 def evaluate(
@@ -89,7 +87,7 @@ def evaluate(
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
     if share.is_whole:
-        return run(**own, callbacks=callbacks, steps=steps, verbose=shown, return_dict=return_dict)
+        return run(**own, steps=steps, verbose=shown, return_dict=return_dict)
     logs: dict[str, Any] = {}
     states = MetricStates()
     if share.is_empty:
@@ -230,7 +228,7 @@ def _share_of(
     else:
         rows = Arrays(*whole).count
         if steps is not None:
-            rows = min(rows, steps * (batch_size or _BATCH_SIZE))
+            rows = min(rows, steps * (batch_size or BATCH_SIZE))
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
         parts, is_empty = _map(lambda part: rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"

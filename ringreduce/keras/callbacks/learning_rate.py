@@ -6,6 +6,7 @@ https://arxiv.org/abs/1706.02677.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,12 +99,19 @@ class LearningRateSchedule(keras.callbacks.Callback):
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
     def _set(self, done: float) -> None:
-        if self._epoch < self._start_epoch:
-            return
-        if self._end_epoch is not None and self._epoch >= self._end_epoch:
+        end = math.inf if self._end_epoch is None else self._end_epoch
+        if not self._start_epoch <= self._epoch < end:
             return
         multiplier = self._multiplier(done) if callable(self._multiplier) else self._multiplier
-        _set_rate(self.model, self._initial_lr * multiplier, self._momentum_correction)
+        optimizer = self.model.optimizer
+        before = float(optimizer.learning_rate)
+        optimizer.learning_rate = self._initial_lr * multiplier
+        after = float(optimizer.learning_rate)
+        if self._momentum_correction and after != before and before:
+            # Change what the momentum coefficient multiplies, since the coefficient is a constant
+            # of the compiled step: m * (after / before) * v either way.
+            for variable in _momenta_of(optimizer):
+                variable.assign(variable * (after / before))
 
 
 class LearningRateWarmup(LearningRateSchedule):
@@ -176,18 +184,6 @@ def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
         variables = getattr(model.optimizer, "variables", ())
         rates = [variable for variable in variables if variable.name == "learning_rate"]
         bridge.broadcast_variables(rates, communicator)
-
-
-def _set_rate(model: Any, rate: float, momentum_correction: bool) -> None:
-    optimizer = model.optimizer
-    before = float(optimizer.learning_rate)
-    optimizer.learning_rate = rate
-    after = float(optimizer.learning_rate)
-    if momentum_correction and after != before and before:
-        # Change what the momentum coefficient multiplies, since the coefficient is a constant of
-        # the compiled step: m * (after / before) * v either way.
-        for variable in _momenta_of(optimizer):
-            variable.assign(variable * (after / before))
 
 
 def _momenta_of(optimizer: Any) -> list[Any]:
