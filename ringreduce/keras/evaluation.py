@@ -29,6 +29,7 @@ from ringreduce.keras.metric_states import (
     combined_results,
     entries_of,
     merged,
+    restored,
     states_of,
 )
 from ringreduce.keras.parts.answering import Answering
@@ -176,15 +177,11 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
         for variable in layer.non_trainable_weights
         if not is_own_piece(variable)
     ]
-    own = [np.array(variable.numpy()) for variable in averages]
-    # A rank with an empty share may have a model that is not built, and needs no averages.
-    if len(set(ring.all_gather_object(len(averages)))) == 1:
-        bridge.broadcast_variables(averages, ring)
-    try:
+    with restored(averages):
+        # A rank with an empty share may have a model that is not built, and needs no averages.
+        if len(set(ring.all_gather_object(len(averages)))) == 1:
+            bridge.broadcast_variables(averages, ring)
         yield
-    finally:
-        for variable, value in zip(averages, own, strict=True):
-            variable.assign(value)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ own values. Each variable's `aggregation` says how values combine; for those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,10 @@ def combined_results(
             value if aggregation == "none" else part.reshape(value.shape).astype(value.dtype)
             for part, value, aggregation in zip(parts, states.values, aggregations, strict=True)
         ]
-        results = _results_with(model, states.variables, together)
+        with restored(states.variables):
+            for variable, value in zip(states.variables, together, strict=True):
+                variable.assign(value)
+            results = numbers_in(model.get_metrics_result())
     every = communicator.all_gather_object(
         {n: packed_number(value) for n, value in results.items()}
     )
@@ -177,15 +181,12 @@ def _agreed(numbers: Sequence[Any]) -> Any:
     return mean if mean.ndim else float(mean)
 
 
-def _results_with(
-    model: Any, variables: Sequence[Any], values: Sequence[np.ndarray]
-) -> dict[str, Any]:
-    """The metrics' results with `values` in their variables, which are then restored."""
-    before = [np.array(v.numpy()) for v in variables]
+@contextmanager
+def restored(variables: Sequence[Any]) -> Iterator[None]:
+    """After the block `variables` have the values that they have now."""
+    before = [np.array(variable.numpy()) for variable in variables]
     try:
-        for variable, value in zip(variables, values, strict=True):
-            variable.assign(value)
-        return numbers_in(model.get_metrics_result())
+        yield
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
