@@ -328,8 +328,6 @@ def _restore(model: Any, before: list[tuple[Any, Any]], has_data: Any, logs: Any
             value if variable is None else tf.convert_to_tensor(variable)
             for variable, value in zip(latest, values, strict=True)
         ]
-        if not isinstance(logs, dict):
-            return [tf.identity(value) for value in found]
         with tf.control_dependencies([tf.convert_to_tensor(value) for value in restored]):
             results = model.get_metrics_result()
         names = tf.nest.flatten({name: name for name in logs}) if len(found) == len(logs) else []
