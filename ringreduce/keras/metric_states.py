@@ -20,7 +20,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.tensorflow.agreement import Difference, refuse
 from ringreduce.vocabulary.types import ReduceOp
 
-# For each name in logs: whether it is a metric's, and its value, None if it is not a number.
+# For each name in logs: whether it is a metric's, and its value if that is a float, else None.
 Entries = Mapping[str, tuple[bool, Any]]
 
 
@@ -118,11 +118,9 @@ def entries_of(logs: Mapping[str, Any], results: Mapping[str, Any]) -> Entries:
     numbers = numbers_in(logs)
     entries: dict[str, tuple[bool, Any]] = dict.fromkeys(logs.keys() - numbers, (False, None))
     for name, number in numbers.items():
-        if name in results and np.array_equal(number, results[name], equal_nan=True):
-            entries[name] = (True, packed_number(number))
-        else:
-            # Arrays that belong to no metric stay as they are.
-            entries[name] = (False, number if isinstance(number, float) else None)
+        is_metric = name in results and np.array_equal(number, results[name], equal_nan=True)
+        # Arrays that belong to no metric stay as they are.
+        entries[name] = (bool(is_metric), number if isinstance(number, float) else None)
     return entries
 
 
