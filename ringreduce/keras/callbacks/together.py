@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,16 +48,11 @@ def acts_once(callback: Any) -> bool:
 
 
 class _Forwarding(keras.callbacks.Callback):
-    """Interface: a callback whose hooks call those of its members, in order."""
-
-    def members(self) -> Sequence[Any]:
-        """The callbacks that act on this rank."""
-        raise NotImplementedError
+    """Interface: a callback that calls hooks of others in each of its own."""
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
-        """Call a hook of each."""
-        for member in self.members():
-            getattr(member, hook)(*arguments, **options)
+        """Call a hook of them."""
+        raise NotImplementedError
 
 
 def _forwarding(hook: str) -> Callable[..., None]:
@@ -67,7 +62,7 @@ def _forwarding(hook: str) -> Callable[..., None]:
         self.run(hook, *arguments, **options)
 
     forward.__name__ = hook
-    forward.__doc__ = f"Calls `{hook}` of each member."
+    forward.__doc__ = f"Calls `{hook}` of the others."
     return forward
 
 
@@ -94,18 +89,15 @@ class OnRankZero(_Forwarding):
         self.callback = _checked(callback)
         self._communicator = communicator
 
-    def members(self) -> Sequence[Any]:
-        """The callback on rank 0, nothing elsewhere."""
-        return [self.callback] if _every_rank(self).rank == 0 else []
-
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
         """Call a hook of it, on rank 0; with parts in the model the others wait and help."""
-        model = getattr(self, "model", None)
-        if hook.startswith("set_") or model is None or not parts_in(model.weights):
-            super().run(hook, *arguments, **options)
+        call = partial(getattr(self.callback, hook), *arguments, **options)
+        every = _every_rank(self)
+        if hook.startswith("set_") or self.model is None or not parts_in(self.model.weights):
+            if every.rank == 0:
+                call()
         elif getattr(type(self.callback), hook) is not getattr(keras.callbacks.Callback, hook):
-            call = partial(super().run, hook, *arguments, **options)
-            on_rank_zero(call, communicator=_every_rank(self))
+            on_rank_zero(call, communicator=every)
 
 
 def _every_rank(callback: Any) -> Communicator:
@@ -201,9 +193,10 @@ class Together(_Forwarding):
             StopTogether(communicator),
         ]
 
-    def members(self) -> Sequence[Any]:
-        """The callbacks that act on this rank, in order."""
-        return self._members
+    def run(self, hook: str, *arguments: Any, **options: Any) -> None:
+        """Call a hook of each, in order."""
+        for member in self._members:
+            getattr(member, hook)(*arguments, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks, then give all ranks what rank 0 has restored."""
