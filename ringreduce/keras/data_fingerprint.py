@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.mistakes import users_line
+from ringreduce.keras.mistakes import users_frame
 
 _PERIOD = 64
 # A group of elements that are handled together has at most this many bytes.
@@ -99,8 +99,8 @@ class FingerprintedPasses:
     """Counts the passes over one dataset and claims their fingerprints; from any thread."""
 
     def __init__(self, what: str, remedy: str, communicator: Communicator) -> None:
-        file, number = users_line()
-        line = f"{Path(file).name}:{number}"
+        frame = users_frame()
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         counter = _counts.setdefault(communicator, Counter())
         counter[line] += 1
         self._key = f"{line} #{counter[line]}"

@@ -200,13 +200,8 @@ def _has_trained() -> bool:
     return any(each.built and int(each.iterations) > 0 for each in found)
 
 
-def users_line() -> tuple[str, int]:
-    """File and line of the innermost caller that is neither ours nor a framework's."""
-    frame = _users_frame()
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _users_frame() -> FrameType:
+def users_frame() -> FrameType:
+    """The innermost caller that is neither ours nor a framework's."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
@@ -215,7 +210,7 @@ def _users_frame() -> FrameType:
 
 def warn_at_users_line(text: str, category: type[Warning]) -> None:
     """`warnings.warn` that points at the user's program."""
-    frame = _users_frame()
+    frame = users_frame()
     # With the registry of that module the same warning of a line is shown once, as Python's are.
     warnings.warn_explicit(
         text,
