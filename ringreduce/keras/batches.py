@@ -305,11 +305,9 @@ class _Ordered(keras.utils.PyDataset):
         return self._known[1]
 
     def on_epoch_begin(self) -> None:
-        """Tell the dataset."""
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Tell the dataset."""
         self._dataset.on_epoch_end()
 
 

@@ -157,11 +157,9 @@ class _Dealt(keras.utils.PyDataset):
         return self._dataset[index * self._size + self._rank]
 
     def on_epoch_begin(self) -> None:
-        """Tell the dataset, and compare its first batch."""
         self._dataset.on_epoch_begin()
         if self._passes is not None:
             self._passes.claim_batch(self._dataset[0])
 
     def on_epoch_end(self) -> None:
-        """Tell the dataset."""
         self._dataset.on_epoch_end()

@@ -24,15 +24,13 @@ class LocalVariables:
         self._variables: dict[int, Any] = {}
 
     def __contains__(self, variable: Any) -> bool:
-        """Whether `variable` is one of them."""
         return id(plain_variable(variable)) in self._variables
 
     def __len__(self) -> int:
-        """The number of them."""
         return len(self._variables)
 
     def add(self, variable: Any) -> None:
-        """Make `variable` one of them; ConfigError if it is no variable of Keras or TensorFlow."""
+        """ConfigError if it is no variable of Keras or TensorFlow."""
         if not isinstance(variable, (keras.Variable, tf.Variable)):
             raise ConfigError(
                 f"got {type(variable).__name__} as a local variable",

@@ -68,7 +68,6 @@ class ProcessSet:
         return self._group
 
     def __repr__(self) -> str:
-        """Its ranks."""
         return f"ProcessSet({self.ranks})"
 
 

@@ -94,12 +94,10 @@ class DistributedGradientTape:
         )
 
     def __enter__(self) -> DistributedGradientTape:
-        """Begin to record."""
         self._tape.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop recording."""
         self._tape.__exit__(*exception)
 
     # AutoGraph must not convert this: it is Python that runs while tracing.
@@ -121,10 +119,7 @@ class DistributedGradientTape:
                 `target` does not depend on a source, which must be so on all ranks.
 
         Raises:
-            ConfigError: inside a branch of `tf.cond`, or ``jit_compile=True`` where XLA cannot call
-                the ring; a gradient has no fixed shape.
-            RingReduceError: eagerly, when the reduction fails. From a `tf.function` the same error,
-                which is a `tf.errors.UnknownError` too.
+            As `DistributedOptimizer.apply`; ConfigError also if a gradient has no fixed shape.
         """
         own = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
