@@ -1,8 +1,8 @@
 """Averages the gradients of a step over all ranks, by one of three routes with bit-equal results.
 
 In a graph, native ops hand each bucket to the engine as soon as its gradients are computed; in what
-XLA compiles, custom calls do that (`ringreduce.tensorflow.packed`). Eagerly, and without the native
-library, one Python function takes all gradients (`python_route`).
+XLA compiles, custom calls do that. Eagerly, and without the native library, one Python function
+takes all gradients (`ringreduce.tensorflow.routes`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
-from ringreduce.tensorflow.packed import PackedRoute
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
-from ringreduce.tensorflow.python_route import PythonRoute
+from ringreduce.tensorflow.routes import PackedRoute, PythonRoute
 from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code

@@ -1,4 +1,6 @@
-"""A step's gradients through buckets that TensorFlow's threads pack and the engine reduces.
+"""Two ways of a step's gradients out of TensorFlow and back, with bit-equal results.
+
+Buckets that TensorFlow's threads pack and the engine reduces, in a graph and where XLA compiles:
 
     gradients of bucket 0 --> start 0 --token--+--> wait 0 --> means of bucket 0
                                  |  engine     |
@@ -8,23 +10,30 @@ A start runs as soon as its bucket's gradients are computed, before those of ear
 Every wait depends on every start, so that no wait holds a thread that a start needs. Starts and
 waits are native ops, or custom calls where XLA compiles the graph. XLA runs independent ops in any
 order: there every start also depends on the token of the collective before it, and the last wait on
-all others.
+all others. Buckets are in registered memory where ranks share some. A gradient that has a bucket to
+itself in a step that XLA compiles is reduced in XLA's memory.
 
-Buckets are in registered memory where ranks share some. A gradient that has a bucket to itself in a
-step that XLA compiles is reduced in XLA's memory.
+One Python function, for which the step waits, eagerly and where there are no native ops. It is one,
+not one per bucket: stateful ops run in program order, so several would not overlap, and each that
+blocks holds a thread that another may need. The means are views of a bucket's memory, which
+TensorFlow then owns. Sparse gradients come after it.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ringreduce.effects.handoff import BucketItem, Layout
+from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.tensorflow import ops, order, xla
 from ringreduce.tensorflow.plans import BucketReducer
+from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.sparse import mean_of_slices
 
 
@@ -109,3 +118,50 @@ class PackedRoute:
             over.append(token)
         order.follow(self._communicator, over[-1])
         return waited, []
+
+
+class PythonRoute:
+    """The route of one plan."""
+
+    def __init__(self, reducer: BucketReducer) -> None:
+        self._reducer = reducer
+
+    def mean(self, dense: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The means of the plan's dense gradients and of its sparse ones, in their order."""
+        # One more result than means, so that ranks without gradients are compared too.
+        results = [((), tf.int32), *((gradient.shape, gradient.dtype) for gradient in dense)]
+        communicator = self._reducer.communicator
+        _, *means = call(communicator, "reduce gradients", self._run, dense, results)
+        return means, mean_of_slices(self._reducer, slices)
+
+    def _run(self, *arrays: np.ndarray) -> list[Any]:
+        started = time.perf_counter()
+        try:
+            self._reducer.begin_step()
+            means = self._reduce(arrays)
+        finally:
+            self._reducer.communicator.blocked_for(time.perf_counter() - started)
+        return [np.int32(len(means)), *means]
+
+    def _reduce(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Pack and reduce bucket by bucket; return views."""
+        plan = self._reducer.plan
+        by_gradient = dict(zip(plan.present, arrays, strict=True))
+        means: dict[int, np.ndarray] = {}
+        for number, bucket in enumerate(plan.buckets):
+            dtype = by_gradient[bucket.slots[0].gradient].dtype
+            memory = _aligned(bucket.count * dtype.itemsize).view(dtype)
+            for slot in bucket.slots:
+                own = by_gradient[slot.gradient]
+                view = memory[slot.start : slot.start + slot.count].reshape(own.shape)
+                view[...] = own
+                means[slot.gradient] = view
+            self._reducer.reduce(number, memory)
+        return [means[index] for index in plan.present]
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Zeros, since padding travels too; aligned, since TensorFlow would copy other memory."""
+    whole = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -whole.__array_interface__["data"][0] % ALIGNMENT
+    return whole[start : start + nbytes]
