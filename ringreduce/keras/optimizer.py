@@ -28,7 +28,6 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private, weighting
 from ringreduce.keras.advice import advice_on_option
-from ringreduce.keras.copying import describe, remake
 from ringreduce.keras.gradients import Accumulate, Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
@@ -53,7 +52,7 @@ from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
 from ringreduce.keras.wrappable import refuse_unusable
-from ringreduce.keras.wrapper import Wrapper
+from ringreduce.keras.wrapper import Wrapper, describe, remake
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.tensorflow.sparse import as_gradient
