@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, rows_of
+from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, map_arrays, rows_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -170,9 +170,7 @@ def split(parts: Any, fraction: float) -> tuple[Any, Any]:
         )
 
     def rows(first: int, end: int) -> Any:
-        return keras.tree.map_structure(
-            lambda array: None if array is None else rows_of(array, first, end), parts
-        )
+        return map_arrays(lambda array: rows_of(array, first, end), parts)
 
     return rows(0, at), rows(at, count)
 

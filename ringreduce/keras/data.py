@@ -13,7 +13,7 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.arrays import Arrays, are_arrays, compare_arrays
 from ringreduce.keras.data_fingerprint import FingerprintedPasses, fingerprinted
 from ringreduce.keras.mistakes import note_sharding
-from ringreduce.keras.rows import Rows, as_tensor, is_uneven
+from ringreduce.keras.rows import Rows, as_tensor, is_uneven, map_arrays
 from ringreduce.vocabulary.errors import ConfigError
 
 _WHAT = "the data given to rr.shard"
@@ -78,7 +78,7 @@ def shard(
     if check:
         compare_arrays(arrays, _WHAT, ring)
     end = arrays.count // ring.size * ring.size if even else arrays.count
-    return keras.tree.map_structure(lambda array: _rows(array, ring, end), data)
+    return map_arrays(lambda array: _rows(array, ring, end), data)
 
 
 def permutation(count: int, communicator: Communicator | None = None) -> np.ndarray:
@@ -98,8 +98,6 @@ def permutation(count: int, communicator: Communicator | None = None) -> np.ndar
 
 
 def _rows(array: Any, ring: Communicator, end: int) -> Any:
-    if array is None:
-        return None
     if is_uneven(array := as_tensor(array)):
         return Rows(array)[ring.rank : end : ring.size]
     # With pandas the meaning of a plain slice depends on the index.

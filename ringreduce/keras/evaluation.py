@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from ringreduce.keras.metric_states import (
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.rows import rows_of, tensor_of
+from ringreduce.keras.rows import map_arrays, rows_of, tensor_of
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -227,16 +227,11 @@ def _share_of(
         if steps is not None:
             rows = min(rows, steps * (batch_size or BATCH_SIZE))
         first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
-        parts, is_empty = _map(lambda part: rows_of(part, first, end), whole), first == end
+        parts, is_empty = map_arrays(lambda part: rows_of(part, first, end), whole), first == end
     unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
     remedy = "Pass the same whole data on every rank; each takes its own share."
     require_same_settings([Settings("data", {unit: str(rows)}, remedy)], ring)
     return _Share(parts, is_empty, all(ring.all_gather_object(is_empty)), feed)
-
-
-def _map(function: Callable[[Any], Any], parts: Any) -> Any:
-    """Apply `function` to every array in `parts`; None stays."""
-    return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
 
 
 def _is_empty(dataset: Any) -> bool:
@@ -256,7 +251,7 @@ def _example(x: Any, share: _Share) -> Any:
         return _inputs_of(share.feed.first)
     if isinstance(x, tf.data.Dataset):
         return _inputs_of(next(iter(x.take(1))))
-    return _map(lambda part: tensor_of(rows_of(part, 0, 1)), x)
+    return map_arrays(lambda part: tensor_of(rows_of(part, 0, 1)), x)
 
 
 def in_order(model: Any, logs: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from ringreduce.keras import private
 from ringreduce.keras import weighting as weighting_module
 from ringreduce.keras.mistakes import note_sharding
 from ringreduce.keras.normalization import SyncBatchNormalization
-from ringreduce.keras.rows import at_least_one, count_of
+from ringreduce.keras.rows import at_least_one, count_of, map_arrays
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.step import WrapOrder, put_around
@@ -217,12 +217,7 @@ def empty_batch(dataset: Any) -> Any:
 
 def filled(batch: Any) -> Any:
     """`batch`, or one sample of zeros where it has none."""
-
-    def fill(tensor: Any) -> Any:
-        # Sample weights that nobody gave are None.
-        return None if tensor is None else at_least_one(tensor)
-
-    return tf.nest.map_structure(fill, batch)
+    return map_arrays(at_least_one, batch)
 
 
 def build(model: Any, empty: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -59,6 +60,11 @@ def tensor_of(one: Any) -> Any:
     """An array, tensor or list as a numpy array or tensor; torch's may be on a GPU."""
     one = as_tensor(one)
     return one if tf.is_tensor(one) else np.asarray(one.cpu() if hasattr(one, "cpu") else one)
+
+
+def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:
+    """`parts` with `function` of every array or tensor in it; None stays."""
+    return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
 
 
 class Rows:
