@@ -350,13 +350,12 @@ def _reduced(
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
-    if not isinstance(tensor, tf.IndexedSlices):
-        tensor = tf.convert_to_tensor(tensor)
-    if factor == 1.0:
-        return tensor
     if isinstance(tensor, tf.IndexedSlices):
         values = _scaled(tensor.values, factor)
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    tensor = tf.convert_to_tensor(tensor)
+    if factor == 1.0:
+        return tensor
     if tensor.dtype.is_floating:
         return tensor * tf.cast(factor, tensor.dtype)
     return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)

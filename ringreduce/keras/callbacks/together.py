@@ -210,10 +210,8 @@ class Together(_Forwarding):
             build_optimizer_here(self.model)
         super().on_train_begin(logs)
         if restores:
-            epoch = private.initial_epoch_of(self.model)
-            found = np.array([-1 if epoch is None else epoch], np.int64)
-            every.broadcast(found)
-            private.set_initial_epoch(self.model, None if found[0] < 0 else int(found[0]))
+            epoch = every.broadcast_object(private.initial_epoch_of(self.model))
+            private.set_initial_epoch(self.model, epoch)
             broadcast_state(self.model, 0, ring)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
