@@ -24,11 +24,11 @@ class Codec(str):
         """`gradient`, a tensor, `tf.IndexedSlices` or None, as it travels: floats over 16 bits."""
         is_wide = gradient is not None and gradient.dtype in (tf.float32, tf.float64)
         dtype = _DTYPES[self]
-        return _cast(gradient, dtype) if is_wide and dtype is not None else gradient
+        return tf.cast(gradient, dtype) if is_wide and dtype is not None else gradient
 
     def decoded(self, mean: Any, gradient: Any) -> Any:
         """`mean` in the dtype of the `gradient` that was encoded."""
-        return None if gradient is None else _cast(mean, gradient.dtype)
+        return None if gradient is None else tf.cast(mean, gradient.dtype)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """As Horovod's: `tensor`, rounded if it is of floats, and what `decompress` needs."""
@@ -36,7 +36,7 @@ class Codec(str):
 
     def decompress(self, tensor: Any, dtype: Any) -> Any:
         """`tensor` in the `dtype` that it had."""
-        return _cast(tensor, dtype)
+        return tf.cast(tensor, dtype)
 
 
 class Compression:
@@ -55,10 +55,3 @@ class Compression:
     none = Codec("none")
     fp16 = Codec("fp16")
     bf16 = Codec("bf16")
-
-
-def _cast(gradient: Any, dtype: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, dtype)
