@@ -29,6 +29,7 @@ from ringreduce.keras.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
 from ringreduce.vocabulary.errors import ConfigError
@@ -363,9 +364,4 @@ def _scaled(tensor: Any, factor: float) -> Any:
 
 def _with_gradient_times(tensor: Any, factor: float) -> Any:
     """`tensor`, whose gradient is multiplied by `factor`."""
-
-    @tf.custom_gradient
-    def same(value: Any) -> Any:
-        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
-
-    return same(tf.convert_to_tensor(tensor))
+    return times_back(tf.convert_to_tensor(tensor), tf.constant(factor, tf.float64))
