@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +21,9 @@ from ringreduce.vocabulary.errors import ConfigError, NumericsError
 _log = logging.getLogger(__name__)
 
 MODES = ("warn", "raise", "off")
+# Gradients, each with the place of its first element; of a sparse one there are rows with these
+# indices only.
+Parts = Sequence[tuple[GradientSpec, int, np.ndarray | None]]
 
 _ORIGIN = "The first step with such a message, and the rank it names, are where it began: "
 
@@ -44,10 +46,10 @@ class NumericsCheck:
         self._step += 1
         self._is_bad = False
 
-    def check_own(self, communicator: Communicator, values: Values) -> None:
-        """Check this rank's `values` before they are reduced."""
+    def check_own(self, communicator: Communicator, elements: np.ndarray, parts: Parts) -> None:
+        """Check this rank's `elements`, contiguous of shape (count,), before they are reduced."""
         is_off = self._mode == "off" or self._is_bad
-        if is_off or (found := values.find(0, values.elements.size)) is None:
+        if is_off or (found := _found(elements, parts, 0, elements.size)) is None:
             return
         self._report(
             communicator,
@@ -57,23 +59,24 @@ class NumericsCheck:
             "logarithm of, and at the learning rate.",
         )
 
-    def check_mean(self, communicator: Communicator, values: Values) -> None:
-        """Check this rank's share of the means in `values`, in mode "raise" only.
+    def check_mean(self, communicator: Communicator, elements: np.ndarray, parts: Parts) -> None:
+        """Check this rank's share of the means in `elements`, in mode "raise" only.
 
         In other modes the rank with the bad gradient has reported it; this costs nearly as much as
         its check.
         """
         if self._mode != "raise":
             return
-        bounds = chunk_bounds(values.elements.size, communicator.size)
-        found = values.find(bounds[communicator.rank], bounds[communicator.rank + 1])
+        bounds = chunk_bounds(elements.size, communicator.size)
+        own = bounds[communicator.rank], bounds[communicator.rank + 1]
+        found = _found(elements, parts, *own)
         if found is not None:
             self._report(
                 communicator,
                 None,
                 # All gradients were finite: `check_own` would have ended this step.
                 f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
-                f"each rank's was finite: their sum overflows {values.elements.dtype.name}",
+                f"each rank's was finite: their sum overflows {elements.dtype.name}",
                 "Look at the learning rate, and clip what grows.",
             )
 
@@ -96,32 +99,19 @@ class NumericsCheck:
             )
 
 
-@dataclass(frozen=True)
-class Values:
-    """Elements to check, and what they are of.
-
-    Attributes:
-        elements: shape (count,), contiguous.
-        parts: gradients, each with the position of its first element; of a sparse one there are
-            rows with these indices only.
-    """
-
-    elements: np.ndarray
-    parts: Sequence[tuple[GradientSpec, int, np.ndarray | None]]
-
-    def find(self, start: int, end: int) -> str | None:
-        """Describe the first element in `start` to `end` that is not finite; None if all are."""
-        if kernels.first_nonfinite(self.elements[start:end]) < 0:
-            return None
-        # This is rare. Search gradient by gradient, since padding between them does not count.
-        for spec, begin, indices in self.parts:
-            shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
-            first = max(start, begin)
-            last = max(first, min(end, begin + math.prod(shape)))
-            index = kernels.first_nonfinite(self.elements[first:last])
-            if index >= 0:
-                place = [int(i) for i in np.unravel_index(first + index - begin, shape)]
-                if indices is not None:
-                    place[0] = int(indices[place[0]])
-                return f"{float(self.elements[first + index])} at {place} of {spec.describe()}"
+def _found(elements: np.ndarray, parts: Parts, start: int, end: int) -> str | None:
+    """Describe the first element in `start` to `end` that is not finite; None if all are."""
+    if kernels.first_nonfinite(elements[start:end]) < 0:
         return None
+    # This is rare. Search gradient by gradient, since padding between them does not count.
+    for spec, begin, indices in parts:
+        shape = spec.shape if indices is None else (len(indices), *spec.shape[1:])
+        first = max(start, begin)
+        last = max(first, min(end, begin + math.prod(shape)))
+        index = kernels.first_nonfinite(elements[first:last])
+        if index >= 0:
+            place = [int(i) for i in np.unravel_index(first + index - begin, shape)]
+            if indices is not None:
+                place[0] = int(indices[place[0]])
+            return f"{float(elements[first + index])} at {place} of {spec.describe()}"
+    return None

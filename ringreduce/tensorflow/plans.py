@@ -10,7 +10,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
-from ringreduce.tensorflow.numerics import NumericsCheck, Values
+from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -132,7 +132,7 @@ class BucketReducer:
         `values` has the shape (count,), is contiguous, and has the bucket's dtype. Raises as
         `Communicator.all_reduce` and `NumericsCheck`.
         """
-        looked_at = Values(values, self._parts[bucket])
-        self.numerics.check_own(self.communicator, looked_at)
+        parts = self._parts[bucket]
+        self.numerics.check_own(self.communicator, values, parts)
         self.communicator.all_reduce(values, ReduceOp.MEAN, signature=self.plan.signature)
-        self.numerics.check_mean(self.communicator, looked_at)
+        self.numerics.check_mean(self.communicator, values, parts)

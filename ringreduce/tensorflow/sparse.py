@@ -26,7 +26,6 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure import kernels
 from ringreduce.pure.buckets import INDEX_BYTES, GradientSpec, gathers_rows
-from ringreduce.tensorflow.numerics import Values
 from ringreduce.tensorflow.plans import BucketReducer
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.tensorflow.variables import path_of
@@ -162,7 +161,7 @@ def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.nd
         for spec, indices, values in zip(specs, arrays[::2], arrays[1::2], strict=True)
     ]
     for spec, (indices, rows) in zip(specs, own, strict=True):
-        numerics.check_own(communicator, _to_check(spec, indices, rows))
+        numerics.check_own(communicator, rows.reshape(-1), [(spec, 0, indices)])
     # All ranks' numbers of rows, as a sum, since only reductions check a signature.
     counts = np.zeros((communicator.size, len(own)), np.int64)
     counts[communicator.rank] = [len(indices) for indices, _ in own]
@@ -183,7 +182,7 @@ def _reduced(reducer: BucketReducer, arrays: Sequence[np.ndarray]) -> list[np.nd
             table[indices] = rows
             communicator.all_reduce(table, ReduceOp.MEAN, signature=plan.signature)
             indices, rows = np.arange(spec.shape[0]), table
-        numerics.check_mean(communicator, _to_check(spec, indices, rows))
+        numerics.check_mean(communicator, rows.reshape(-1), [(spec, 0, indices)])
         values = rows.reshape(len(rows), *spec.shape[1:])
         means += indices.astype(arrays[2 * place].dtype, copy=False), values
     return means
@@ -259,10 +258,6 @@ def _mean_of_rows(parts: Sequence[_Rows]) -> _Rows:
         done += len(indices)
     total /= len(parts)
     return rising, _narrowed(total, dtype)
-
-
-def _to_check(spec: GradientSpec, indices: np.ndarray, rows: np.ndarray) -> Values:
-    return Values(rows.reshape(-1), [(spec, 0, indices)])
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
