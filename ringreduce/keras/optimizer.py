@@ -152,20 +152,19 @@ class DistributedOptimizer(Wrapper):
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
         self._communicator = communicator
-        of_bridge: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "check_numerics": check_numerics,
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
         }
-        self._options = {
-            **of_bridge,
+        self._bridge = GradientBridge(**self._options)
+        self._options |= {
             "accumulate_steps": accumulate_steps,
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
             "op": how,
         }
-        self._bridge = GradientBridge(**of_bridge)
         self._accumulate = None
         if accumulate_steps > 1:
             self._accumulate = Accumulate(accumulate_steps, self._touched is not None)

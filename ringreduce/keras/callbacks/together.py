@@ -28,10 +28,8 @@ from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
 # Keras's own; Orbax is optional in it.
-_WRITERS = tuple(
-    getattr(keras.callbacks, name)
-    for name in ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger")
-) + tuple(filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]))
+_NAMES = ("ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "OrbaxCheckpoint")
+_WRITERS = tuple(one for name in _NAMES if (one := getattr(keras.callbacks, name, None)))
 # Packages whose callbacks record a run, print, or write. None is imported: a class is known by its
 # module, and so is a subclass of it.
 _RECORDERS = {
