@@ -33,7 +33,6 @@ without rows of the batch touches nothing.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -229,19 +228,11 @@ class _Rows:
             into(tf.IndexedSlices(tf.convert_to_tensor(value, self.dtype), self._ids))
 
 
-def _calculating(name: str) -> Any:
-    function = getattr(operator, name)
-
-    def calculate(self: _Rows, other: Any) -> Any:
-        return function(tf.convert_to_tensor(self), other)
-
-    def calculate_reversed(self: _Rows, other: Any) -> Any:
-        return function(other, tf.convert_to_tensor(self))
-
-    return calculate, calculate_reversed
+def _of_values(operator: str) -> Any:
+    return lambda rows, other: getattr(tf.Tensor, operator)(tf.convert_to_tensor(rows), other)
 
 
+# What optimizers calculate with a variable.
 for _name in ("add", "sub", "mul", "truediv", "pow"):
-    _own, _reversed = _calculating(_name)
-    setattr(_Rows, f"__{_name}__", _own)
-    setattr(_Rows, f"__r{_name}__", _reversed)
+    for _operator in (f"__{_name}__", f"__r{_name}__"):
+        setattr(_Rows, _operator, _of_values(_operator))
