@@ -310,27 +310,14 @@ def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:
     return found
 
 
-class Epochs(keras.callbacks.Callback):
+class Epochs(keras.callbacks.LambdaCallback):
     """Tells feeds which epoch is read."""
 
     def __init__(self, training: Feed, validation: Feed | None) -> None:
-        super().__init__()
-        self._training, self._validation = training, validation
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """An epoch of training is read."""
-        self._training.begin(epoch)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """It is over."""
-        self._training.end()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """All data for validation are read."""
-        if self._validation is not None:
-            self._validation.begin(0)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """That is over."""
-        if self._validation is not None:
-            self._validation.end()
+        validation = validation or Feed()  # Which does nothing.
+        super().__init__(
+            on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
+            on_epoch_end=lambda epoch, logs=None: training.end(),
+            on_test_begin=lambda logs=None: validation.begin(0),
+            on_test_end=lambda logs=None: validation.end(),
+        )
