@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -188,24 +188,22 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
 class _Share:
     """One rank's data. `is_whole`: leave all to Keras, with one rank or no data on any.
 
-    `feed` makes batches in Python.
+    `feed` makes batches in Python; for arrays it does nothing.
     """
 
     parts: tuple[Any, Any, Any]
     is_empty: bool = False
     is_whole: bool = False
-    feed: Feed | None = None
+    feed: Feed = field(default_factory=Feed)
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
         """Within the block `parts` can be read, once."""
-        if self.feed is not None:
-            self.feed.begin(0)
+        self.feed.begin(0)
         try:
             yield
         finally:
-            if self.feed is not None:
-                self.feed.end()
+            self.feed.end()
 
 
 def _share_of(
@@ -214,7 +212,7 @@ def _share_of(
     """This rank's part of the data; checks that all ranks passed as many rows. Collective."""
     if ring.size == 1:
         return _Share(whole, is_whole=True)
-    x, feed = whole[0], None
+    x, feed = whole[0], Feed()
     if not are_arrays(whole):
         plan = Plan(ring, "the data to evaluate or predict", steps=steps, deal=True, check=False)
         feed = feed_of(whole, plan)
@@ -247,7 +245,7 @@ def _inputs_of(element: Any) -> Any:
 
 def _example(x: Any, share: _Share) -> Any:
     """The first row or batch of the whole data `x`, for a rank that has no share."""
-    if share.feed is not None and share.feed.first is not None:
+    if share.feed.first is not None:
         return _inputs_of(share.feed.first)
     if isinstance(x, tf.data.Dataset):
         return _inputs_of(next(iter(x.take(1))))
