@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -161,7 +162,7 @@ def _who_differs(
         return Difference(
             names[0],
             f"found {counts[differing[0]]} variables on {named('rank', names)} and "
-            f"{_usual(counts)} on the others",
+            f"{statistics.mode(counts)} on the others",
             "Build the same model and optimizer on every rank.",
         )
     columns = list(zip(*gathered, strict=True))
@@ -194,12 +195,7 @@ def _as_number(digest: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _usual(values: Sequence[int]) -> int:
-    """The value of most ranks; of several equally common ones rank 0's, if it is among them."""
-    return max(values, key=lambda value: (values.count(value), value == values[0]))
-
-
 def _minority(values: Sequence[int]) -> list[int]:
-    """The ranks whose value differs from the usual one."""
-    usual = _usual(values)
+    """The ranks whose value differs from that of most ranks; of equally common ones, the first."""
+    usual = statistics.mode(values)
     return [rank for rank, value in enumerate(values) if value != usual]

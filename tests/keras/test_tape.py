@@ -141,7 +141,7 @@ def test_variables_are_not_kept():
         with rr.DistributedGradientTape(communicator=alone) as tape:
             result = value * 2.0
         tape.gradient(result, value)
-        given = module._shared[alone].initial._given
+        given = module._shared[alone][0]._given
         assert list(given.values()) == [value]
         del value, result, tape
         gc.collect()
