@@ -765,7 +765,7 @@ BREAKAGES = (
     ),
     Breakage(
         "tensors-sent-back-elsewhere",
-        "ringreduce/tensorflow/moving.py",
+        "ringreduce/tensorflow/collectives.py",
         "all_to_all_uneven(upstream, communicator, received, number)",
         "all_to_all_uneven(upstream, communicator, received[::-1], number)",
         "Gradients of an all_to_all with counts go to the wrong ranks.",

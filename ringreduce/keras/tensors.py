@@ -10,7 +10,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.weighting import across_ranks, moved_across_ranks
-from ringreduce.tensorflow import collectives, moving, send_recv
+from ringreduce.tensorflow import collectives, send_recv
 from ringreduce.vocabulary.errors import ArrayError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -185,12 +185,12 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
     """
     ring = communicator or default_communicator()
     if counts is None:
-        return _moved(tensor, lambda value: moving.all_to_all(value, ring))
+        return _moved(tensor, lambda value: collectives.all_to_all(value, ring))
     received = None
 
     def exchange(value: Any) -> Any:
         nonlocal received
-        rows, received = moving.all_to_all_uneven(value, ring, counts)
+        rows, received = collectives.all_to_all_uneven(value, ring, counts)
         return rows
 
     return _moved(tensor, exchange), received
@@ -210,7 +210,7 @@ def gather(tensor: Any, root: int = 0, *, communicator: Communicator | None = No
         As `all_reduce`; ArrayError also when `root` is no rank.
     """
     ring = communicator or default_communicator()
-    return _moved(tensor, lambda value: moving.gather(value, ring, root))
+    return _moved(tensor, lambda value: collectives.gather(value, ring, root))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -237,7 +237,7 @@ def scatter(
         As `broadcast`; ArrayError also when the rows cannot be divided so.
     """
     ring = communicator or default_communicator()
-    return _moved(tensor, lambda value: moving.scatter(value, ring, root, counts))
+    return _moved(tensor, lambda value: collectives.scatter(value, ring, root, counts))
 
 
 @tf.autograph.experimental.do_not_convert
