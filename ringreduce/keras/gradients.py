@@ -11,6 +11,7 @@ same steps, so all take the same branch of the condition.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ from ringreduce.tensorflow.control_flow import vouch_for_branch
 from ringreduce.vocabulary.types import ReduceOp
 
 
+@dataclass(frozen=True)
 class Reducer:
     """Combines all ranks' gradients, by kind.
 
@@ -31,15 +33,10 @@ class Reducer:
     the mean loss of all ranks, as MEAN's are, instead of this rank's loss.
     """
 
-    def __init__(
-        self,
-        bridge: GradientBridge,
-        communicator: Communicator,
-        op: ReduceOp,
-        scale_local: bool = False,
-    ) -> None:
-        self._bridge, self._communicator, self._op = bridge, communicator, op
-        self.scale_local = scale_local
+    bridge: GradientBridge
+    communicator: Communicator
+    op: ReduceOp
+    scale_local: bool = False
 
     def reduce(
         self,
@@ -54,7 +51,7 @@ class Reducer:
         also other sources, and `kinds` are equal on all ranks. `weight` is this rank's in the mean;
         None: all are equal. Raises as `GradientBridge.mean`.
         """
-        size = float(self._communicator.size)
+        size = float(self.communicator.size)
         factors: dict[Kind, Any] = {}
         if weight is not None:
             own = weight.factor / size if self.scale_local else tf.math.sign(weight.own)
@@ -71,15 +68,15 @@ class Reducer:
         if shared:
             paths = [_name(variables[number], number) for number in shared]
             sent = [gradients[number] for number in shared]
-            found = self._bridge.mean(self._communicator, sent, paths)
+            found = self.bridge.mean(self.communicator, sent, paths)
             means = dict(zip(shared, found, strict=True))
         final = []
         for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):
             if kind is Kind.MAXIMUM and gradient is not None:
-                final.append(all_reduce(gradient, self._communicator, ReduceOp.MAX))
+                final.append(all_reduce(gradient, self.communicator, ReduceOp.MAX))
                 continue
-            found = means[number] if kind is Kind.MEAN else self._bridge.own(gradient)
-            is_sum = self._op is ReduceOp.SUM and size > 1 and kind is not Kind.LOCAL
+            found = means[number] if kind is Kind.MEAN else self.bridge.own(gradient)
+            is_sum = self.op is ReduceOp.SUM and size > 1 and kind is not Kind.LOCAL
             final.append(weighted(found, kind, size) if is_sum else found)
         return final
 
