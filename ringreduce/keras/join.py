@@ -11,7 +11,7 @@ undone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -27,7 +27,7 @@ from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.rows import at_least_one, count_of, map_arrays
 from ringreduce.keras.seeds import fold_seeds, is_seed_state
 from ringreduce.keras.settings import Settings, require_same_settings
-from ringreduce.keras.step import WrapOrder, put_around
+from ringreduce.keras.step import Step, WrapOrder, put_around
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     refuse_other_ring,
@@ -255,35 +255,28 @@ def weigh_steps(model: Any, weighting: str, ring: Communicator) -> None:
     _followed[model] = (weighting, ring)
     # A function traced before has another weighting, or none.
     model.train_function = None
-    owner = weakref.ref(model)
-    put_around(model, WrapOrder.WEIGHTED, lambda step: _following(step, owner))
+    put_around(model, WrapOrder.WEIGHTED, _followed_step)
 
 
-def _following(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
-    def train_step(data: Any) -> Any:
-        model = owner()
-        assert model is not None
-        weighting, ring = _followed[model]
-        samples = count_of(next(part for part in tf.nest.flatten(data) if part is not None))
-        has_data = samples > 0
-        own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
-        weight = weighting_module.exchanged(own, ring)
-        # Everything waits until a rank is known to have data: at the end of an epoch this step is
-        # given up, and must not have been counted, or decayed weights.
-        with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
-            before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
-            logs = step(filled(data))
-            for variable in _passing(model):
-                if id(variable) not in before:
-                    raise ConfigError(
-                        f"made the variable {variable.path} in its first training step, so that "
-                        "an empty step could not be undone",
-                        remedy="Call model.evaluate on a batch before rr.join.",
-                    )
-            logs = _restore(model, list(before.values()), has_data, logs)
-        return logs
-
-    return train_step
+def _followed_step(model: Any, step: Step, data: Any) -> Any:
+    weighting, ring = _followed[model]
+    samples = count_of(next(part for part in tf.nest.flatten(data) if part is not None))
+    has_data = samples > 0
+    own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
+    weight = weighting_module.exchanged(own, ring)
+    # Everything waits until a rank is known to have data: at the end of an epoch this step is given
+    # up, and must not have been counted, or decayed weights.
+    with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
+        before = {id(v): (v, tf.identity(v.value)) for v in _passing(model)}
+        logs = step(filled(data))
+        for variable in _passing(model):
+            if id(variable) not in before:
+                raise ConfigError(
+                    f"made the variable {variable.path} in its first training step, so that an "
+                    "empty step could not be undone",
+                    remedy="Call model.evaluate on a batch before rr.join.",
+                )
+        return _restore(model, list(before.values()), has_data, logs)
 
 
 def _passing(model: Any) -> list[Any]:

@@ -26,20 +26,27 @@ class WrapOrder(enum.IntEnum):
     WEIGHTED = 1
 
 
-def put_around(model: Any, place: WrapOrder, wrap: Callable[[Step], Step]) -> None:
-    """Wrap `model`'s training step, once; `wrap` should refer to the model weakly."""
+def put_around(model: Any, place: WrapOrder, around: Callable[[Any, Step, Any], Any]) -> None:
+    """Have `around` called for `model`'s training step, with the model, the step and data; once."""
     step = model.train_step
     inner, wraps = getattr(step, _WRAPS, (step, {}))
     if place in wraps:
         return
-    wraps = {**wraps, place: wrap}
+    wraps = {**wraps, place: around}
     whole = inner
     for each in sorted(wraps):
-        whole = wraps[each](whole)
+        whole = _around(whole, wraps[each], weakref.ref(model))
     setattr(whole, _WRAPS, (inner, wraps))
     model.train_step = whole
     # Functions traced before do not have it.
     model.train_function = None
+
+
+def _around(step: Step, around: Callable[[Any, Step, Any], Any], owner: weakref.ref[Any]) -> Step:
+    def train_step(data: Any) -> Any:
+        return around(owner(), step, data)
+
+    return train_step
 
 
 def compile_gradients(model: Any) -> None:
@@ -70,8 +77,7 @@ def compile_gradients(model: Any) -> None:
             "got a model with jit_compile=True, which compiles all of the step",
             remedy="Call model.compile(..., jit_compile=False) first.",
         )
-    owner = weakref.ref(model)
-    put_around(model, WrapOrder.COMPILED, lambda step: _divided(step, owner))
+    put_around(model, WrapOrder.COMPILED, _divided)
 
 
 def _require_wrapped(model: Any) -> None:
@@ -82,31 +88,26 @@ def _require_wrapped(model: Any) -> None:
         )
 
 
-def _divided(step: Callable[[Any], Any], owner: weakref.ref[Any]) -> Callable[[Any], Any]:
-    def train_step(data: Any) -> Any:
-        if tf.executing_eagerly():
-            return step(data)  # With run_eagerly=True nothing is compiled.
-        model = owner()
-        assert model is not None
-        _require_wrapped(model)  # It may have been compiled again.
-        applied: list[tuple[Any, Any]] = []
+def _divided(model: Any, step: Step, data: Any) -> Any:
+    if tf.executing_eagerly():
+        return step(data)  # With run_eagerly=True nothing is compiled.
+    _require_wrapped(model)  # It may have been compiled again.
+    applied: list[tuple[Any, Any]] = []
 
-        # A new one in each trace of the function around it, which is traced again for any change.
-        @tf.function(jit_compile=True, autograph=False)
-        def compiled(data: Any) -> Any:
-            with model.optimizer.deferred() as calls:
-                logs = step(data)
-            applied[:] = calls
-            return logs, [gradients for gradients, _ in calls]
+    # A new one in each trace of the function around it, which is traced again for any change.
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(data: Any) -> Any:
+        with model.optimizer.deferred() as calls:
+            logs = step(data)
+        applied[:] = calls
+        return logs, [gradients for gradients, _ in calls]
 
-        logs, gradients = compiled(data)
-        if len(applied) != 1:
-            raise ConfigError(
-                f"got a model whose training step applies gradients {len(applied)} times",
-                remedy="rr.compile_gradients is for one that does so once: compile a function of "
-                "your own that computes gradients, and apply them outside of it.",
-            )
-        model.optimizer.apply(gradients[0], applied[0][1])
-        return logs
-
-    return train_step
+    logs, gradients = compiled(data)
+    if len(applied) != 1:
+        raise ConfigError(
+            f"got a model whose training step applies gradients {len(applied)} times",
+            remedy="rr.compile_gradients is for one that does so once: compile a function of "
+            "your own that computes gradients, and apply them outside of it.",
+        )
+    model.optimizer.apply(gradients[0], applied[0][1])
+    return logs
