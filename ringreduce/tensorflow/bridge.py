@@ -50,7 +50,7 @@ class GradientBridge:
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
         self._numerics = NumericsCheck(check_numerics)
         # The plans are for the communicator that was used last.
-        self._agreed: tuple[Communicator, AgreedPlans] | None = None
+        self._agreed: AgreedPlans | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
         self._routes: dict[tuple[tuple[GradientSpec, ...], str], tuple[BucketPlan, _Route]] = {}
 
@@ -97,15 +97,15 @@ class GradientBridge:
         self, communicator: Communicator, gradients: Sequence[Any], paths: Sequence[str]
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and their route; each is made once."""
-        if self._agreed is None or self._agreed[0] is not communicator:
-            self._agreed = communicator, AgreedPlans(communicator, self._bucket_bytes)
+        if self._agreed is None or self._agreed.communicator is not communicator:
+            self._agreed = AgreedPlans(communicator, self._bucket_bytes)
             self._routes.clear()
         specs = tuple(map(_spec_of, gradients, paths))
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
         if (specs, way) not in self._routes:
             compiled_over = communicator.transport if way == "XLA" else None
             plan = self._plan(specs, gradients, compiled_over)
-            reducer = BucketReducer(communicator, plan, self._agreed[1], self._numerics)
+            reducer = BucketReducer(plan, self._agreed, self._numerics)
             present = [gradients[index] for index in plan.present]
             self._routes[specs, way] = plan, self._route(way, reducer, present)
         return self._routes[specs, way]

@@ -29,15 +29,16 @@ class AgreedPlans:
     """
 
     def __init__(self, communicator: Communicator, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+        self.communicator, self._bucket_bytes = communicator, bucket_bytes
         self._plans: dict[int, BucketPlan] = {}
         self._epoch = communicator.epoch
         self._latest: BucketPlan | None = None
         self._comparing: BucketPlan | None = None
         communicator.explain_with(self)
 
-    def require(self, communicator: Communicator, plan: BucketPlan) -> None:
+    def require(self, plan: BucketPlan) -> None:
         """Compare a plan with every rank's before its first use; on all ranks MismatchError."""
+        communicator = self.communicator
         if self._epoch != communicator.epoch:
             self._epoch, self._plans = communicator.epoch, {}
         if plan.signature in self._plans:
@@ -107,15 +108,9 @@ def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
 class BucketReducer:
     """Reduces the buckets of one plan in place, in the thread that calls it."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        plan: BucketPlan,
-        agreed: AgreedPlans,
-        numerics: NumericsCheck,
-    ) -> None:
-        self.communicator, self.plan, self.numerics = communicator, plan, numerics
-        self._agreed = agreed
+    def __init__(self, plan: BucketPlan, agreed: AgreedPlans, numerics: NumericsCheck) -> None:
+        self.communicator, self._agreed = agreed.communicator, agreed
+        self.plan, self.numerics = plan, numerics
         self._parts = [
             [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
             for bucket in plan.buckets
@@ -123,7 +118,7 @@ class BucketReducer:
 
     def begin_step(self) -> None:
         """Begin a step: `require` that all ranks have this plan."""
-        self._agreed.require(self.communicator, self.plan)
+        self._agreed.require(self.plan)
         self.numerics.begin_step()
 
     def reduce(self, bucket: int, values: np.ndarray) -> None:
