@@ -7,7 +7,6 @@ function there, and its results are unpacked.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,8 +81,9 @@ def _compiled(
     The engine calls `run`, one call at a time, in the program's order. `run` may write to its
     arrays, and the arrays that it returns are copied.
     """
-    shapes = [tf.TensorShape(shape) for shape, _ in results]
-    for tensor_shape in (*shapes, *(tensor.shape for tensor in arguments)):
+    kinds = [(tensor.shape, tensor.dtype) for tensor in arguments]
+    kinds += [(tf.TensorShape(shape), tf.as_dtype(dtype)) for shape, dtype in results]
+    for tensor_shape, _ in kinds:
         if not tensor_shape.is_fully_defined():
             raise ConfigError(
                 f"cannot {what} of shape {tensor_shape} inside a function compiled with "
@@ -92,40 +92,7 @@ def _compiled(
                 remedy="Give it a tensor of fixed shape: batches of one size (drop_remainder=True)"
                 ", or a sum over the batch.",
             )
-    graph = tf.compat.v1.get_default_graph()
-    # Branches and loops belong to the function around them.
-    while isinstance(graph, private.ControlFlowFuncGraph):
-        graph = graph.outer_graph
-    kinds = [(tuple(shape), tf.as_dtype(dtype)) for shape, dtype in results]
-    number = _register(communicator, what, run, arguments, kinds)
-    # As long as the function may run.
-    weakref.finalize(graph, communicator.engine.forget, number).atexit = False
-    started = xla.start(number, 0, arguments, order.token(communicator))
-    *found, token = xla.wait(number, 0, kinds, started)
-    order.follow(communicator, token)
-    return found
-
-
-def _register(
-    communicator: Communicator,
-    what: str,
-    run: Callable[..., Sequence[Any]],
-    arguments: Sequence[Any],
-    results: Sequence[tuple[tuple[int, ...], Any]],
-) -> int:
-    """Have the engine call `run` in memory of ours; return the number of that with the engine."""
-    spans, kinds, end = [], [], 0
-    for shape, dtype in (*((tuple(t.shape), t.dtype) for t in arguments), *results):
-        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
-        nbytes = math.prod(shape) * numpy_dtype.itemsize
-        spans.append((end, nbytes))
-        kinds.append((shape, numpy_dtype))
-        end += nbytes + -nbytes % ALIGNMENT
-    memory = communicator.empty(end, np.uint8)
-    arrays = [
-        memory[start : start + nbytes].view(dtype).reshape(shape)
-        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
-    ]
+    memory, spans, arrays = _memory_for(kinds, communicator)
     count = len(arguments)
 
     def reduce(_: BucketItem) -> None:
@@ -149,6 +116,32 @@ def _register(
 
     engine = communicator.engine
     assert engine.native is not None
-    number = engine.native.register([Layout(memory, end, spans[:count], spans[count:])])
+    number = engine.native.register([Layout(memory, memory.size, spans[:count], spans[count:])])
     engine.serve(number, reduce)
-    return number
+    graph = tf.compat.v1.get_default_graph()
+    # Branches and loops belong to the function around them.
+    while isinstance(graph, private.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    # As long as the function may run.
+    weakref.finalize(graph, engine.forget, number).atexit = False
+    started = xla.start(number, 0, arguments, order.token(communicator))
+    *tensors, token = xla.wait(number, 0, kinds[count:], started)
+    order.follow(communicator, token)
+    return tensors
+
+
+def _memory_for(
+    kinds: Sequence[tuple[Any, Any]], communicator: Communicator
+) -> tuple[np.ndarray, list[tuple[int, int]], list[np.ndarray]]:
+    """Memory for arrays of these shapes and dtypes: all of it, where each is, and the arrays."""
+    spans, end = [], 0
+    for shape, dtype in kinds:
+        nbytes = shape.num_elements() * dtype.size
+        spans.append((end, nbytes))
+        end += nbytes + -nbytes % ALIGNMENT
+    memory = communicator.empty(end, np.uint8)
+    arrays = [
+        memory[start : start + nbytes].view(dtype.as_numpy_dtype).reshape(shape.as_list())
+        for (start, nbytes), (shape, dtype) in zip(spans, kinds, strict=True)
+    ]
+    return memory, spans, arrays
