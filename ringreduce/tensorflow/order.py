@@ -51,17 +51,14 @@ class _Latest:
     written: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def others(self) -> list[Any]:
-        """Functions, loops and conditions with collectives in them, since the latest token."""
-        return [op for op in self.handle.consumers() if op.name not in self.seen]
-
 
 def token(communicator: Communicator) -> Any:
     """The token of the collective that was traced last, on which the next one is to depend."""
     if tf.executing_eagerly():
         return tf.constant(0, tf.int32)
     latest = _latest(tf.compat.v1.get_default_graph(), communicator)
-    others = latest.others()
+    # Functions, loops and conditions with collectives in them, since the latest token.
+    others = [op for op in latest.handle.consumers() if op.name not in latest.seen]
     if latest.token is None or others:
         with tf.control_dependencies([*latest.written, *others]), tf.device("CPU:0"):
             latest.token = tf.raw_ops.ReadVariableOp(resource=latest.handle, dtype=tf.int32)
