@@ -234,36 +234,55 @@ def fit(
     answering = []
     if validation is not None and ring.size > 1:
         answering = [Answering(model, ring, partial(_example, training.dataset))]
+    return fit_on(
+        model,
+        training,
+        validation,
+        [
+            *([Measure(shares, ring, verbose)] if shares.is_measured else []),
+            # Before what exchanges metrics when a rank's own validation ends.
+            *answering,
+            Together(given_callbacks(callbacks, backup_dir), communicator),
+            *([VerifyReplicas(None, ring)] if check else []),
+        ],
+        epochs=epochs,
+        verbose=verbose if every.rank == 0 else 0,
+        class_weight=class_weight if is_graph else None,
+        initial_epoch=initial_epoch,
+        steps_per_epoch=steps_per_epoch,
+        validation_freq=validation_freq,
+    )
+
+
+def fit_on(
+    model: Any, training: Feed, validation: Feed | None, callbacks: list[Any], **options: Any
+) -> Any:
+    """``model.fit`` on what feeds give; an error that a feed has met is raised as it was."""
+    evaluated = validation or Feed()  # Which does nothing.
+    epochs = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
+        on_epoch_end=lambda epoch, logs=None: training.end(),
+        on_test_begin=lambda logs=None: evaluated.begin(0),
+        on_test_end=lambda logs=None: evaluated.end(),
+    )
     try:
-        with quiet_without(validation):
+        with _quiet_without(validation):
             return model.fit(
                 training.dataset,
-                epochs=epochs,
-                verbose=verbose if every.rank == 0 else 0,
-                callbacks=[
-                    Epochs(training, validation),
-                    *([Measure(shares, ring, verbose)] if shares.is_measured else []),
-                    # Before what exchanges metrics when a rank's own validation ends.
-                    *answering,
-                    Together(_callbacks(callbacks, backup_dir), communicator),
-                    *([VerifyReplicas(None, ring)] if check else []),
-                ],
+                callbacks=[epochs, *callbacks],
                 validation_data=None if validation is None else validation.dataset,
                 shuffle=False,
-                class_weight=class_weight if is_graph else None,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_freq=validation_freq,
+                **options,
             )
     except Exception:
-        for feed in (training, validation):
-            if feed is not None and feed.failure is not None:
+        for feed in (training, evaluated):
+            if feed.failure is not None:
                 raise feed.failure from None
         raise
 
 
 @contextlib.contextmanager
-def quiet_without(validation: Feed | None) -> Iterator[None]:
+def _quiet_without(validation: Feed | None) -> Iterator[None]:
     """Where this rank has no batch for validation, Keras does not warn that data ran out."""
     dataset = None if validation is None else validation.dataset
     if not isinstance(dataset, tf.data.Dataset) or int(dataset.cardinality()) != 0:
@@ -300,7 +319,7 @@ def _is_batched(data: Any, model: Any) -> bool:
     return bool(tf.nest.flatten(data.element_spec)[0].shape.rank == len(inputs[0].shape))
 
 
-def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:
+def given_callbacks(callbacks: Any, backup_dir: Any = None) -> list[Any]:
     """The user's callbacks, also those already in a `Together`, and the backup."""
     found: list[Any] = []
     for callback in keras.tree.flatten([] if callbacks is None else callbacks):
@@ -308,16 +327,3 @@ def _callbacks(callbacks: Any, backup_dir: Any) -> list[Any]:
     if backup_dir is not None:
         found.append(keras.callbacks.BackupAndRestore(backup_dir))
     return found
-
-
-class Epochs(keras.callbacks.LambdaCallback):
-    """Tells feeds which epoch is read."""
-
-    def __init__(self, training: Feed, validation: Feed | None) -> None:
-        validation = validation or Feed()  # Which does nothing.
-        super().__init__(
-            on_epoch_begin=lambda epoch, logs=None: training.begin(epoch),
-            on_epoch_end=lambda epoch, logs=None: training.end(),
-            on_test_begin=lambda logs=None: validation.begin(0),
-            on_test_end=lambda logs=None: validation.end(),
-        )

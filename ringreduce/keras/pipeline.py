@@ -25,7 +25,7 @@ from ringreduce.keras.batches import BATCH_SIZE, Plan, feed_of
 from ringreduce.keras.callbacks.broadcast import VerifyReplicas
 from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together, acts_once
 from ringreduce.keras.evaluation import evaluate, in_order, predict
-from ringreduce.keras.fit import Epochs, quiet_without
+from ringreduce.keras.fit import fit_on, given_callbacks
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
 from ringreduce.keras.mistakes import ParityWarning, differences, note_sharding, warn_at_users_line
@@ -251,28 +251,20 @@ class Pipeline:
         note_sharding(replicas)
         self._warn_of_differences()
         self.model.optimizer.build(self.model.trainable_variables)
-        try:
-            with quiet_without(validation):
-                history = self.model.fit(
-                    training.dataset,
-                    epochs=epochs,
-                    verbose=verbose if ring.rank == 0 else 0,
-                    callbacks=[
-                        Epochs(training, validation),
-                        Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas),
-                        StopTogether(ring),
-                        *([VerifyReplicas(None, replicas)] if check else []),
-                    ],
-                    validation_data=None if validation is None else validation.dataset,
-                    shuffle=False,
-                    initial_epoch=initial_epoch,
-                    steps_per_epoch=steps_per_epoch,
-                )
-        except Exception:
-            for feed in (training, validation):
-                if feed is not None and feed.failure is not None:
-                    raise feed.failure from None
-            raise
+        history = fit_on(
+            self.model,
+            training,
+            validation,
+            [
+                Together([_WholeLogs(self), *self._callbacks(callbacks)], replicas),
+                StopTogether(ring),
+                *([VerifyReplicas(None, replicas)] if check else []),
+            ],
+            epochs=epochs,
+            verbose=verbose if ring.rank == 0 else 0,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+        )
         self._stage.wait_sent()
         return history
 
@@ -337,9 +329,7 @@ class Pipeline:
 
     def _callbacks(self, callbacks: Any) -> list[Any]:
         """Callbacks for this rank; all but those that save models act on one rank or on all."""
-        found: list[Any] = []
-        for one in keras.tree.flatten([] if callbacks is None else callbacks):
-            found += one.callbacks if isinstance(one, Together) else [one]
+        found = given_callbacks(callbacks)
         saving = [one for one in found if isinstance(one, keras.callbacks.ModelCheckpoint)]
         every = self.chain.all_gather_object([str(one.filepath) for one in saving])
         paths = [path for theirs in every for path in set(theirs)]
