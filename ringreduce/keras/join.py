@@ -140,6 +140,7 @@ def joined(
         for batch in dataset:
             yield batch, _samples(batch)
         return
+    _require_same(weighting, ring)
     batches = iter(dataset)
     while True:
         batch = next(batches, None)
@@ -165,9 +166,13 @@ def _without_names(dataset: Any) -> Any:
     return dataset.map(lambda *element: element if isinstance(spec, tuple) else element[0])
 
 
+def _require_same(weighting: str, ring: Communicator) -> None:
+    require_same_settings([Settings("arguments of rr.join", {"weighting": weighting})], ring)
+
+
 def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
-    require_same_settings([Settings("arguments of rr.join", {"weighting": weighting})], ring)
+    _require_same(weighting, ring)
     counts = ring.all_gather_object(count)
     named = zip(ring.members, counts, strict=True)
     endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]

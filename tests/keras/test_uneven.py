@@ -136,5 +136,6 @@ def test_what_cannot_be_joined_is_refused(facts, case, word):
         assert word in facts[case][rank]["text"]
 
 
-def test_different_weightings_are_an_error_on_all_ranks(facts):
-    assert [facts["different"][rank]["error"] for rank in range(SIZE)] == ["MismatchError"] * SIZE
+@pytest.mark.parametrize("case", ["different", "different in loops"])
+def test_different_weightings_are_an_error_on_all_ranks(facts, case):
+    assert [facts[case][rank]["error"] for rank in range(SIZE)] == ["MismatchError"] * SIZE

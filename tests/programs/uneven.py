@@ -374,6 +374,8 @@ def refusals():
     limited = {"steps_per_epoch": 3, "batch_size": 4}
     say("sharded steps", **error_of(lambda: rr.fit(model, data, sharded=True, **limited)))
     different = ("samples", "ranks")[min(comm.rank, 1)]
+    loop = rr.joined(data, weighting=different, communicator=comm.split(0))
+    say("different in loops", **error_of(lambda: next(loop)))
     # The last case: it breaks the ring.
     say("different", **error_of(lambda: rr.join(data, model, weighting=different)))
 
