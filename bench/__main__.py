@@ -267,6 +267,7 @@ def embedding(
 def parallel(
     workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=2, help="Ranks.")] = 2,
     widths: Annotated[str, typer.Option(metavar="N,...", help="Of the layers.")] = "512,1024,2048",
+    batch: Annotated[int, typer.Option(min=8, help="Global batch.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each system.")] = 6,
     steps: Annotated[int, typer.Option(min=2, help="Steps in a round.")] = 10,
     json_file: Json = None,
@@ -278,7 +279,7 @@ def parallel(
         "bench.parallel_worker",
         large.PARALLEL,
         [{"width": int(width)} for width in widths.split(",")],
-        batch=128,
+        batch=batch,
         workers=workers,
         rounds=rounds,
         steps=steps,

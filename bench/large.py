@@ -45,6 +45,8 @@ class _Measured:
     seconds: list[float] = field(default_factory=list)
     nbytes: float = 0.0
     memory_mib: float = 0.0
+    # Of a pipeline's steps: seconds if its slowest stage waited for the schedule alone.
+    bounds: list[float] = field(default_factory=list)
 
 
 def run(
@@ -72,6 +74,10 @@ def run(
         for name, one in measured.items():
             rows.append({**case, **_row(name, one, measured["single"], batch)})
             print(_line(rows[-1]), flush=True)
+            if one.bounds:
+                bound_s = float(np.median(one.bounds))
+                times = float(np.median(one.seconds)) / bound_s
+                print(f"# {name}: {times:.2f} times its schedule's bound, {bound_s * 1e3:.2f} ms")
     report.write(json_file, rows, header)
 
 
@@ -109,6 +115,8 @@ def _measured(
                     one.seconds += np.mean([a["seconds"] for a in answers], axis=0).tolist()
                     one.nbytes = float(np.mean([a["bytes"] for a in answers]))
                     one.memory_mib = float(max(a["memory_mib"] for a in answers))
+                    if answers[0].get("bounds"):
+                        one.bounds += np.max([a["bounds"] for a in answers], axis=0).tolist()
     return {name: measured[name] for name in names if name in measured}
 
 

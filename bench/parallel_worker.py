@@ -15,6 +15,7 @@ import numpy as np
 
 import ringreduce.keras as rr
 from bench.turns import Line
+from ringreduce.keras import stage as stages
 
 INPUTS, CLASSES, MICRO_BATCHES = 784, 10, 8
 KINDS = ("single", "parallel", "split", "pipeline")
@@ -28,6 +29,33 @@ class BatchClock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ends.append(time.perf_counter())
+
+
+class Passes:
+    """By how many seconds a step would differ if its stage waited for the schedule alone."""
+
+    def __init__(self, pipeline: rr.Pipeline) -> None:
+        self.found: list[float] = []
+        self._waited_s = 0.0
+        self._gradients = pipeline._stage.gradients
+        self._take = stages._Incoming.take
+        # Of M micro-batches each stage waits for as long as S - 1 take.
+        self._scheduled = 1 + (pipeline.stages - 1) / MICRO_BATCHES
+        pipeline._stage.gradients = self._timed
+        stages._Incoming.take = lambda incoming: self._waiting(incoming)
+
+    def _timed(self, *batch: Any) -> Any:
+        self._waited_s, begin_s = 0.0, time.perf_counter()
+        gradients = self._gradients(*batch)
+        whole_s = time.perf_counter() - begin_s
+        self.found.append((whole_s - self._waited_s) * self._scheduled - whole_s)
+        return gradients
+
+    def _waiting(self, incoming: Any) -> Any:
+        begin_s = time.perf_counter()
+        taken = self._take(incoming)
+        self._waited_s += time.perf_counter() - begin_s
+        return taken
 
 
 def layers(width: int, group: Any = None) -> list[Any]:
@@ -68,6 +96,7 @@ def main() -> None:
         rings += [pipeline.chain, pipeline.replicas]
         fit: Any = pipeline.fit
         options["check"] = False
+        passes = Passes(pipeline)
     else:
         ring = comm
         if kind == "split":
@@ -84,6 +113,7 @@ def main() -> None:
         options["batch_size"] = batch // ring.size
 
     line = Line(comm.rank, transport=comm.transport)
+    bounds = None
     for order in line.orders():
         rows = batch * (order["steps"] + 1)
         x = rng.normal(size=(rows, INPUTS)).astype(np.float32)
@@ -94,11 +124,14 @@ def main() -> None:
         before = sum(each.statistics().bytes_sent for each in rings)
         history = fit(x, y, shuffle=False, **options)
         sent = sum(each.statistics().bytes_sent for each in rings) - before
+        if kind == "pipeline":
+            bounds = (np.diff(clock.ends) + passes.found[-order["steps"] :]).tolist()
         line.answer(
             seconds=np.diff(clock.ends).tolist(),
             loss=history.history["loss"][-1],
             bytes=sent / (order["steps"] + 1),
             memory_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            bounds=bounds,
         )
 
 
