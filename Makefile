@@ -61,7 +61,7 @@ check-full: $(VENV)/.installed
 	    $(PYTEST) -m "not full" $(FAULTS) $(AGAIN)
 
 # What depends on TensorFlow and Keras, with the lowest versions that are supported.
-FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py packed.py order.py tensors.py tf_api.py) \
+FRAMEWORK := $(addprefix tests/tensorflow/test_,bridge.py routes.py order.py tensors.py tf_api.py) \
     $(addprefix tests/keras/test_,callbacks.py data.py evaluation.py fit.py jit.py keras.py normalization.py \
     optimizer.py optimizer_keras.py saving.py steps.py tape.py)
 LOWEST := build/lowest
