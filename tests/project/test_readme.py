@@ -115,6 +115,14 @@ def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
+def test_test_files_that_the_makefile_names_exist():
+    targets = ("check-full", "check-lowest", "check-without-native")
+    commands = subprocess.check_output(["make", "-n", *targets], cwd=ROOT, text=True)
+    files = set(re.findall(r"tests/[\w/]+\.py", commands))
+    assert {file for file in files if not (ROOT / file).exists()} == set()
+    assert len(files) > 20
+
+
 @pytest.mark.parametrize("variable", sorted(set(re.findall(r"RINGREDUCE_\w+", SHOWN))))
 def test_variables_are_settings(variable):
     # One that is no setting of a communicator is read by its full name.
