@@ -59,12 +59,11 @@ def rows_of_all(
     once = [tf.unique(tf.reshape(tf.cast(each, tf.int64), [-1])) for each in ids]
     *told, counts = _exchange_ids([each.y for each in once], rows, names, ring)
     positions, places = told[: len(ids)], told[len(ids) :]
-    # Read whole, which copies nothing: after a gather of a variable TensorFlow copies it with each
-    # assignment (keras#15376).
-    wholes = map(tf.convert_to_tensor, tables)
-    given = [
-        tf.cast(tf.gather(whole, place), dtype) for whole, place in zip(wholes, places, strict=True)
-    ]
+    given = []
+    for table, place in zip(tables, places, strict=True):
+        given.append(tf.cast(tf.gather(table, place), dtype))
+        # Else TensorFlow would copy the table with each later assignment (keras#15376).
+        tf.raw_ops.DisableCopyOnRead(resource=table.handle)
     came = _exchange_rows(given, counts, ring)
     found = []
     for values, position, each, own, table in zip(came, positions, once, ids, tables, strict=True):
