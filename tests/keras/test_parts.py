@@ -131,6 +131,7 @@ def test_vectors_of_several_ids_are_combined(size):
         assert fact["sqrtn"][0] == pytest.approx([3 / 2**0.5, 0.0, 3.0])
         assert fact["sqrtn"][1] == pytest.approx([7 / root, 0.0, 3.0])
         assert fact["masked"] == [1.0, 3.0]
+        assert fact["warned"] == []
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -332,7 +332,22 @@ def looked_up():
         5, 1, combiner="sum", mask_zero=True, embeddings_initializer="ones"
     )
     combined["masked"] = np.asarray(masked(tf.constant([[0, 2, 0], [1, 2, 3]])))[:, 0].tolist()
-    say("combined", **combined)
+
+    class Unbuilt(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = rr.ShardedEmbedding(5, 1, combiner="sum")
+            self.top = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            numbers, ids = inputs
+            return self.top(tf.concat([numbers, self.table(ids)], 1))
+
+    # Keras learns its shapes by a trace without variables, and warns where that fails.
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tf.function(Unbuilt())([tf.ones((3, 1)), ragged])
+    say("combined", **combined, warned=[str(each.message) for each in warned])
 
 
 def evaluated():

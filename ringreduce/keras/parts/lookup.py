@@ -62,8 +62,10 @@ def rows_of_all(
     given = []
     for table, place in zip(tables, places, strict=True):
         given.append(tf.cast(tf.gather(table, place), dtype))
-        # Else TensorFlow would copy the table with each later assignment (keras#15376).
-        tf.raw_ops.DisableCopyOnRead(resource=table.handle)
+        # Else TensorFlow would copy the table with each later assignment (keras#15376). Where Keras
+        # learns shapes before it makes variables, it gives values in their place.
+        if isinstance(table, tf.Variable):
+            tf.raw_ops.DisableCopyOnRead(resource=table.handle)
     came = _exchange_rows(given, counts, ring)
     found = []
     for values, position, each, own, table in zip(came, positions, once, ids, tables, strict=True):
