@@ -85,18 +85,22 @@ def _exchange_ids(
     size, tables = ring.size, len(ids)
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        asked = np.stack([np.bincount(own % size, minlength=size) for own in arrays], 1)
+        owners = [own % size for own in arrays]
         # The last two numbers are an id that is in no table, and which one lacks it.
         bad = [
             [int(own[(own < 0) | (own >= most)][0]), number]
             for number, (own, most) in enumerate(zip(arrays, rows, strict=True))
             if own.size and (own.min() < 0 or own.max() >= most)
         ]
-        own_row = [*asked.reshape(-1), *(bad[0] if bad else (0, -1))]
-        told = ring.all_gather(np.array([own_row], np.int64))
+        told = np.zeros((size, size * tables + 2), np.int64)
+        asked = np.stack([np.bincount(each, minlength=size) for each in owners], 1)
+        told[ring.rank, :-2] = asked.reshape(-1)
+        told[ring.rank, -2:] = bad[0] if bad else (0, -1)
+        # One meeting, where an all-gather takes two.
+        ring.all_reduce(told)
         _refuse_bad(told[:, -2:], rows, names, ring)
         counts = told[:, :-2].reshape(size, size, tables)
-        orders = [np.argsort(own % size, kind="stable") for own in arrays]
+        orders = [np.argsort(each, kind="stable") for each in owners]
         by_owner = [own[order] for own, order in zip(arrays, orders, strict=True)]
         sent = _by_rank(by_owner, counts[ring.rank])
         came, _ = ring.all_to_all(sent, counts.sum(2))
@@ -135,7 +139,8 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
             by_rank = _by_rank(np.split(array, np.cumsum(sent.sum(0))[:-1]), sent)
             signature = sign("rows of tables", *widths.tolist())
             found, _ = ring.all_to_all(by_rank, elements.sum(2), signature=signature)
-            return np.concatenate(_by_table(found, came))
+            by_table = _by_table(found, came)
+            return by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
 
         def gradient(upstream: Any, number: Any) -> Any:
             return exchange(upstream, tf.transpose(elements, [1, 0, 2]), number)
@@ -155,12 +160,16 @@ def _exchange_rows(values: Sequence[Any], counts: Any, ring: Communicator) -> li
 
 def _by_rank(tables: Sequence[np.ndarray], counts: np.ndarray) -> np.ndarray:
     """What goes to each rank, table after table; `counts` of elements, shape (ranks, tables)."""
+    if len(tables) == 1:
+        return tables[0]
     cut = [np.split(each, np.cumsum(counts[:-1, n])) for n, each in enumerate(tables)]
     return np.concatenate([parts[rank] for rank in range(len(counts)) for parts in cut])
 
 
 def _by_table(came: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     """The reverse, of what came from each rank: by table, rank after rank."""
+    if counts.shape[1] == 1:
+        return [came]
     pieces = np.split(came, np.cumsum(counts.reshape(-1))[:-1])
     tables = counts.shape[1]
     return [np.concatenate(pieces[number::tables]) for number in range(tables)]
