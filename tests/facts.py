@@ -13,9 +13,9 @@ from tests.jobs import run_job
 __all__ = ["facts_in", "facts_of"]
 
 
-def facts_of(program: str, size: int) -> dict[str, dict[int, Any]]:
+def facts_of(program: str, size: int, transport: str = "auto") -> dict[str, dict[int, Any]]:
     """By case and rank, what ``programs/{program}.py`` said on a ring of `size`; run once."""
-    result, said = _job(program, size)
+    result, said = _job(program, size, transport)
     assert result.exit_code == 0, result.errors
     return said
 
@@ -29,9 +29,10 @@ def facts_in(output: str) -> Iterator[dict[str, Any]]:
 
 
 @cache
-def _job(program: str, size: int) -> tuple[JobResult, dict[str, dict[int, Any]]]:
+def _job(program: str, size: int, transport: str) -> tuple[JobResult, dict[str, dict[int, Any]]]:
     """How it ended, well or not: hundreds of tests ask, and must not each run it again."""
-    result = run_job(size, [f"tests/programs/{program}.py"], timeout_s=60)
+    environment = {"RINGREDUCE_TRANSPORT": transport}
+    result = run_job(size, [f"tests/programs/{program}.py"], timeout_s=60, environment=environment)
     said: dict[str, dict[int, Any]] = {}
     for fact in facts_in(result.output):
         said.setdefault(fact["case"], {})[fact["rank"]] = fact

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ringreduce.pure.encodings import Coding
 from ringreduce.pure.liveness import Flow
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
@@ -44,8 +45,13 @@ class Collectives(Protocol):
     _job: int
     _membership: Membership
 
-    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
-        """Reduce `flat`, shape (n,), over all ranks, in place."""
+    def all_reduce(
+        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
+    ) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place.
+
+        With `coding` it is float32, and encoded where it travels between hosts.
+        """
 
     def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:
         """Have `small` all-reduce arrays like this one when called with `option`.

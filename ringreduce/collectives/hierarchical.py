@@ -9,8 +9,8 @@ An all-reduce cuts the buffer into one slice for each lane:
 
 Each byte crosses between hosts as often as with one rank per host, in several flows at once.
 
-16-bit floats are widened to float32 first: rounding between the levels would not be accumulation in
-float32.
+16-bit floats are widened to float32 first. Between hosts they travel in 16 bits: so a host's sum is
+rounded once more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.collectives.ring import HALF_BLOCK, Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
+from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
 from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.placement import Placement
@@ -64,30 +65,44 @@ class HierarchicalCollectives(Collectives):
         self._exchanges = 0
 
     def all_reduce(
-        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, kind: Kind = Kind.ALL_REDUCE
+        self,
+        flat: np.ndarray,
+        op: ReduceOp,
+        signature: int = 0,
+        coding: Coding | None = None,
+        kind: Kind = Kind.ALL_REDUCE,
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place; `kind` is the caller's call."""
         if not is_half(dtype_code(flat.dtype)):
-            self._all_reduce(flat, op, signature, kind, flat.dtype)
+            self._all_reduce(flat, op, signature, coding, kind, flat.dtype)
             return
         for start in range(0, max(1, flat.size), HALF_BLOCK):
             block = flat[start : start + HALF_BLOCK]
-            wide = np.empty(block.size, np.float32)
-            kernels.widen(block, wide)
-            self._all_reduce(wide, op, signature, kind, flat.dtype)
+            wide = kernels.widened(block)
+            self._all_reduce(wide, op, signature, Coding(Half(flat.dtype.name)), kind, flat.dtype)
             kernels.narrow(wide, block)
 
     def _all_reduce(
-        self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
+        self,
+        flat: np.ndarray,
+        op: ReduceOp,
+        signature: int,
+        coding: Coding | None,
+        kind: Kind,
+        called: np.dtype,
     ) -> None:
         """Reduce `flat`; ranks compare `kind` and `called`, the dtype the caller asked for."""
         slices = self._slices(flat)
         # Divided once, in the ring: a mean of the hosts' means would be another number.
         local = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
-        own = flat[slices[self._host_rank] : slices[self._host_rank + 1]]
+        mine = slice(slices[self._host_rank], slices[self._host_rank + 1])
+        own = flat[mine]
+        if coding is not None and coding.residuals is not None:
+            first, second = coding.residuals
+            coding = coding._replace(residuals=(first[mine], second[mine]))
         if self._ring is not None and (own.size or self._host_rank == 0):
-            self._ring.all_reduce(own, op, signature, (kind, called))
+            self._ring.all_reduce(own, op, signature, coding, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
@@ -96,7 +111,7 @@ class HierarchicalCollectives(Collectives):
         As an all-reduce: chunks of one host's ranks need not be adjacent, so that sending less
         between hosts would require sorting them first.
         """
-        self.all_reduce(flat, op, signature, Kind.REDUCE_SCATTER)
+        self.all_reduce(flat, op, signature, kind=Kind.REDUCE_SCATTER)
         bounds = chunk_bounds(flat.size, self._size)
         return flat[bounds[self._rank] : bounds[self._rank + 1]]
 
@@ -182,7 +197,7 @@ class HierarchicalCollectives(Collectives):
 
         def compare() -> None:
             if self._ring is not None and self._host_rank == 0:
-                self._ring.compare(kind, source.dtype, signature)
+                self._ring.compare(kind, source.dtype, 0, signature)
 
         self.pairs.exchange(header, self._exchanges - 1, sent, received, compare)
 

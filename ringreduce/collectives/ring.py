@@ -4,25 +4,34 @@ Small messages are exchanged instead: each rank gets all ranks' whole buffers in
 (`schedule.exchange`) and reduces them itself, in rank order. Each pass and each exchange has the
 next sequence number.
 
-16-bit floats are summed in float32: the reduce-scatter runs on a float32 copy, and its finished
-chunk is rounded once, before the all-gather. Rounding at every hop would halve the bytes of the
-reduce-scatter, but lose the small addends of a large ring.
+16-bit floats, and values that are to travel as something shorter (`ringreduce.pure.encodings`), do
+not go round: sums rounded at every hop would lose the small addends of a large ring. Each rank
+sends encoded chunks to those who add them up, in float32 and in rank order. The results are encoded
+once more, and gathered:
+
+    encode -> all-to-all -> decode, reduce, divide -> encode -> all-gather -> decode
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from ringreduce.collectives.base import Collectives, parts_of
 from ringreduce.pure import kernels, schedule
+from ringreduce.pure.encodings import Coding, Encoding, Half
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.wire import Kind, signature_of
+from ringreduce.pure.payload import bounds_of
+from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
 from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
 # Elements of a half-precision buffer that are widened at a time: a copy of 16 MiB takes little
@@ -62,7 +71,7 @@ class Ring(Collectives):
 
     `rank` is this rank's index among the two or more of the ring; `job` and the group and epoch of
     `membership`, of which the ring may be a part, are in every header. A mean is over all its
-    members.
+    members. `pairs` are of these, and the ring's ranks have the `places` among them.
     """
 
     def __init__(
@@ -72,9 +81,11 @@ class Ring(Collectives):
         rank: int,
         size: int,
         membership: Membership,
+        pairs: ZmqPairs,
+        places: Sequence[int],
         job: int = 0,
     ) -> None:
-        self._link, self.links = link, (link,)
+        self._link, self.links, self.pairs, self._places = link, (link,), pairs, places
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._sequence = 0
@@ -82,13 +93,15 @@ class Ring(Collectives):
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
         self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
         self._exchanging = lru_cache(_EXCHANGES_KEPT)(self._make_exchanging)
-        self._parting = lru_cache(_CALLS_KEPT)(self._header)
+        self._comparing = lru_cache(_CALLS_KEPT)(self._make_comparing)
+        self._parting = lru_cache(_CALLS_KEPT)(self._make_parting)
 
     def all_reduce(
         self,
         flat: np.ndarray,
         op: ReduceOp,
         signature: int = 0,
+        coding: Coding | None = None,
         called: tuple[Kind, np.dtype] | None = None,
     ) -> None:
         """Reduce `flat`, shape (n,), over all ranks, in place.
@@ -96,18 +109,88 @@ class Ring(Collectives):
         Ranks compare `called`, the caller's kind and dtype, if this is a part of another call.
         """
         named = (Kind.ALL_REDUCE, flat.dtype) if called is None else called
-        if self._is_small(flat.nbytes):
+        is_exact = coding is None or flat.nbytes <= SMALL_BYTES_MAX
+        if self._is_small(flat.nbytes) and is_exact:
             self._all_reduce_small(flat, op, signature, *named)
-            return
-        if not is_half(dtype_code(flat.dtype)):
+        elif coding is not None:
+            self._all_reduce_encoded(flat, op, signature, coding, *named)
+        elif is_half(dtype_code(flat.dtype)):
+            coding = Coding(Half(flat.dtype.name))
+            for start in range(0, flat.size, HALF_BLOCK):
+                block = flat[start : start + HALF_BLOCK]
+                wide = kernels.widened(block)
+                self._all_reduce_encoded(wide, op, signature, coding, *named)
+                kernels.narrow(wide, block)
+        else:
             call = self._reducing(Kind.ALL_REDUCE, flat.dtype, *named, flat.size, op, signature)
             self._run(call, flat)
-            return
-        for start in range(0, flat.size, HALF_BLOCK):
-            block = flat[start : start + HALF_BLOCK]
-            self.reduce_scatter(block, op, signature)
-            bounds = schedule.chunk_bounds(block.size, self._size)
-            self.all_gather(Kind.ALL_REDUCE, block, bounds, signature)
+
+    def _all_reduce_encoded(
+        self,
+        flat: np.ndarray,
+        op: ReduceOp,
+        signature: int,
+        coding: Coding,
+        kind: Kind,
+        called: np.dtype,
+    ) -> None:
+        """Reduce `flat`, float32, to what every rank decodes from the owners' results."""
+        encoding, residuals = coding.encoding, coding.residuals
+        bounds = schedule.chunk_bounds(flat.size, self._size)
+        chunks = _cut(flat, bounds)
+        ends = bounds_of([encoding.nbytes(chunk.size) for chunk in chunks])
+        wire = np.empty(ends[-1], np.uint8)
+        pieces = _cut(wire, ends)
+        # Copies, since they stay as they were where a result is not finite.
+        own, last = None if residuals is None else residuals[0].copy(), None
+        self._reduce_encoded(flat, pieces, encoding, own, op, signature, kind, called)
+        if residuals is not None:
+            last = _cut(residuals[1], bounds)[self._rank].copy()
+        encoding.encode(chunks[self._rank], pieces[self._rank], last)
+        self.all_gather(kind, wire, ends, signature)
+        for chunk, piece in zip(chunks, pieces, strict=True):
+            encoding.decode(piece, chunk)
+        if residuals is not None and all(
+            encoding.are_finite(piece, chunk.size)
+            for chunk, piece in zip(chunks, pieces, strict=True)
+        ):
+            residuals[0][:] = own
+            _cut(residuals[1], bounds)[self._rank][:] = last
+
+    def _reduce_encoded(
+        self,
+        flat: np.ndarray,
+        pieces: Sequence[np.ndarray],
+        encoding: Encoding,
+        residuals: np.ndarray | None,
+        op: ReduceOp,
+        signature: int,
+        kind: Kind,
+        called: np.dtype,
+    ) -> np.ndarray:
+        """Reduce this rank's chunk of `flat`, float32, and return it.
+
+        `pieces` get the encoded chunks. All ranks' additions are in rank order.
+        """
+        rank, size = self._rank, self._size
+        bounds = schedule.chunk_bounds(flat.size, size)
+        kept = [None] * size if residuals is None else _cut(residuals, bounds)
+        for chunk, piece, left in zip(_cut(flat, bounds), pieces, kept, strict=True):
+            encoding.encode(chunk, piece, left)
+        came = np.empty((size, pieces[rank].size), np.uint8)
+        came[rank] = pieces[rank]
+        sent, received = ([_NOTHING] * self._membership.size for _ in range(2))
+        for place, piece, row in zip(self._places, pieces, came, strict=True):
+            sent[place], received[place] = piece, row
+        said = kind, called, flat.size, signature, op
+        self._swap(said, sent, received)
+        own = _cut(flat, bounds)[rank]
+        rows = np.empty((size, own.size), np.float32)
+        for row, piece in zip(rows[::-1], came, strict=True):
+            encoding.decode(piece, row)
+        memory, target = rows.view(np.uint8), own.view(np.uint8)
+        kernels.reduce_rows(memory, size - 1, target, own.size, *self._reduction(op, own.dtype))
+        return own
 
     def _all_reduce_small(
         self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
@@ -127,19 +210,18 @@ class Ring(Collectives):
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+        kind, named = Kind.REDUCE_SCATTER, flat.dtype
         bounds = schedule.chunk_bounds(flat.size, self._size)
-        own = slice(bounds[self._rank], bounds[self._rank + 1])
-        half, wide = is_half(dtype_code(flat.dtype)), flat
-        if half:
-            wide = np.empty(flat.size, np.float32)
-            kernels.widen(flat, wide)
-        kind = Kind.REDUCE_SCATTER
-        self._run(
-            self._reducing(kind, wide.dtype, kind, flat.dtype, flat.size, op, signature), wide
-        )
-        if half:
-            kernels.narrow(wide[own], flat[own])
-        return flat[own]
+        own = _cut(flat, bounds)[self._rank]
+        if is_half(dtype_code(named)):
+            wire = np.empty(flat.nbytes, np.uint8)
+            pieces = _cut(wire, [bound * flat.itemsize for bound in bounds])
+            wide, encoding = kernels.widened(flat), Half(named.name)
+            found = self._reduce_encoded(wide, pieces, encoding, None, op, signature, kind, named)
+            kernels.narrow(found, own)
+            return own
+        self._run(self._reducing(kind, named, kind, named, flat.size, op, signature), flat)
+        return own
 
     def all_gather(
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
@@ -186,19 +268,27 @@ class Ring(Collectives):
             return
         sent, received = parts_of(own, counts, source, target)
         received[own][:] = sent[own]
-        self._sequence += 1
-        header = self._parting(kind, source.dtype, 0, signature)
-        compare = partial(self.compare, kind, source.dtype, signature)
-        assert self.pairs is not None
-        self.pairs.exchange(header, self._sequence - 1, sent, received, compare)
+        self._swap((kind, source.dtype, 0, signature, 0), sent, received)
 
-    def compare(self, kind: Kind, dtype: np.dtype, signature: int) -> None:
+    def _swap(
+        self,
+        said: tuple[Kind, np.dtype, int, int, int],
+        sent: Sequence[np.ndarray],
+        received: Sequence[np.ndarray],
+    ) -> None:
+        """Send each part in `sent` to its place, and receive as many; see `ZmqPairs.exchange`."""
+        self._sequence += 1
+        compare = partial(self.compare, *said)
+        assert self.pairs is not None
+        self.pairs.exchange(self._parting(*said), self._sequence - 1, sent, received, compare)
+
+    def compare(self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""
-        self._exchange(self._exchanging(kind, dtype, dtype, 0, None, signature))
+        self._exchange(self._comparing(kind, dtype, count, signature, op))
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self.compare(Kind.BARRIER, _BYTE, 0)
+        self.compare(Kind.BARRIER, _NOTHING.dtype, 0, 0)
 
     def _run(self, call: RingCall, flat: np.ndarray) -> None:
         # Counted before the first byte is sent: a failed pass keeps its number.
@@ -269,6 +359,14 @@ class Ring(Collectives):
         call = ExchangeCall(header, plan, count * dtype.itemsize, size=self._size)
         return _Exchange(call, rows, rows.view(np.uint8), wide, reduction)
 
+    def _make_comparing(self, *said: Any) -> _Exchange:
+        rows = np.empty((self._size, 0), np.uint8)
+        call = ExchangeCall(self._header(*said), schedule.exchange(self._size), 0, size=self._size)
+        return _Exchange(call, rows, rows, None, NO_REDUCTION)
+
+    def _make_parting(self, *said: Any) -> Header:
+        return replace(self._header(*said), rank=self._places[self._rank])
+
     def _reduction(self, op: ReduceOp, computed: np.dtype) -> Reduction:
         combine = kernels.reduction(op, computed)
         if op is not ReduceOp.MEAN:
@@ -277,4 +375,8 @@ class Ring(Collectives):
         return Reduction(combine, kernels.divide(computed), divisor)
 
 
-_BYTE = np.dtype(np.uint8)
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _cut(array: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:
+    return [array[start:end] for start, end in itertools.pairwise(bounds)]

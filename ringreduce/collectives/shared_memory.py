@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.base import Collectives
+from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.schedule import Action, chunk_bounds
 from ringreduce.pure.wire import Kind, signature_of
@@ -53,8 +54,10 @@ class SharedMemoryCollectives(Collectives):
         self._call = lru_cache(_CALLS_KEPT)(self._make_call)
         self._all_to_all = lru_cache(_ALL_TO_ALLS_KEPT)(self._make_all_to_all)
 
-    def all_reduce(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> None:
-        """Reduce `flat`, shape (n,), over all ranks, in place."""
+    def all_reduce(
+        self, flat: np.ndarray, op: ReduceOp, signature: int = 0, coding: Coding | None = None
+    ) -> None:
+        """Reduce `flat`, shape (n,), over all ranks, in place; here nothing is encoded."""
         self._run(Kind.ALL_REDUCE, Action.ALL_REDUCE, flat, None, op, signature)
 
     def teach(self, array: np.ndarray, option: Any, op: ReduceOp, signature: int = 0) -> None:

@@ -31,8 +31,10 @@ from ringreduce.communicator.statistics import Statistics
 from ringreduce.engine.engine import Engine
 from ringreduce.pure.buckets import ALIGNMENT
 from ringreduce.pure.claims import Claim
+from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import whole
 from ringreduce.pure.payload import flat_view
+from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -147,6 +149,7 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         *,
         signature: int = 0,
         async_op: bool = False,
+        coding: Coding | None = None,
     ) -> Any:
         """Reduce `array` over all ranks; afterwards it holds the same result on each.
 
@@ -160,6 +163,8 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
             signature: 64 bits that must be equal on all ranks, such as a hash of a name.
             async_op: return at once; the engine's thread runs it, after what it was given before.
                 All ranks must hand over in the same order.
+            coding: what `array`, float32, is encoded to where it travels between hosts; equal on
+                all ranks, but for residuals. Up to 16 KiB travel as they are.
 
         Returns:
             `array` itself; with `async_op` a `Work`, whose ``wait()`` returns it.
@@ -180,7 +185,15 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         if not async_op and session.calls.all_reduce(array, op, signature):
             return array
         how, flat = self._reducible("all_reduce", array, op)
-        run = session.collectives.all_reduce
+        run: Any = session.collectives.all_reduce
+        if coding is not None:
+            if flat.dtype != np.float32:
+                raise ArrayError(
+                    f"cannot encode {flat.dtype.name}", remedy="Encode float32, or nothing."
+                )
+            run = functools.partial(run, coding=coding)
+            # A caller's signature covers the encoding too.
+            signature = signature or signature_of(coding.encoding.name)
         result = session.calls.run("all_reduce", array, signature, async_op, run, flat, how)
         if not async_op:
             session.calls.teach(array, op, how, signature)

@@ -282,8 +282,7 @@ def connect(
         where = ways_to(job.routes, where)
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})
-        collectives = _collectives(config, job, membership, placement, opened, where, check)
-        collectives.pairs = ZmqPairs(
+        pairs = ZmqPairs(
             bind=opened.bind,
             segment_bytes=config.segment_bytes,
             waiting=opened.waiting,
@@ -293,6 +292,8 @@ def connect(
             routes=job.routes,
             ranks_here=job.ranks_here(config.rank),
         )
+        collectives = _collectives(config, job, membership, placement, opened, where, pairs, check)
+        collectives.pairs = pairs
     here = [rank for rank in membership.members if job.hosts[rank] == job.hosts[config.rank]]
     is_whole = membership == whole(config.size)
     own, count = (config.local_rank, config.local_size) if is_whole else (None, None)
@@ -318,6 +319,7 @@ def _collectives(
     placement: Placement,
     opened: OpenedSockets,
     announced: Mapping[int, Announced],
+    pairs: ZmqPairs,
     check: Callable[[], None],
 ) -> Collectives:
     """The collectives of the members as they are placed."""
@@ -358,6 +360,8 @@ def _collectives(
             rank=members.index(rank),
             size=len(members),
             membership=membership,
+            pairs=pairs,
+            places=placement.lane(lane),
             job=job.number,
         )
     else:

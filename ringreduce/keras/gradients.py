@@ -68,7 +68,8 @@ class Reducer:
         if shared:
             paths = [_name(variables[number], number) for number in shared]
             sent = [gradients[number] for number in shared]
-            found = self.bridge.mean(self.communicator, sent, paths)
+            owners = [variables[number] for number in shared]
+            found = self.bridge.mean(self.communicator, sent, paths, owners)
             means = dict(zip(shared, found, strict=True))
         final = []
         for number, (gradient, kind) in enumerate(zip(gradients, kinds, strict=True)):

@@ -23,6 +23,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
@@ -51,7 +52,7 @@ from ringreduce.keras.settings import (
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
-from ringreduce.keras.wrappable import refuse_unusable
+from ringreduce.keras.wrappable import all_within, refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, describe, remake
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
@@ -87,8 +88,8 @@ class DistributedOptimizer(Wrapper):
         accumulate_steps: reduce and apply only every so many calls of `apply`, with the mean of all
             their gradients: as one step with so many times the batch. The step counter counts what
             is applied. What is left at the end of an epoch counts for the next.
-        compression: ``"none"``, ``"fp16"`` or ``"bf16"``: the dtype to which 32- and 64-bit
-            gradients are rounded while they travel (`Compression`). Ranks stay bit-identical.
+        compression: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"int8"``: what float32 gradients are
+            while they travel between hosts (`Compression`). Ranks stay bit-identical.
         sparse_as_dense: make sparse gradients (`tf.IndexedSlices`, of embeddings) dense before they
             are reduced. By default only their rows travel, unless the whole is less. Either way
             rows of the same index are added before the optimizer sees them, with one rank too;
@@ -146,6 +147,13 @@ class DistributedOptimizer(Wrapper):
         for name in others:
             raise TypeError(advice_on_option(name))
         refuse_unusable(inner)
+        scalers = [one for one in all_within(inner) if isinstance(one, LossScaleOptimizer)]
+        if compression == "int8" and scalers:
+            raise ConfigError(
+                f"got compression='int8' with {scalers[0].name}: what rounding takes in one step "
+                "has another scale in the next",
+                remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
+            )
         if accumulate_steps < 1:
             raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
         how = gradient_op(op)

@@ -81,6 +81,11 @@ class DistributedGradientTape:
                 "got a tape, and options for making one",
                 remedy="Make the tape with persistent and watch_accessed_variables.",
             )
+        if compression == "int8":
+            raise ConfigError(
+                "got compression='int8' for a tape, which keeps nothing for the next step",
+                remedy="Use DistributedOptimizer with a plain tape, or 'bf16'.",
+            )
         self._tape, self._communicator = tape, communicator
         self._op, self._local = gradient_op(op), set(map(_identity, local_variables))
         self._scale_local = scale_local_gradients

@@ -96,6 +96,7 @@ class BucketPlan:
     gradients: tuple[GradientSpec, ...]
     buckets: tuple[Bucket, ...]
     compiled: bool = False
+    compression: str = "none"
 
     @classmethod
     def make(
@@ -106,6 +107,7 @@ class BucketPlan:
         first_bytes: int | None = None,
         compiled: bool = False,
         in_place_bytes: int | None = None,
+        compression: str = "none",
     ) -> BucketPlan:
         """Pack `gradients` into buckets of about `bucket_bytes`.
 
@@ -119,6 +121,7 @@ class BucketPlan:
                 they would round differently; so it is part of the signature.
             in_place_bytes: gradients of at least this size have their own bucket and are reduced in
                 place. None: none are.
+            compression: how they travel between hosts, equal on all ranks.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}
@@ -147,7 +150,7 @@ class BucketPlan:
             ends[spec.dtype] = start + room
         for dtype in list(open_slots):
             close(dtype)
-        return cls(tuple(gradients), tuple(done), compiled)
+        return cls(tuple(gradients), tuple(done), compiled, compression)
 
     @cached_property
     def present(self) -> tuple[int, ...]:
@@ -167,13 +170,15 @@ class BucketPlan:
     def signature(self) -> int:
         """64 bits that differ when plans differ; the numbers of automatic names do not count."""
         essence = tuple(gradient.essence for gradient in self.gradients)
-        return signature_of("plan", essence, self.buckets, self.compiled)
+        return signature_of("plan", essence, self.buckets, self.compiled, self.compression)
 
     def describe_buckets(self) -> str:
         """``3 buckets, the first of 4096 float32``, and whether XLA compiles the step."""
         text = f"{len(self.buckets)} bucket{'s' * (len(self.buckets) != 1)}"
         if self.buckets:
             text += f", the first of {self.buckets[0].count} {self.buckets[0].dtype}"
+        if self.compression != "none":
+            text += f", with compression {self.compression!r}"
         return text + ", with jit_compile=True" * self.compiled
 
 

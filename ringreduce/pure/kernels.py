@@ -52,6 +52,13 @@ def widen(source: np.ndarray, target: np.ndarray) -> None:
     kernel(source.view(np.uint16), target)
 
 
+def widened(source: np.ndarray) -> np.ndarray:
+    """A float32 copy of `source`, float16 or bfloat16 of shape (n,)."""
+    target = np.empty(source.size, np.float32)
+    widen(source, target)
+    return target
+
+
 def narrow(source: np.ndarray, target: np.ndarray) -> None:
     """Fill `target`, float16 or bfloat16 of shape (n,), with `source`, float32, rounded to even."""
     kernel = _narrow_float16 if target.dtype.name == "float16" else _narrow_bfloat16

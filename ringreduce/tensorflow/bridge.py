@@ -7,6 +7,8 @@ takes all gradients (`ringreduce.tensorflow.routes`).
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +22,18 @@ from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
+from ringreduce.tensorflow.residuals import Residuals
 from ringreduce.tensorflow.routes import PackedRoute, PythonRoute
 from ringreduce.tensorflow.sparse import as_tensors, merged
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_code
 
+_log = logging.getLogger(__name__)
+
 # Smaller gradients are cheaper to pack together than to reduce one by one.
 _IN_PLACE_BYTES = 1 << 20
+# Those whose compression changes nothing, which has been said.
+_told: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # Takes the gradients of one plan out of TensorFlow and brings their means back.
 _Route = PackedRoute | PythonRoute
 
@@ -48,16 +55,21 @@ class GradientBridge:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
         self._bucket_bytes = bucket_bytes
         self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
+        self._residuals = Residuals() if self._codec == "int8" else None
         self._numerics = NumericsCheck(check_numerics)
         # The plans are for the communicator that was used last.
         self._agreed: AgreedPlans | None = None
         # The keys hold the gradients' paths, which errors name; a signature would not.
-        self._routes: dict[tuple[tuple[GradientSpec, ...], str], tuple[BucketPlan, _Route]] = {}
+        self._routes: dict[tuple[Any, ...], tuple[BucketPlan, _Route]] = {}
 
     # AutoGraph must not convert this: it is Python that runs while tracing, or as an op.
     @tf.autograph.experimental.do_not_convert
     def mean(
-        self, communicator: Communicator, gradients: Sequence[Any], paths: Sequence[str]
+        self,
+        communicator: Communicator,
+        gradients: Sequence[Any],
+        paths: Sequence[str],
+        variables: Sequence[Any] = (),
     ) -> list[Any]:
         """The mean of each gradient over all ranks; a new list, None where there was None.
 
@@ -70,6 +82,7 @@ class GradientBridge:
             gradients: tensors, `tf.IndexedSlices` or None; equal on all ranks except in values and
                 rows.
             paths: a name for each, for messages.
+            variables: to which residuals belong, where a compression has some.
 
         Raises:
             ConfigError: as `refuse_unreachable`; a gradient's shape is not known.
@@ -81,34 +94,55 @@ class GradientBridge:
         refuse_unreachable(communicator)
         failures.watch(communicator)
         given = [as_tensors(gradient, self._sparse_as_dense) for gradient in gradients]
-        encoded = [self._codec.encoded(gradient) for gradient in given]
-        plan, route = self._routed(communicator, encoded, paths)
+        encoded = [
+            self._codec.encoded(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in given
+        ]
+        plan, route = self._routed(communicator, encoded, paths, variables)
         dense, sparse = route.mean(
             [encoded[index] for index in plan.present], [encoded[index] for index in plan.sparse]
         )
         means = dict(zip((*plan.present, *plan.sparse), (*dense, *sparse), strict=True))
-        return [self._codec.decoded(means.get(i), gradient) for i, gradient in enumerate(given)]
+        return [
+            None if gradient is None else tf.cast(means[number], gradient.dtype)
+            for number, gradient in enumerate(given)
+        ]
 
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""
         return merged(as_tensors(gradient, self._sparse_as_dense))
 
     def _routed(
-        self, communicator: Communicator, gradients: Sequence[Any], paths: Sequence[str]
+        self,
+        communicator: Communicator,
+        gradients: Sequence[Any],
+        paths: Sequence[str],
+        variables: Sequence[Any],
     ) -> tuple[BucketPlan, _Route]:
         """The plan for these gradients and their route; each is made once."""
         if self._agreed is None or self._agreed.communicator is not communicator:
             self._agreed = AgreedPlans(communicator, self._bucket_bytes)
             self._routes.clear()
+            is_within = communicator.transport == "shm" and communicator not in _told
+            if self._codec != "none" and is_within and communicator.rank == 0:
+                _told.add(communicator)
+                _log.warning(
+                    "compression=%r changes nothing: all ranks are on one host, where gradients do "
+                    "not travel.",
+                    str(self._codec),
+                )
         specs = tuple(map(_spec_of, gradients, paths))
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
-        if (specs, way) not in self._routes:
+        owners = () if self._residuals is None else tuple(map(id, variables))
+        key = specs, way, owners
+        if key not in self._routes:
             compiled_over = communicator.transport if way == "XLA" else None
             plan = self._plan(specs, gradients, compiled_over)
-            reducer = BucketReducer(plan, self._agreed, self._numerics)
+            coded = None if self._residuals is None else self._residuals.of(plan, variables)
+            reducer = BucketReducer(plan, self._agreed, self._numerics, coded)
             present = [gradients[index] for index in plan.present]
-            self._routes[specs, way] = plan, self._route(way, reducer, present)
-        return self._routes[specs, way]
+            self._routes[key] = plan, self._route(way, reducer, present)
+        return self._routes[key]
 
     def _route(self, way: str, reducer: BucketReducer, present: Sequence[Any]) -> _Route:
         # What the kernels are registered for (native/src/tf_ops.c).
@@ -139,6 +173,7 @@ class GradientBridge:
             min(self._bucket_bytes, FIRST_BUCKET_BYTES),
             compiled=compiled_over is not None,
             in_place_bytes=_IN_PLACE_BYTES if compiled_over == "shm" else None,
+            compression=str(self._codec),
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
+from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.tensorflow.numerics import NumericsCheck
@@ -106,10 +108,21 @@ def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
 
 
 class BucketReducer:
-    """Reduces the buckets of one plan in place, in the thread that calls it."""
+    """Reduces the buckets of one plan in place, in the thread that calls it.
 
-    def __init__(self, plan: BucketPlan, agreed: AgreedPlans, numerics: NumericsCheck) -> None:
+    `residuals` returns those of a bucket; None: what rounding takes is lost.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        agreed: AgreedPlans,
+        numerics: NumericsCheck,
+        residuals: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> None:
         self.communicator, self._agreed = agreed.communicator, agreed
+        self._encodes = plan.compression != "none" and self.communicator.transport != "shm"
+        self._residuals = residuals
         self.plan, self.numerics = plan, numerics
         self._parts = [
             [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
@@ -127,7 +140,10 @@ class BucketReducer:
         `values` has the shape (count,), is contiguous, and has the bucket's dtype. Raises as
         `Communicator.all_reduce` and `NumericsCheck`.
         """
-        parts = self._parts[bucket]
+        parts, plan, coding = self._parts[bucket], self.plan, None
         self.numerics.check_own(self.communicator, values, parts)
-        self.communicator.all_reduce(values, ReduceOp.MEAN, signature=self.plan.signature)
+        if self._encodes and values.dtype == np.float32:
+            residuals = None if self._residuals is None else self._residuals(bucket)
+            coding = Coding(encoding_of(plan.compression), residuals)
+        self.communicator.all_reduce(values, ReduceOp.MEAN, signature=plan.signature, coding=coding)
         self.numerics.check_mean(self.communicator, values, parts)

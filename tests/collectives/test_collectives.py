@@ -16,8 +16,11 @@ from ringreduce import testing
 from ringreduce.collectives import ring
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
+from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.pure.schedule import chunk_bounds
 from ringreduce.testing import ring_of_threads
+from ringreduce.transport.zeromq import ZmqLink
+from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp
 from tests import naive
 from tests.scope import in_full
@@ -315,6 +318,78 @@ def test_mean_of_float16_does_not_overflow_on_the_way(count):
         return np.unique(comm.all_reduce(np.full(count, 60_000, np.float16), "mean")).tolist()
 
     assert ring_of_threads(2, work) == [[60_000]] * 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+def test_encoded_results_are_equal_and_their_ledger_is_even(size, name, way):
+    """All that ranks gave in ten steps is in the results and in what the ranks have kept."""
+    encoding, counts, steps = encoding_of(name), (0, 5, size, 4099, 30_011), 10
+
+    def work(comm: Communicator) -> list[Any]:
+        found = []
+        for count in counts:
+            kept = np.zeros((2, count), np.float32)
+            residuals = (kept[0], kept[1]) if encoding.has_residuals else None
+            given, got, bits = np.zeros(count), np.zeros(count), b""
+            for step in range(steps):
+                own = np.random.default_rng([comm.rank, step]).standard_normal(count)
+                own = own.astype(np.float32)
+                given += own
+                comm.all_reduce(own, "mean", coding=Coding(encoding, residuals))
+                got, bits = got + own, bits + own.tobytes()
+            found.append((given, got, kept, bits))
+        return found
+
+    results = ring_of_threads(size, work)
+    for index in range(len(counts)):
+        given, got, kept, bits = zip(*(result[index] for result in results), strict=True)
+        assert bits == (bits[0],) * size
+        left = sum(first + second.astype(float) * size for first, second in kept)
+        # Of 16 bits there are no residuals: half a step of numbers up to 4 in each step.
+        atol = 1e-3 if encoding.has_residuals else steps * size * 8 * 2.0**-9
+        np.testing.assert_allclose(got[0] * size + left, sum(given), atol=atol)
+    is_coded = "zmq" in way and size > (2 if "shm" in way else 1)
+    assert any(kept.any() for *_, kept, _ in results[0]) == (is_coded and name == "int8")
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+def test_a_result_that_is_not_finite_leaves_residuals_as_they_were(name):
+    count = 40_009
+
+    def work(comm: Communicator) -> None:
+        kept = np.full((2, count), 0.25, np.float32)
+        own = np.ones(count, np.float32)
+        own[count // 2] = np.nan if comm.rank == 1 else 1
+        comm.all_reduce(own, coding=Coding(encoding_of(name), (kept[0], kept[1])))
+        assert not np.isfinite(own[count // 2])
+        assert np.isfinite(own[:100]).all()
+        assert (kept == 0.25).all()
+
+    ring_of_threads(3, work)
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 1.0), ("bf16", 0.51), ("int8", 0.26)])
+def test_encoded_bytes_between_hosts(name, most, way):
+    """Counted on the wire, against float32."""
+    count = 400_003
+
+    def work(comm: Communicator) -> int:
+        coding = None if name == "none" else Coding(encoding_of(name))
+        collectives = comm._session.collectives
+        ways = [*collectives.links, collectives.pairs]
+        wires = [each for each in ways if isinstance(each, (ZmqLink, ZmqPairs))]
+        before = [each.traffic().bytes_sent for each in wires]
+        comm.all_reduce(np.ones(count, np.float32), coding=coding)
+        return sum(each.traffic().bytes_sent for each in wires) - sum(before)
+
+    size = 4
+    hosts = 1 if way == "shm" else 2 if way == "shm+zmq" else size
+    # By each host, 2 (hosts - 1) / hosts of the array; what ranks exchange beside it is small.
+    whole = 2 * (hosts - 1) * 4 * count
+    sent = sum(ring_of_threads(size, work))
+    if way != "shm":
+        assert 0.9 * most * whole <= sent <= most * whole + 4096
 
 
 @pytest.mark.parametrize("count", [10, 100_003])

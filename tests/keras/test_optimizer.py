@@ -234,7 +234,7 @@ def test_local_variables_are_known_to_what_a_loss_scale_makes_of_it():
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate_steps": 0}, {"compression": "int8"}, {"bucket_bytes": 0}]
+    "options", [{"accumulate_steps": 0}, {"compression": "int4"}, {"bucket_bytes": 0}]
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ringreduce.ConfigError, match=str(next(iter(options.values())))):

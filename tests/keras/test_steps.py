@@ -1,4 +1,4 @@
-"""Half precision, accumulation, compression, local variables, dropout: on a real ring of two."""
+"""Half precision, accumulation, local variables, dropout: on a real ring of two."""
 
 import pytest
 
@@ -117,22 +117,6 @@ def test_accumulated_sparse_gradients_equal_the_whole_batch(facts, how):
 def test_accumulation_by_the_inner_optimizer_is_refused_with_the_reason(facts, case):
     assert facts[case][0]["error"] == "ConfigError"
     assert "accumulate_steps" in facts[case][0]["text"]
-
-
-@pytest.mark.parametrize("way", ["graph", "eager"])
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("none", [-60000.0, 60000.0, -0.5, -2.0, -1 - 2.0**-9]),
-        # Twice 60000 is more than float16 holds.
-        ("fp16", [-60000.0, 60000.0, -0.5, -2.0, -1 - 2.0**-9]),
-        # 8 significant bits.
-        ("bf16", [-59904.0, 59904.0, -0.5, -2.0, -1.0]),
-    ],
-)
-def test_compression_rounds_gradients_and_overflows_by_no_sum(facts, name, expected, way):
-    for rank in RANKS:
-        assert facts[f"compression {name}"][rank][way] == expected
 
 
 def test_a_local_variable_is_each_ranks_own(facts):

@@ -208,23 +208,6 @@ def refused_accumulation():
     say("inner accumulation, scaled", **error_of(lambda: rr.DistributedOptimizer(scaled)))
 
 
-def compression(name):
-    """Exact where values fit the dtype; large ones do not overflow by being added up."""
-    variable = tf.Variable(tf.zeros(5))
-    optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=name)
-
-    @tf.function
-    def step(gradient):
-        optimizer.apply([gradient], [variable])
-
-    values = tf.constant([60000.0, -60000.0, float(comm.rank), 2.0, 1 + 2.0**-9])
-    step(values)
-    in_graph = variable.numpy().tolist()
-    variable.assign(tf.zeros(5))
-    optimizer.apply([values], [variable])
-    say(f"compression {name}", graph=in_graph, eager=variable.numpy().tolist())
-
-
 def local_variables():
     """One variable stays each rank's own, with its values, gradients and optimizer state."""
     shared, mine = (keras.Variable(np.full(3, float(comm.rank))) for _ in range(2))
@@ -437,8 +420,6 @@ accumulation_forgets_infinity()
 accumulated_sparse_gradients(False)
 accumulated_sparse_gradients(True)
 refused_accumulation()
-for kind in ("none", "fp16", "bf16"):
-    compression(kind)
 local_variables()
 accumulated_local_variables()
 local_layer()

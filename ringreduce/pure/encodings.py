@@ -1,0 +1,170 @@
+"""Float32 values as fewer bytes, for the way between hosts. Pure.
+
+bfloat16 and float16 round each value. int8 divides each block of 256 by a scale of its own and
+rounds; what rounding takes from a value is added to the next one at its place (error feedback:
+Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error
+feedback fixes SignSGD", ICML 2019).
+
+Decoding is the same arithmetic everywhere, in float32 and without contraction, so all ranks get
+equal bits from equal bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ringreduce.pure import kernels
+from ringreduce.vocabulary.compiled import jit
+from ringreduce.vocabulary.types import dtype_named
+
+# Values that share a scale; of 256 it adds 1.6 % to their bytes.
+_BLOCK = 256
+
+
+class Encoding(Protocol):
+    """A way to write float32 values. Arrays are contiguous; values have the shape (n,).
+
+    Attributes:
+        name: equal on all ranks.
+        has_residuals: whether what rounding takes can be kept.
+    """
+
+    name: str
+    has_residuals: bool
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of `count` encoded values; a multiple of 4, or of the size of a value."""
+
+    def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
+        """Write `values` into `out`, uint8 of shape (nbytes,).
+
+        `residuals`, like `values`, are added before, and get what rounding takes. NaN and infinity
+        are encoded as some value that is not finite.
+        """
+
+    def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
+        """Fill `out`, float32, with the values in `encoded`."""
+
+    def are_finite(self, encoded: np.ndarray, count: int) -> bool:
+        """Whether `count` values in `encoded` are; asked where there are residuals."""
+
+
+class Coding(NamedTuple):
+    """How a collective's values travel between hosts.
+
+    Attributes:
+        residuals: float32, of the shape of the values: of what this rank, or its host, contributes,
+            and of the results that this rank sends. They are changed unless a result is not finite.
+            None: what rounding takes is lost.
+    """
+
+    encoding: Encoding
+    residuals: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class Half:
+    """16-bit floats, ``float16`` or ``bfloat16``."""
+
+    has_residuals = False
+
+    def __init__(self, name: str) -> None:
+        self.name, self._dtype = name, dtype_named(name)
+
+    def nbytes(self, count: int) -> int:
+        """See `Encoding`."""
+        return 2 * count
+
+    def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
+        """See `Encoding`."""
+        kernels.narrow(values, out.view(self._dtype))
+
+    def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
+        """See `Encoding`."""
+        kernels.widen(encoded.view(self._dtype), out)
+
+    def are_finite(self, encoded: np.ndarray, count: int) -> bool:
+        """See `Encoding`."""
+        return kernels.first_nonfinite(encoded.view(self._dtype)) < 0
+
+
+class Int8:
+    """The scales of all blocks, then the values divided by them."""
+
+    name, has_residuals = "int8", True
+
+    def nbytes(self, count: int) -> int:
+        """See `Encoding`."""
+        return 4 * _blocks(count) + count + -count % 4
+
+    def encode(self, values: np.ndarray, out: np.ndarray, residuals: np.ndarray | None) -> None:
+        """See `Encoding`."""
+        scales, numbers = self._parts(out, values.size)
+        kept = np.zeros(values.size, np.float32) if residuals is None else residuals
+        _encode_int8(values, kept, scales, numbers)
+
+    def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
+        """See `Encoding`."""
+        _decode_int8(*self._parts(encoded, out.size), out)
+
+    def are_finite(self, encoded: np.ndarray, count: int) -> bool:
+        """See `Encoding`."""
+        return bool(np.isfinite(self._parts(encoded, count)[0]).all())
+
+    @staticmethod
+    def _parts(encoded: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        end = 4 * _blocks(count)
+        return encoded[:end].view(np.float32), encoded[end : end + count].view(np.int8)
+
+
+def _blocks(count: int) -> int:
+    return -(-count // _BLOCK)
+
+
+@jit
+def _encode_int8(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
+    bits = residuals.view(np.uint32)
+    for block in range(scales.size):
+        start, end = block * _BLOCK, min((block + 1) * _BLOCK, values.size)
+        # As integers, since NaN is the largest then, and this becomes vector instructions.
+        largest = np.uint32(0)
+        for i in range(start, end):
+            residuals[i] += values[i]
+            largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+        scales[block] = _as_float(largest) / np.float32(127)
+        if largest >= np.uint32(0x7F800000):
+            numbers[start:end] = 1
+        elif largest < np.uint32(0x01000000):
+            # Below 2e-38 a scale has no reciprocal. Such values stay residuals.
+            scales[block] = np.float32(0)
+            numbers[start:end] = 0
+        else:
+            scale = scales[block]
+            factor = np.float32(1) / scale
+            for i in range(start, end):
+                number = np.int8(np.rint(residuals[i] * factor))
+                numbers[i] = number
+                residuals[i] -= np.float32(number) * scale
+
+
+@jit
+def _decode_int8(scales: Any, numbers: Any, out: Any) -> None:
+    for block in range(scales.size):
+        scale = scales[block]
+        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, out.size)):
+            out[i] = np.float32(numbers[i]) * scale
+
+
+@jit
+def _as_float(bits: Any) -> Any:
+    whole = np.empty(1, np.uint32)
+    whole[0] = bits
+    return whole.view(np.float32)[0]
+
+
+@cache
+def encoding_of(name: str) -> Encoding:
+    """The encoding ``"fp16"``, ``"bf16"`` or ``"int8"``."""
+    return Int8() if name == "int8" else Half({"fp16": "float16", "bf16": "bfloat16"}[name])
