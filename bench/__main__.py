@@ -189,6 +189,9 @@ def train(
     jit: Annotated[
         bool, typer.Option("--jit", help="Also with jit_compile=True, where that works.")
     ] = False,
+    compression: Annotated[
+        str, typer.Option(metavar="NAME,...", help="ringreduce also with these: fp16, bf16, int8.")
+    ] = "",
     transport: Transport = "auto",
     link: Annotated[
         str | None,
@@ -222,6 +225,7 @@ def train(
             latency_ms=latency,
             ceiling=ceiling,
             jit=jit,
+            compressions=_chosen(compression, ("fp16", "bf16", "int8")) if compression else (),
             bucket_bytes=size_in_bytes(bucket),
             json_file=json_file,
         )

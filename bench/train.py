@@ -30,6 +30,8 @@ MULTIWORKER = "multiworker"
 CEILING = "unreduced"
 # Marks a system that XLA compiles. MirroredStrategy fails with InvalidArgumentError then.
 JIT = "-jit"
+# Stands before the compression of ringreduce's gradients.
+CODED = "+"
 GLOBAL_BATCH = 128
 WARMUP_STEPS = 4
 COLUMNS = (
@@ -71,6 +73,7 @@ def run(
     latency_ms: float,
     ceiling: bool,
     jit: bool,
+    compressions: Sequence[str],
     bucket_bytes: int,
     json_file: str | None,
 ) -> None:
@@ -87,6 +90,7 @@ def run(
         ceiling: whether workers that reduce nothing take part too: the highest speed of so
             many processes on this machine, with any reduction.
         jit: whether systems that XLA can compile take part in that form too.
+        compressions: with which ringreduce takes part, besides without.
         bucket_bytes: of ringreduce's optimizer.
         json_file: where rows go.
 
@@ -94,6 +98,7 @@ def run(
         UnavailableError: the namespaces for `link` cannot be made here.
     """
     names = (*SYSTEMS, CEILING) if ceiling else SYSTEMS
+    names += tuple(f"ringreduce{CODED}{name}" for name in compressions)
     if jit:
         names += tuple(name + JIT for name in names if name != "mirrored")
     if link is not None:
@@ -134,12 +139,13 @@ def system(
     name: str, model: str, hosts: Sequence[Host], transport: str, bucket_bytes: int
 ) -> System:
     """How a system is started: as one process, or as a rank on each host."""
-    workers, kind = len(hosts), name.removesuffix(JIT)
+    workers = len(hosts)
+    kind, _, compression = name.removesuffix(JIT).partition(CODED)
     options = ["--model", model, "--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)]
     if kind == MULTIWORKER:
         command = [sys.executable, "-m", "bench.multiworker", *options]
         return System(name, tf_processes(command, hosts), lines=workers)
-    options += ["--bucket-bytes", str(bucket_bytes)]
+    options += ["--bucket-bytes", str(bucket_bytes), "--compression", compression or "none"]
     command = [sys.executable, "-m", "bench.train_worker", kind, *options]
     if name.endswith(JIT):
         command.append("--jit")
@@ -161,7 +167,7 @@ def row(
 ) -> dict[str, Any]:
     """One system's figures. Those about communication are None except for ringreduce."""
     step_ms = float(np.median(measured.seconds)) * 1e3
-    kind = name.removesuffix(JIT)
+    kind = name.removesuffix(JIT).partition(CODED)[0]
     result = {
         "system": name,
         "model": model,

@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--global-batch", type=int, required=True)
     parser.add_argument("--bucket-bytes", type=int, required=True)
+    parser.add_argument("--compression", required=True)
     arguments = parser.parse_args()
 
     comm = rr.init()
@@ -82,7 +83,11 @@ def main() -> None:
         model = models.make(arguments.model)
         optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
         if arguments.system == "ringreduce":
-            optimizer = rr.DistributedOptimizer(optimizer, bucket_bytes=arguments.bucket_bytes)
+            options = {
+                "bucket_bytes": arguments.bucket_bytes,
+                "compression": arguments.compression,
+            }
+            optimizer = rr.DistributedOptimizer(optimizer, **options)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=optimizer, loss=loss, jit_compile=arguments.jit)
 

@@ -91,15 +91,15 @@ BREAKAGES = (
     ),
     Breakage(
         "int8-residual-of-a-block",
-        "ringreduce/pure/encodings.py",
-        "residuals[i] -= np.float32(number) * scale",
-        "residuals[i] -= np.float32(number) * factor",
+        "ringreduce/pure/kernels.py",
+        "left[i] -= number * scale",
+        "left[i] -= number * factor",
         "What rounding takes is not what the next step adds.",
         ("tests/pure/test_encodings.py",),
     ),
     Breakage(
         "encoded-poison-is-kept",
-        "ringreduce/collectives/ring.py",
+        "ringreduce/collectives/encoded.py",
         "if residuals is not None and all(",
         "if residuals is not None and any(",
         "One NaN stays in the residuals for ever.",
@@ -107,7 +107,7 @@ BREAKAGES = (
     ),
     Breakage(
         "encoded-in-another-order",
-        "ringreduce/collectives/ring.py",
+        "ringreduce/collectives/encoded.py",
         "for row, piece in zip(rows[::-1], came, strict=True):",
         "for row, piece in zip(np.roll(rows, rank, 0), came, strict=True):",
         "The owners of chunks add in an order of their own.",

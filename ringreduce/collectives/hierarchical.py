@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringreduce.collectives.base import Collectives, parts_of
-from ringreduce.collectives.ring import HALF_BLOCK, Ring
+from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.pure import kernels
 from ringreduce.pure.encodings import Coding, Half
@@ -31,6 +31,8 @@ from ringreduce.transport.shm_pairs import ShmPairs
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
+# Elements of a 16-bit buffer that are widened at a time.
+BLOCK = 1 << 22
 # A smaller buffer uses one lane: more would only add messages.
 SLICE_BYTES_MIN = 16384
 
@@ -76,8 +78,8 @@ class HierarchicalCollectives(Collectives):
         if not is_half(dtype_code(flat.dtype)):
             self._all_reduce(flat, op, signature, coding, kind, flat.dtype)
             return
-        for start in range(0, max(1, flat.size), HALF_BLOCK):
-            block = flat[start : start + HALF_BLOCK]
+        for start in range(0, max(1, flat.size), BLOCK):
+            block = flat[start : start + BLOCK]
             wide = kernels.widened(block)
             self._all_reduce(wide, op, signature, Coding(Half(flat.dtype.name)), kind, flat.dtype)
             kernels.narrow(wide, block)

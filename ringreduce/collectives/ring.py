@@ -4,17 +4,11 @@ Small messages are exchanged instead: each rank gets all ranks' whole buffers in
 (`schedule.exchange`) and reduces them itself, in rank order. Each pass and each exchange has the
 next sequence number.
 
-16-bit floats, and values that are to travel as something shorter (`ringreduce.pure.encodings`), do
-not go round: sums rounded at every hop would lose the small addends of a large ring. Each rank
-sends encoded chunks to those who add them up, in float32 and in rank order. The results are encoded
-once more, and gathered:
-
-    encode -> all-to-all -> decode, reduce, divide -> encode -> all-gather -> decode
+What travels encoded, 16-bit floats among it, does not go round (`ringreduce.collectives.encoded`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -23,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives.base import Collectives, parts_of
+from ringreduce.collectives.encoded import EncodedReduction, Said, cut
 from ringreduce.pure import kernels, schedule
-from ringreduce.pure.encodings import Coding, Encoding, Half
+from ringreduce.pure.encodings import Coding, Half
 from ringreduce.pure.membership import Membership
-from ringreduce.pure.payload import bounds_of
 from ringreduce.pure.wire import Header, Kind, signature_of
 from ringreduce.transport.exchange import EXCHANGE_BYTES_MAX
 from ringreduce.transport.link_calls import NO_REDUCTION, ExchangeCall, Reduction, RingCall
@@ -34,9 +28,6 @@ from ringreduce.transport.zeromq import ZmqLink
 from ringreduce.transport.zmq_pairs import ZmqPairs
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-# Elements of a half-precision buffer that are widened at a time: a copy of 16 MiB takes little
-# memory and is long enough to fill the pipeline.
-HALF_BLOCK = 1 << 22
 # Rows up to this many bytes are exchanged: log2(size) steps instead of the ring's 2 (size - 1), and
 # size / 2 times its bytes. With 3 and 4 ranks that is faster up to 256 KiB over loopback, and up to
 # 16 KiB on a link of 1 Gbit/s. Between two ranks it moves the same bytes, so it is never slower on
@@ -89,6 +80,9 @@ class Ring(Collectives):
         self._rank, self._size, self._job = rank, size, job
         self._membership = membership
         self._sequence = 0
+        self._encoded = EncodedReduction(
+            rank, size, self._exchange_parts, self.all_gather, self._reduction
+        )
         self._most_rows = max(schedule.exchange(size).counts)
         self._reducing = lru_cache(_CALLS_KEPT)(self._make_reducing)
         self._moving = lru_cache(_CALLS_KEPT)(self._make_moving)
@@ -112,85 +106,12 @@ class Ring(Collectives):
         is_exact = coding is None or flat.nbytes <= SMALL_BYTES_MAX
         if self._is_small(flat.nbytes) and is_exact:
             self._all_reduce_small(flat, op, signature, *named)
-        elif coding is not None:
-            self._all_reduce_encoded(flat, op, signature, coding, *named)
-        elif is_half(dtype_code(flat.dtype)):
-            coding = Coding(Half(flat.dtype.name))
-            for start in range(0, flat.size, HALF_BLOCK):
-                block = flat[start : start + HALF_BLOCK]
-                wide = kernels.widened(block)
-                self._all_reduce_encoded(wide, op, signature, coding, *named)
-                kernels.narrow(wide, block)
+        elif coding is not None or is_half(dtype_code(flat.dtype)):
+            coding = coding or Coding(Half(flat.dtype.name))
+            self._encoded.all_reduce(flat, op, signature, coding, *named)
         else:
             call = self._reducing(Kind.ALL_REDUCE, flat.dtype, *named, flat.size, op, signature)
             self._run(call, flat)
-
-    def _all_reduce_encoded(
-        self,
-        flat: np.ndarray,
-        op: ReduceOp,
-        signature: int,
-        coding: Coding,
-        kind: Kind,
-        called: np.dtype,
-    ) -> None:
-        """Reduce `flat`, float32, to what every rank decodes from the owners' results."""
-        encoding, residuals = coding.encoding, coding.residuals
-        bounds = schedule.chunk_bounds(flat.size, self._size)
-        chunks = _cut(flat, bounds)
-        ends = bounds_of([encoding.nbytes(chunk.size) for chunk in chunks])
-        wire = np.empty(ends[-1], np.uint8)
-        pieces = _cut(wire, ends)
-        # Copies, since they stay as they were where a result is not finite.
-        own, last = None if residuals is None else residuals[0].copy(), None
-        self._reduce_encoded(flat, pieces, encoding, own, op, signature, kind, called)
-        if residuals is not None:
-            last = _cut(residuals[1], bounds)[self._rank].copy()
-        encoding.encode(chunks[self._rank], pieces[self._rank], last)
-        self.all_gather(kind, wire, ends, signature)
-        for chunk, piece in zip(chunks, pieces, strict=True):
-            encoding.decode(piece, chunk)
-        if residuals is not None and all(
-            encoding.are_finite(piece, chunk.size)
-            for chunk, piece in zip(chunks, pieces, strict=True)
-        ):
-            residuals[0][:] = own
-            _cut(residuals[1], bounds)[self._rank][:] = last
-
-    def _reduce_encoded(
-        self,
-        flat: np.ndarray,
-        pieces: Sequence[np.ndarray],
-        encoding: Encoding,
-        residuals: np.ndarray | None,
-        op: ReduceOp,
-        signature: int,
-        kind: Kind,
-        called: np.dtype,
-    ) -> np.ndarray:
-        """Reduce this rank's chunk of `flat`, float32, and return it.
-
-        `pieces` get the encoded chunks. All ranks' additions are in rank order.
-        """
-        rank, size = self._rank, self._size
-        bounds = schedule.chunk_bounds(flat.size, size)
-        kept = [None] * size if residuals is None else _cut(residuals, bounds)
-        for chunk, piece, left in zip(_cut(flat, bounds), pieces, kept, strict=True):
-            encoding.encode(chunk, piece, left)
-        came = np.empty((size, pieces[rank].size), np.uint8)
-        came[rank] = pieces[rank]
-        sent, received = ([_NOTHING] * self._membership.size for _ in range(2))
-        for place, piece, row in zip(self._places, pieces, came, strict=True):
-            sent[place], received[place] = piece, row
-        said = kind, called, flat.size, signature, op
-        self._swap(said, sent, received)
-        own = _cut(flat, bounds)[rank]
-        rows = np.empty((size, own.size), np.float32)
-        for row, piece in zip(rows[::-1], came, strict=True):
-            encoding.decode(piece, row)
-        memory, target = rows.view(np.uint8), own.view(np.uint8)
-        kernels.reduce_rows(memory, size - 1, target, own.size, *self._reduction(op, own.dtype))
-        return own
 
     def _all_reduce_small(
         self, flat: np.ndarray, op: ReduceOp, signature: int, kind: Kind, called: np.dtype
@@ -210,18 +131,11 @@ class Ring(Collectives):
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int = 0) -> np.ndarray:
         """Reduce `flat`, shape (n,); return the view of it that holds this rank's chunk."""
+        if is_half(dtype_code(flat.dtype)):
+            return self._encoded.reduce_scatter(flat, op, signature)
         kind, named = Kind.REDUCE_SCATTER, flat.dtype
-        bounds = schedule.chunk_bounds(flat.size, self._size)
-        own = _cut(flat, bounds)[self._rank]
-        if is_half(dtype_code(named)):
-            wire = np.empty(flat.nbytes, np.uint8)
-            pieces = _cut(wire, [bound * flat.itemsize for bound in bounds])
-            wide, encoding = kernels.widened(flat), Half(named.name)
-            found = self._reduce_encoded(wide, pieces, encoding, None, op, signature, kind, named)
-            kernels.narrow(found, own)
-            return own
         self._run(self._reducing(kind, named, kind, named, flat.size, op, signature), flat)
-        return own
+        return cut(flat, schedule.chunk_bounds(flat.size, self._size))[self._rank]
 
     def all_gather(
         self, kind: Kind, flat: np.ndarray, bounds: tuple[int, ...], signature: int = 0
@@ -268,19 +182,20 @@ class Ring(Collectives):
             return
         sent, received = parts_of(own, counts, source, target)
         received[own][:] = sent[own]
-        self._swap((kind, source.dtype, 0, signature, 0), sent, received)
+        self._exchange_parts((kind, source.dtype, 0, signature, 0), sent, received)
 
-    def _swap(
-        self,
-        said: tuple[Kind, np.dtype, int, int, int],
-        sent: Sequence[np.ndarray],
-        received: Sequence[np.ndarray],
+    def _exchange_parts(
+        self, said: Said, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]
     ) -> None:
-        """Send each part in `sent` to its place, and receive as many; see `ZmqPairs.exchange`."""
+        """Send each part in `sent` to its rank, and receive as many; see `ZmqPairs.exchange`."""
+        # By places: those of other ranks than the ring's stay empty.
+        to, of = ([_NOTHING] * self._membership.size for _ in range(2))
+        for place, ahead, behind in zip(self._places, sent, received, strict=True):
+            to[place], of[place] = ahead, behind
         self._sequence += 1
         compare = partial(self.compare, *said)
         assert self.pairs is not None
-        self.pairs.exchange(self._parting(*said), self._sequence - 1, sent, received, compare)
+        self.pairs.exchange(self._parting(*said), self._sequence - 1, to, of, compare)
 
     def compare(self, kind: Kind, dtype: np.dtype, count: int, signature: int, op: int = 0) -> None:
         """Return once every rank has made the same call: an exchange of nothing."""
@@ -376,7 +291,3 @@ class Ring(Collectives):
 
 
 _NOTHING = np.empty(0, np.uint8)
-
-
-def _cut(array: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:
-    return [array[start:end] for start, end in itertools.pairwise(bounds)]

@@ -12,16 +12,12 @@ equal bits from equal bytes.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ringreduce.pure import kernels
-from ringreduce.vocabulary.compiled import jit
 from ringreduce.vocabulary.types import dtype_named
-
-# Values that share a scale; of 256 it adds 1.6 % to their bytes.
-_BLOCK = 256
 
 
 class Encoding(Protocol):
@@ -103,11 +99,11 @@ class Int8:
         """See `Encoding`."""
         scales, numbers = self._parts(out, values.size)
         kept = np.zeros(values.size, np.float32) if residuals is None else residuals
-        _encode_int8(values, kept, scales, numbers)
+        kernels.quantize(values, kept, scales, numbers)
 
     def decode(self, encoded: np.ndarray, out: np.ndarray) -> None:
         """See `Encoding`."""
-        _decode_int8(*self._parts(encoded, out.size), out)
+        kernels.dequantize(*self._parts(encoded, out.size), out)
 
     def are_finite(self, encoded: np.ndarray, count: int) -> bool:
         """See `Encoding`."""
@@ -120,48 +116,7 @@ class Int8:
 
 
 def _blocks(count: int) -> int:
-    return -(-count // _BLOCK)
-
-
-@jit
-def _encode_int8(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
-    bits = residuals.view(np.uint32)
-    for block in range(scales.size):
-        start, end = block * _BLOCK, min((block + 1) * _BLOCK, values.size)
-        # As integers, since NaN is the largest then, and this becomes vector instructions.
-        largest = np.uint32(0)
-        for i in range(start, end):
-            residuals[i] += values[i]
-            largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
-        scales[block] = _as_float(largest) / np.float32(127)
-        if largest >= np.uint32(0x7F800000):
-            numbers[start:end] = 1
-        elif largest < np.uint32(0x01000000):
-            # Below 2e-38 a scale has no reciprocal. Such values stay residuals.
-            scales[block] = np.float32(0)
-            numbers[start:end] = 0
-        else:
-            scale = scales[block]
-            factor = np.float32(1) / scale
-            for i in range(start, end):
-                number = np.int8(np.rint(residuals[i] * factor))
-                numbers[i] = number
-                residuals[i] -= np.float32(number) * scale
-
-
-@jit
-def _decode_int8(scales: Any, numbers: Any, out: Any) -> None:
-    for block in range(scales.size):
-        scale = scales[block]
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, out.size)):
-            out[i] = np.float32(numbers[i]) * scale
-
-
-@jit
-def _as_float(bits: Any) -> Any:
-    whole = np.empty(1, np.uint32)
-    whole[0] = bits
-    return whole.view(np.float32)[0]
+    return -(-count // kernels.QUANTIZED)
 
 
 @cache

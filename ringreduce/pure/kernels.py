@@ -200,6 +200,67 @@ def add_rows(target: Any, positions: Any, rows: Any) -> None:
             to[j] += of[j]
 
 
+# Values that share a scale, which adds 1.6 % to their bytes.
+QUANTIZED = 256
+
+
+# Loops run from 0 over slices: else numba checks indices, and no vector instructions result.
+@jit
+def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
+    """Divide blocks of values by scales, and round.
+
+    Args:
+        values: float32 of shape (n,), contiguous.
+        residuals: like `values`, which are added to it; gets what rounding takes.
+        scales: float32, one for each block of `QUANTIZED`: filled; NaN or infinity for a block that
+            has one.
+        numbers: int8 of shape (n,): filled.
+    """
+    for block in range(scales.size):
+        start = block * QUANTIZED
+        given, left = values[start : start + QUANTIZED], residuals[start : start + QUANTIZED]
+        written, bits = numbers[start : start + QUANTIZED], left.view(np.uint32)
+        # As integers, since NaN is the largest then.
+        largest = np.uint32(0)
+        for i in range(given.size):
+            left[i] += given[i]
+            largest = max(largest, bits[i] & np.uint32(0x7FFFFFFF))
+        scale = _as_float(largest) / np.float32(127)
+        if largest >= np.uint32(0x7F800000):
+            written[:] = 1
+        elif largest < np.uint32(0x01000000):
+            # Below 2e-38 a scale has no reciprocal. Such values stay residuals.
+            scale = np.float32(0)
+            written[:] = 0
+        else:
+            factor = np.float32(1) / scale
+            for i in range(given.size):
+                number = np.rint(left[i] * factor)
+                written[i] = np.int32(number)
+                left[i] -= number * scale
+        scales[block] = scale
+
+
+@jit
+def dequantize(scales: Any, numbers: Any, out: Any) -> None:
+    """Fill `out`, float32, with `numbers` times the scale of their block."""
+    for block in range(scales.size):
+        start, scale = block * QUANTIZED, scales[block]
+        read, found = numbers[start : start + QUANTIZED], out[start : start + QUANTIZED]
+        for i in range(found.size):
+            found[i] = np.float32(read[i]) * scale
+
+
+@intrinsic
+def _as_float(typing: Any, bits: Any) -> tuple[Signature, Callable[..., Any]]:
+    """The float32 with these 32 bits."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), build
+
+
 def _in_all_lanes(bits: int, lane: int) -> Any:
     """`bits` repeated in each group of `lane` bits of a 64-bit word."""
     return np.uint64(sum(bits << shift for shift in range(0, 64, lane)))

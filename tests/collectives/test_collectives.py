@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ringreduce import testing
-from ringreduce.collectives import ring
+from ringreduce.collectives import encoded, hierarchical, ring
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.effects import native
 from ringreduce.pure.encodings import Coding, encoding_of
@@ -197,7 +197,8 @@ def test_all_reduce_whose_chunks_end_at_or_near_a_segments_end(segment_bytes):
 
 def test_all_reduce_of_a_half_buffer_in_several_blocks(monkeypatch):
     """Long half buffers are widened a block at a time."""
-    monkeypatch.setattr(ring, "HALF_BLOCK", 10_000)
+    monkeypatch.setattr(encoded, "BLOCK", 10_000)
+    monkeypatch.setattr(hierarchical, "BLOCK", 10_000)
     halves = [naive.DTYPES[name] for name in naive.HALVES]
     cases = [(op, dtype, 30_011) for dtype in halves for op in (ReduceOp.SUM, ReduceOp.MEAN)]
     assert_all_reduced(3, cases)
