@@ -103,7 +103,8 @@ class DistributedOptimizer(Wrapper):
             For optimizers that work element by element; not under ``jit_compile=True``.
         op: ``"mean"``, or ``"sum"`` for the mean times the number of ranks.
         check_numerics: what to do when a gradient holds NaN or infinity. Every rank checks its own
-            gradients just before they are averaged. ``"raise"``: all ranks raise the same
+            gradients just before they are averaged; those of pieces and local variables, which are
+            not, go unchecked. ``"raise"``: all ranks raise the same
             `NumericsError`, which names rank, variable, element and step; also where all gradients
             are finite and their sum overflows (16-bit ones cannot: they are summed in float32).
             ``"warn"``: that rank logs the same at its first, 10th, 100th, ... bad step, and

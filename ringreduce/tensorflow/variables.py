@@ -118,8 +118,9 @@ def verify_replicas(variables: Sequence[Any], communicator: Communicator | None 
     something has changed one rank alone: a callback that assigns on one rank, a layer whose updates
     are random, faulty memory. Collective: all ranks must call it at the same point of the program,
     with `keras.Variable` or `tf.Variable` in the same order. Leave out what may differ: states of
-    random generators, and moving averages of normalization layers, which follow each rank's own
-    data. Hashes every variable (about 1 GB/s) and sends 8 bytes; more only where something differs.
+    random generators, moving averages of normalization layers, which follow each rank's own data,
+    and pieces of tables and layers. Hashes every variable (about 1 GB/s) and sends 8 bytes; more
+    only where something differs.
 
     Raises:
         MismatchError: they differ; on all ranks. The text names the first variable that differs,

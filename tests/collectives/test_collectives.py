@@ -321,8 +321,8 @@ def test_mean_of_float16_does_not_overflow_on_the_way(count):
     assert ring_of_threads(2, work) == [[60_000]] * 2
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("size", [in_full(1), 2, in_full(3), in_full(4), 5])
+@pytest.mark.parametrize("name", [in_full("fp16"), "bf16", "int8"])
 def test_encoded_results_are_equal_and_their_ledger_is_even(size, name, way):
     """All that ranks gave in ten steps is in the results and in what the ranks have kept."""
     encoding, counts, steps = encoding_of(name), (0, 5, size, 4099, 30_011), 10

@@ -78,6 +78,7 @@ def test_what_cannot_be_is_refused(facts, case, text):
         assert text in facts[f"refused {case}"][rank]["text"]
 
 
+@pytest.mark.full
 def test_within_a_host_nothing_is_encoded_and_that_is_said_once(facts):
     within = facts_of("compressed", 2)
     for rank in RANKS:

@@ -58,7 +58,15 @@ def rings_of(members: Sequence[int], world_size: int, **settings: object) -> Ite
         for link in links.values():
             link.connect(job=77, addresses=addresses, membership=membership, ranks_here=1)
         yield [
-            Ring(link, rank=place, size=size, membership=membership, job=77)
+            Ring(
+                link,
+                rank=place,
+                size=size,
+                membership=membership,
+                pairs=None,
+                places=range(size),
+                job=77,
+            )
             for place, link in enumerate(links.values())
         ]
     finally:
@@ -111,7 +119,7 @@ def test_link_that_is_not_connected_says_so():
     link = make_link(0)
     try:
         with pytest.raises(ClosedError, match="rank 0 of 3 has no connection"):
-            Ring(link, rank=0, size=3, membership=whole(3)).barrier()
+            Ring(link, rank=0, size=3, membership=whole(3), pairs=None, places=range(3)).barrier()
     finally:
         link.close()
 
