@@ -47,6 +47,24 @@ DISAGREEMENTS = {
         "of 299999 ",
         "of 300000 ",
     ),
+    "encoded": (
+        "ring.all_reduce(wide, coding=coded('bf16'))",
+        "ring.all_reduce(wide)",
+        "all_reduce #1",
+        "all_reduce #1",
+    ),
+    "encodings": (
+        "ring.all_reduce(wide, coding=coded('bf16'))",
+        "ring.all_reduce(wide, coding=coded('fp16'))",
+        "all_reduce #1",
+        "all_reduce #1",
+    ),
+    "encoded length": (
+        "ring.all_reduce(wide[:-1], coding=coded('int8'))",
+        "ring.all_reduce(wide, coding=coded('int8'))",
+        "all_reduce #1",
+        "all_reduce #1",
+    ),
     "small after large": (
         "[ring.all_reduce(np.ones(2_000_000)), ring.all_reduce(x[:2])]",
         "[ring.all_reduce(np.ones(2_000_000)), ring.all_reduce(x[:3])]",
@@ -97,8 +115,11 @@ def disagreements(
     calls = {name: case[:2] for name, case in DISAGREEMENTS.items()}
     transport, hosts, victim = DISAGREEING[request.param]
     program = f"""
+    from ringreduce.pure.encodings import Coding, encoding_of
+    coded = lambda name: Coding(encoding_of(name))
     open_rings = []
     x, large = np.ones(100), np.ones(300_000)
+    wide = large.astype(np.float32)
     for number, (name, calls) in enumerate({calls!r}.items()):
         ring = join(number)
         open_rings.append(ring)

@@ -110,6 +110,30 @@ def test_a_rank_killed_in_the_middle_of_its_data_is_named(
         assert [fact["peer"] for fact in results] == [1] * (size - 1), results
 
 
+ROUNDS_OF_ENCODED = """
+from ringreduce.pure.encodings import Coding, encoding_of
+ring = join()
+data = np.zeros(4 << 20, np.float32)
+kept = np.zeros((2, data.size), np.float32)
+def call():
+    ring.all_reduce(data, coding=Coding(encoding_of("int8"), (kept[0], kept[1])))
+    say("round")
+attempt("result", lambda: until_error(call))
+hold()
+"""
+
+
+@pytest.mark.parametrize("hosts", [(), in_full(("one", "one", "two", "two"))])
+def test_a_rank_killed_among_encoded_data_is_named(tmp_path: Path, hosts: tuple[str, ...]) -> None:
+    size, transport = (4, "auto") if hosts else (3, "zmq")
+    with Ring(tmp_path, size, ROUNDS_OF_ENCODED, transport=transport, hosts=hosts) as ring:
+        ring.wait("round", times=2)
+        ring.workers[1].signal(signal.SIGKILL)
+        results = ring.wait("result", ring.others(1))
+        assert [fact["kind"] for fact in results] == ["PeerLostError"] * (size - 1), results
+        assert [fact["peer"] for fact in results] == [1] * (size - 1), results
+
+
 def test_a_rank_that_dies_while_the_ring_forms_is_noticed(tmp_path: Path, transport: str) -> None:
     # It has met the others, but dies before it has sent them anything.
     program = """
