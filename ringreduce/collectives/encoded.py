@@ -80,7 +80,9 @@ class EncodedReduction:
         bounds = chunk_bounds(flat.size, self._size)
         own = cut(flat, bounds)[self._rank]
         said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
-        memory = self._take(flat.nbytes, self._size * own.nbytes, self._size * own.size * 4)
+        # Not kept: it is as long as the array.
+        nbytes = flat.nbytes, self._size * own.nbytes, self._size * own.size * 4
+        memory = [np.empty(each, np.uint8) for each in nbytes]
         pieces = cut(memory[0], [bound * flat.itemsize for bound in bounds])
         chunks = cut(wide, bounds)
         self._reduce(said, encoding, chunks, [None] * self._size, pieces, *memory[1:])
