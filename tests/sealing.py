@@ -6,12 +6,12 @@ import ctypes
 import hashlib
 import struct
 
-from ringreduce.transport import libraries
+from ringreduce.transport import libzmq
 
 TAG_BYTES = 32
 HEADER_BYTES = 64
 
-_library, _ = libraries.load("libsodium", "crypto_aead_aegis128l_encrypt")
+_library, _ = libzmq.open_library("libsodium", "crypto_aead_aegis128l_encrypt")
 assert _library is not None
 _library.sodium_init()
 

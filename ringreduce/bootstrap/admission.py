@@ -40,8 +40,7 @@ class Members:
     def admit(self, identity: bytes, hello: Hello) -> Refusal | None:
         """Add a rank and return None, or refuse it and return the answer, if it gets one.
 
-        Raises:
-            MismatchError: a rank of this job has another version, size or other settings.
+        Raises MismatchError for a rank of this job with another version, size or other settings.
         """
         own = self._own
         who = f"rank {hello.rank} ({shown(hello.host)})"
@@ -86,8 +85,7 @@ class Members:
                 raise MismatchError(
                     f"found that rank {hello.rank} has {what} {shown(other)}, rank {own.rank} has "
                     f"{shown(this)}",
-                    rank=own.rank,
-                    size=self._config.size,
+                    **self._config.who,
                     peer=hello.rank,
                     remedy=remedy,
                 )
@@ -99,7 +97,7 @@ class Members:
 
     def incomplete(self, failed_handshakes: int) -> RendezvousError:
         """The error when not all ranks have joined in time."""
-        config, own = self._config, self._own
+        config = self._config
         text = f"waited {config.join_timeout_s:g} s at {config.rendezvous} and "
         text += f"{named('rank', self.missing)} did not come"
         refusals = self._refused[:_REFUSALS_KEPT]
@@ -109,8 +107,7 @@ class Members:
             text += f" (turned away: {'; '.join(refusals)})"
         return RendezvousError(
             text,
-            rank=own.rank,
-            size=config.size,
+            **config.who,
             peer=min(self.missing),
             remedy="Read the log of the missing ranks; raise RINGREDUCE_JOIN_TIMEOUT_S if they "
             "start slowly.",

@@ -43,28 +43,19 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Table(msgspec.Struct, tag=True, frozen=True):
-    """What every rank knows after the rendezvous, in the order of the members.
+    """What every rank knows after the rendezvous, in the order of the members."""
 
-    Attributes:
-        job: 64 random bits in the header of every frame of this ring.
-        addresses: where each rank's data sockets listen.
-        controls: where each rank's control channel listens.
-        standbys: where each rank can be met if the ring has to be formed anew; empty: nowhere.
-        hosts: name of each rank's host; equal for ranks that share one.
-        memory: name of the memory that each rank can share; empty for none.
-        keys: each rank's public key; empty without a secret.
-        material: 32 random bytes, of which the keys of frames are made; empty without a secret.
-        networks: all addresses of each rank, with prefixes; it listens on the same ports at each.
-    """
-
-    job: int
+    job: int  # 64 random bits in the header of every frame of this ring
+    # addresses, controls: where each rank's data sockets, and its control channel, listen.
     addresses: tuple[str, ...]
     controls: tuple[str, ...]
+    # Where each rank can be met if the ring has to be formed anew; empty: nowhere.
     standbys: tuple[str, ...]
     hosts: tuple[str, ...]
-    memory: tuple[str, ...]
-    keys: tuple[str, ...]
-    material: bytes
+    memory: tuple[str, ...]  # name of the memory that each rank can share; empty for none
+    keys: tuple[str, ...]  # each rank's public key; empty without a secret
+    material: bytes  # 32 random bytes, of which the keys of frames are made; empty without a secret
+    # All addresses of each rank, with prefixes; it listens on the same ports at each.
     networks: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:

@@ -2,11 +2,9 @@
 
 Every other rank sends a hello to the first one's rendezvous address. That one compares it with its
 own (`ringreduce.bootstrap.admission`), and when all have joined answers each with the same table.
-Then each rank tries to reach those that it sends to, reports to the first one which it could not
-reach, and gets all reports. The first is rank 0; when a ring is formed anew, the lowest of the
-ranks that are left.
-With a secret, messages are encrypted and can be sent only by those that have it
-(`ringreduce.transport.security`); each rank announces the public key that it uses afterwards.
+Then each rank reports to the first one which of those that it sends to it cannot reach, and gets
+all reports. The first is rank 0; when a ring is formed anew, the lowest of the ranks that are left.
+With a secret, messages are encrypted and can be sent only by those that have it.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.wire import WIRE_VERSION
 from ringreduce.transport.address import endpoint, is_literal, listens_on_loopback, resolve
 from ringreduce.transport.authenticator import Authenticator
+from ringreduce.transport.channel import unwatch, watch
 from ringreduce.transport.descriptors import borrowed
-from ringreduce.transport.happy_eyeballs import first_to_answer
 from ringreduce.transport.interfaces import hosts_of, meeting_hosts
-from ringreduce.transport.monitor import unwatch, watch
+from ringreduce.transport.routes import first_to_answer
 from ringreduce.transport.security import Security
 from ringreduce.vocabulary.config import TIMES, Config
 from ringreduce.vocabulary.endpoints import host_and_port, is_loopback
@@ -80,21 +78,10 @@ _HANDSHAKE_FAILED = (
 class Rendezvous:
     """One rank's side of the rendezvous: `meet`, then `exchange`.
 
-    Args:
-        config: this rank's settings. The first rank listens at `config.rendezvous`.
-        membership: the two or more ranks that meet.
-        address: where this rank's data sockets listen, as the others get it.
-        control: where its control channel listens.
-        memory: name of its memory for ranks of the same host; empty: not shared.
-        standby: where it can be met later; empty: nowhere.
-        networks: its addresses, with prefixes.
-        security: this rank's keys.
-        idle: called again and again while this rank waits.
-        listeners: where the first rank listens, with descriptors that listen already; None: at
-            `config.rendezvous`.
-
-    Raises:
-        RendezvousError: the first rank cannot listen on the rendezvous address.
+    The two or more ranks of `membership` meet at `config.rendezvous`, where the first listens; or
+    its `listeners` do so already, addresses with descriptors. What each announces is as in `Table`.
+    While it waits it calls `idle` again and again. Raises RendezvousError if the first rank cannot
+    listen.
     """
 
     def __init__(
@@ -195,11 +182,10 @@ class Rendezvous:
     def meet(self) -> Table:
         """Return the table once all ranks have joined.
 
-        Raises:
-            RendezvousError: not all ranks joined within ``join_timeout_s``, the first one did not
-                answer or refused this rank, or a rank listens on the network without a secret.
-            MismatchError: a rank runs another version or has other settings.
-            ConfigError: the answer is not from ringreduce.
+        Raises RendezvousError if not all joined within ``join_timeout_s``, the first one did not
+        answer or refused this rank, or a rank listens on the network without a secret;
+        MismatchError if a rank has another version or settings; ConfigError if the answer is not
+        from ringreduce.
         """
         while (table := self._admit() if self._is_first else self._await_answer()) is None:
             self._idle()
@@ -224,14 +210,9 @@ class Rendezvous:
         yield
 
     def exchange(self, failed: Sequence[tuple[int, str, str]]) -> dict[int, list[tuple[Any, ...]]]:
-        """What each rank has passed, by rank, once all have.
+        """What each rank has passed, by rank, once all have: what it could not reach, and why.
 
-        Args:
-            failed: rank, address and reason, for each address at which this rank could not reach
-                one that it sends to.
-
-        Raises:
-            RendezvousError: a rank did not come, or the first one did not answer.
+        Raises RendezvousError if a rank did not come, or the first one did not answer.
         """
         own = Report(tuple(Failed(*each) for each in failed))
         # A rank reports once it has tried for `TIMES.reach_s`.

@@ -64,11 +64,6 @@ def _option(
     )
 
 
-def _text(metavar: str, help: str, *flags: str, **more: Any) -> Any:
-    """An option that is any text."""
-    return _option(Setting(help), metavar, *flags, **more)
-
-
 def _number(metavar: str, help: str, *flags: str, least: int = 0, **more: Any) -> Any:
     """An option that is a number of at least `least`."""
     setting = Setting(help, accepts=lambda value: value >= least, accepted=f"{least} or more")
@@ -90,8 +85,12 @@ def _setting(name: str, metavar: str = "", help: str = "") -> Any:
 
 
 # Options for jobs of several hosts.
-_of_hosts = partial(_text, rich_help_panel="Several hosts", shown="none")
 _number_of_hosts = partial(_number, rich_help_panel="Several hosts", shown="none")
+
+
+def _of_hosts(metavar: str, help: str, *flags: str, shown: str = "none") -> Any:
+    """An option for jobs of several hosts that is any text."""
+    return _option(Setting(help), metavar, *flags, rich_help_panel="Several hosts", shown=shown)
 
 
 def _worker_count(text: str) -> int:

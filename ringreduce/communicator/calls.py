@@ -35,11 +35,7 @@ _Result = TypeVar("_Result")
 
 
 class Calls:
-    """The collectives of a session; from any thread.
-
-    Attributes:
-        lock: held during a call.
-    """
+    """The collectives of a session, which hold `lock`; from any thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -51,6 +47,7 @@ class Calls:
         # All-reduces wholly in C, once there are some.
         self._small: SmallCalls | None = None
         self._in_c: Callable[[np.ndarray, Any], bool | None] = lambda *_: None
+        self._end_in_c: Callable[[], None] = lambda: None
         self._engine_thread = 0
         self._signed = lru_cache(_SIGNED_KEPT)(lambda *option: option)
 
@@ -62,7 +59,7 @@ class Calls:
     def use(self, small: SmallCalls) -> None:
         """Run calls that `small` knows wholly in C."""
         small.exclude(functools.partial(self.lock.acquire, False), self.lock.release, self._caller)
-        self._small, self._in_c = small, small.run
+        self._small, self._in_c, self._end_in_c = small, small.run, small.end
 
     def keep_to(self, engine_thread: int) -> None:
         """Begin calls in C in the engine's thread alone: those of others come after its work."""
@@ -156,10 +153,6 @@ class Calls:
                 session.broke(error)
             self._end_in_c()
         self._leave_if_due()
-
-    def _end_in_c(self) -> None:
-        assert self._small is not None
-        self._small.end()
 
     def teach(
         self, array: np.ndarray, option: ReduceOp | str, op: ReduceOp, signature: int

@@ -22,7 +22,7 @@ import numpy as np
 
 from ringreduce.communicator import groups
 from ringreduce.communicator.formation import form
-from ringreduce.communicator.lasting import Explainer, Lasting
+from ringreduce.communicator.lasting import Explainer, Lasting, Residuals
 from ringreduce.communicator.moving import MovingCalls
 from ringreduce.communicator.objects import ObjectCalls
 from ringreduce.communicator.pairs import PairCalls
@@ -295,6 +295,10 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         returns, unless that is None. Only a weak reference is kept, also by a ring formed anew.
         """
         self._session.lasting.explainers.add(explainer)
+
+    def count_residuals(self, residuals: Residuals) -> None:
+        """Have `statistics` count what a compression keeps; for integrations. Weakly referenced."""
+        self._session.lasting.residuals.add(residuals)
 
     def statistics(self) -> Statistics:
         """A snapshot of what this communicator has done so far."""

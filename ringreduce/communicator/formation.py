@@ -22,14 +22,8 @@ from ringreduce.collectives.ring import Ring
 from ringreduce.collectives.shared_memory import SharedMemoryCollectives
 from ringreduce.commands.launch import handover
 from ringreduce.commands.launch.worker_records import Joins
+from ringreduce.communicator import reaching
 from ringreduce.communicator.opened_sockets import Announced, OpenedSockets, bind_of, open_sockets
-from ringreduce.communicator.reaching import (
-    Exchange,
-    advise_streams,
-    find_ways,
-    refuse_unreached,
-    ways_to,
-)
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.pure.membership import Membership, whole
 from ringreduce.pure.placement import Placement, in_ring_order, place
@@ -52,30 +46,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """What a rank knows of all ranks of its job since they have met; shared by its sessions.
+    """What a rank knows of all ranks of its job since they have met; shared by its sessions."""
 
-    Attributes:
-        number: 64 random bits in the header of every frame.
-        security: this rank's keys and the others'.
-        hosts, domains: by rank, the name of its host, and of the memory that it can share.
-        standby: where this rank can be met again; `standbys`: each rank, empty for nowhere.
-        bind: where this rank listens.
-        routes: the addresses at which this rank reaches the others.
-        sorts_hosts: whether a ring may pass hosts in another order than that of ranks.
-        highest_group: of the groups that this rank has taken part in forming.
-        flight: this rank's flight record; None until the job's session has it.
-    """
-
-    number: int
+    number: int  # 64 random bits in the header of every frame
     security: Security
+    # hosts, domains: by rank, the name of its host, and of the memory that it can share.
     hosts: tuple[str, ...]
     domains: tuple[str, ...]
-    standby: Standby
+    standby: Standby  # where this rank can be met again; `standbys`: each rank, empty for nowhere
     standbys: tuple[str, ...]
+    # bind, routes: where this rank listens, and at which addresses it reaches the others.
     bind: Bind
     routes: Routes
-    sorts_hosts: bool
-    highest_group: int = 0
+    sorts_hosts: bool  # whether a ring may pass hosts in another order than that of ranks
+    highest_group: int = 0  # of the groups that this rank has taken part in forming
+    # This rank's flight record; None until the job's session has it.
     flight: FlightFile | None = None
 
     def ranks_here(self, rank: int) -> int:
@@ -93,22 +78,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Formed:
-    """What `form` has made, connected.
-
-    Attributes:
-        transport: ``shm``, ``zmq`` or ``shm+zmq``.
-        hosts: the ranks of each host, in the order of the ring.
-        shares_memory: whether this rank shares memory with another.
-        local_rank, local_size: as configured, else counted on this host.
-    """
+    """What `form` has made, connected."""
 
     job: Job
     collectives: Collectives
     control: Control
-    transport: str
-    hosts: tuple[tuple[int, ...], ...]
-    shares_memory: bool
-    local_rank: int
+    transport: str  # ``shm``, ``zmq`` or ``shm+zmq``
+    hosts: tuple[tuple[int, ...], ...]  # the ranks of each host, in the order of the ring
+    shares_memory: bool  # whether this rank shares memory with another
+    local_rank: int  # as configured, else counted on this host; `local_size` too
     local_size: int
     rendezvous: Rendezvous | None
     link: ZmqLink | None
@@ -172,10 +150,7 @@ def meet(
     undo: contextlib.ExitStack,
     listeners: Mapping[str, int] | None = None,
 ) -> tuple[Rendezvous, Table]:
-    """Meet the other members at `config.rendezvous`; it is closed once all are connected.
-
-    Raises: as `Communicator`.
-    """
+    """Meet the other members at `config.rendezvous`; raises as `Communicator`."""
     rendezvous = Rendezvous(
         config,
         membership,
@@ -199,7 +174,7 @@ def form_group(
     config: Config,
     job: Job,
     membership: Membership,
-    parent: Exchange,
+    parent: reaching.Exchange,
     check: Callable[[], None],
     waiting: Waiting,
 ) -> Formed:
@@ -208,10 +183,8 @@ def form_group(
     The ranks of `parent` take the place of the rendezvous. Those that are in no such group call
     `take_no_part` at the same time. `check` raises the error that has broken the parent.
 
-    Raises:
-        RendezvousError: a rank could not open what it needs, or reach another; on all ranks of the
-            parent.
-        As `Communicator`.
+    Raises as `Communicator`; RendezvousError, on all ranks of the parent, if a rank could not open
+    what it needs, or reach another.
     """
     security = job.security.for_group(membership)
     with undone_if_it_fails(config, membership, job.bind) as undo:
@@ -231,11 +204,11 @@ def form_group(
     return formed
 
 
-def take_no_part(config: Config, job: Job, parent: Exchange) -> None:
+def take_no_part(config: Config, job: Job, parent: reaching.Exchange) -> None:
     """Let other ranks form groups; see `form_group`."""
     parent.exchange(None)
     if job.routes.are_needed:
-        refuse_unreached(config, job.hosts, parent.exchange(()))
+        reaching.refuse_unreached(config, job.hosts, parent.exchange(()))
     parent.exchange(None)
 
 
@@ -257,29 +230,25 @@ def connect(
     membership: Membership,
     opened: OpenedSockets,
     announced: Sequence[Announced],
-    others: Exchange,
+    others: reaching.Exchange,
     check: Callable[[], None] = lambda: None,
 ) -> Formed:
     """Connect to the members; close what they do not need. While it waits it calls `check`.
 
-    The same for a job, for one whose ring is formed anew, and for a group.
+    The same for a job, for one whose ring is formed anew, and for a group. `announced` is where
+    each member listens, in their order; by `others` they exchange which of them they can reach.
 
-    Args:
-        announced: where each member listens, in their order.
-        others: how they exchange which of them they can reach.
-
-    Raises:
-        RendezvousError: a member cannot reach one that it sends to; on all.
+    Raises RendezvousError, on all, if a member cannot reach one that it sends to.
     """
     placement, where = job.place(membership), dict(zip(membership.members, announced, strict=True))
     if job.routes.are_needed:
         of_ring = config, job.routes, membership, placement
         with others.guarded():
-            unreached = find_ways(*of_ring, where, check)
-        refuse_unreached(config, job.hosts, others.exchange(unreached))
+            unreached = reaching.find_ways(*of_ring, where, check)
+        reaching.refuse_unreached(config, job.hosts, others.exchange(unreached))
         if membership.group == 0:
-            advise_streams(*of_ring)
-        where = ways_to(job.routes, where)
+            reaching.advise_streams(*of_ring)
+        where = reaching.ways_to(job.routes, where)
     with others.guarded():
         opened.control.connect({rank: each.control for rank, each in where.items()})
         pairs = ZmqPairs(

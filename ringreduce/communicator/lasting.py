@@ -17,6 +17,13 @@ class Explainer(Protocol):
         """A better error, or None."""
 
 
+class Residuals(Protocol):
+    """What a compression keeps for the next step."""
+
+    def squared_norm(self) -> float:
+        """The sum of all squares; in any thread."""
+
+
 class Lasting:
     """What the sessions of one communicator have in common, one after the other.
 
@@ -24,9 +31,11 @@ class Lasting:
         events: what its calls were.
         engine: the background thread, with the plans of traced steps; None until it is needed.
         explainers: know what signatures stand for.
+        residuals: counted in statistics.
     """
 
     def __init__(self) -> None:
         self.events = Events()
         self.engine: Engine | None = None
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
+        self.residuals: weakref.WeakSet[Residuals] = weakref.WeakSet()

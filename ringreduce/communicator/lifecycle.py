@@ -36,10 +36,8 @@ class State(enum.IntEnum):
 class LifeCycle:
     """The state of one session; from any thread, and from signal handlers.
 
-    Attributes:
-        lock: held for moments only, never while anything waits; a signal handler may take it again.
-        is_working: whether calls may begin, in the first two states.
-        failure: the first error; None while there is none.
+    The `lock` is held for moments only, never while anything waits; a signal handler may take it
+    again. Calls may begin (`is_working`) in the first two states. `failure` is the first error.
     """
 
     def __init__(self) -> None:

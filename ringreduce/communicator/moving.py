@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator.handle import Handle
+from ringreduce.communicator.session import Handle
 from ringreduce.pure.payload import checked_counts, checked_root, flat_view
 from ringreduce.pure.wire import Kind
 from ringreduce.vocabulary.errors import ArrayError

@@ -59,11 +59,7 @@ class OpenedSockets:
 
 
 def bind_of(config: Config, networks: Sequence[str]) -> Bind:
-    """Where a rank with these addresses listens.
-
-    Raises:
-        ConfigError: ``ports`` are too few.
-    """
+    """Where a rank with these addresses listens; ConfigError if ``ports`` are too few."""
     data = 0 if config.transport == "shm" else len(channel_distances(config.size, config.streams))
     # Control channels to its neighbours, and the standby port.
     needed = data + min(CONTROL_CHANNELS, config.size - 1) + 1
@@ -114,9 +110,8 @@ def open_sockets(
 def _shared_memory(config: Config, waiting: Waiting) -> ShmLink | None:
     """Memory to share; None where it is not wanted or not possible.
 
-    Raises:
-        NativeError, RendezvousError: `transport` is ``shm``, and it is not possible.
-        NativeError: the native library is broken.
+    Where `transport` is ``shm`` that is a NativeError or RendezvousError. Raises NativeError, too,
+    if the native library is broken.
     """
     if config.transport == "zmq":
         return None

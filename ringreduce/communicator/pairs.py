@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.communicator.handle import Handle
+from ringreduce.communicator.session import Handle
 from ringreduce.pure.payload import checked_peer, checked_tag, decode, encode, flat_view
 
 
@@ -63,12 +63,8 @@ class PairCalls(Handle):
         Returns:
             `array` itself; with `async_op` a `Work`, whose ``wait()`` returns it.
 
-        Raises:
-            ArrayError: as `send`; nothing was received.
-            MismatchError: another count, dtype or tag was sent, or that rank has left.
-            PeerTimeoutError: it sent nothing for ``timeout_s``, or did something else for
-                ``busy_timeout_s``.
-            PeerLostError, ProtocolError, ClosedError: as `all_reduce`.
+        Raises: as `send`; MismatchError if another count, dtype or tag was sent, PeerTimeoutError
+            if that rank sent nothing in time.
         """
         messages = self._session.messages
         if not async_op and messages.again(False, source, tag, array):

@@ -44,10 +44,8 @@ def find_ways(
     """Find out at which addresses this rank reaches the members that it sends to.
 
     It tries the ports of their control channels, which every rank has; all members must have done
-    so before one connects, since ports are shut then. While this waits it calls `check`.
-
-    Returns:
-        What it could not reach: rank, address, reason.
+    so before one connects, since ports are shut then. While this waits it calls `check`. Returns
+    what it could not reach: rank, address, reason.
     """
     ahead = _ahead(config, membership, placement)
     peers = {*membership.neighbours(config.rank), *ahead} - {config.rank}

@@ -14,15 +14,8 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
+from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.communicator.formation import (
-    Formed,
-    Job,
-    announced_in,
-    connect,
-    meet,
-    undone_if_it_fails,
-)
 from ringreduce.communicator.opened_sockets import open_sockets
 from ringreduce.communicator.session import Session
 from ringreduce.pure.membership import EPOCHS_MAX, Membership
@@ -35,16 +28,13 @@ _log = logging.getLogger(__name__)
 
 
 def reform(communicator: Communicator, without: Collection[int]) -> None:
-    """Make `communicator` work again, or anew, without some of the job's ranks.
+    """Make `communicator`, that of the whole job, work again, or anew, without some of its ranks.
 
     All ranks that stay must call it, with the same `without`, whether or not the ring has failed on
     them; it returns when all have done so and passed a first barrier. Then `communicator` has ranks
     from 0 on again, in the order of before. Its groups are closed; form them anew with `split`.
-    Errors and logs go on naming the ranks of the job.
-
-    Args:
-        communicator: that of the whole job, not one that `split` made.
-        without: ranks of the job that are lost; those that have left before need not be named.
+    Errors and logs go on naming the ranks of the job. Those that have left before need not be
+    named.
 
     Raises:
         ArrayError: `without` has this rank, or none of the ring; or `communicator` is a group.
@@ -65,23 +55,25 @@ def reform(communicator: Communicator, without: Collection[int]) -> None:
 
 
 def _check(old: Session, membership: Membership, without: Collection[int]) -> None:
-    rank, size = old.config.rank, old.config.size
+    rank, who = old.config.rank, old.config.who
     is_over = old.is_closed if old.job is None else old.job.standby.is_closed
     if is_over:
-        raise ClosedError("cannot form the ring anew after close()", rank=rank, size=size)
+        raise ClosedError("cannot form the ring anew after close()", **who)
     problem, remedy = "", ""
     if old.membership.group:
         problem, remedy = "a group anew", "Form the job's ring anew, then split it."
-    elif rank in without or not set(without) <= set(range(size)):
+    elif rank in without or not set(without) <= set(range(old.config.size)):
         problem = f"the ring anew without {sorted(without)}"
         remedy = "Pass ranks of the job that are lost."
     elif membership.epoch >= EPOCHS_MAX:
         problem = f"the ring anew more than {EPOCHS_MAX - 1} times"
     if problem:
-        raise ArrayError(f"cannot form {problem}", rank=rank, size=size, remedy=remedy)
+        raise ArrayError(f"cannot form {problem}", **who, remedy=remedy)
 
 
-def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) -> Formed:
+def _form(
+    config: Config, job: formation.Job, membership: Membership, waiting: Waiting
+) -> formation.Formed:
     """Meet the members at the standby port of the first, and connect to this rank's peers."""
     first = membership.members[0]
     address = job.standbys[first]
@@ -93,7 +85,7 @@ def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) ->
         )
     security = job.security.for_group(membership)
     routes = Routes(config.rank, config.size, job.routes.networks)  # Nothing is chosen yet.
-    with undone_if_it_fails(config, membership, job.bind) as undo:
+    with formation.undone_if_it_fails(config, membership, job.bind) as undo:
         transport = job.place(membership).transport
         opened = open_sockets(config, membership, security, job.bind, waiting, undo, transport)
         listeners = None
@@ -104,10 +96,12 @@ def _form(config: Config, job: Job, membership: Membership, waiting: Waiting) ->
             address = _led_to_first(config, routes, first, address)
         here = replace(config, rendezvous=address.removeprefix("tcp://"))
         own = tuple(routes.networks[config.rank]), job.standby.address
-        rendezvous, table = meet(here, membership, opened, *own, undo, listeners)
+        rendezvous, table = formation.meet(here, membership, opened, *own, undo, listeners)
         security.renew(dict(zip(membership.members, table.keys, strict=True)), table.material)
         renewed = replace(job, security=security, routes=routes)
-        formed = connect(config, renewed, membership, opened, announced_in(table), rendezvous)
+        formed = formation.connect(
+            config, renewed, membership, opened, formation.announced_in(table), rendezvous
+        )
         undo.pop_all()
     _log.info(
         "[%d/%d] ring formed anew, epoch %d, of ranks %s",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ringreduce.communicator.refusals import interrupted
-from ringreduce.engine.executor import Executor
+from ringreduce.engine.engine import Executor
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
 from ringreduce.pure.watcher_messages import Pending
 from ringreduce.pure.wire import Header, Kind
@@ -33,29 +33,21 @@ _KEPT = 64
 
 
 class _Direction:
-    """The calls in one direction with one rank.
-
-    Attributes:
-        lock: held by the call that runs.
-        caller: its thread; None while none runs.
-        pending: the call, if it runs in the thread that made it, and not in C.
-        was_used: arrays went this way before, one at a time.
-        end: what runs calls in C, once it was used; None where there is none.
-        peer: that rank's number in the job.
-        leaves_with: why this rank leaves after it, as for `Session`; None: it stays.
-        executor: the thread for calls in the background, once there was one.
-        described: what a message of a kind, dtype, count and tag is called.
-    """
+    """The calls in one direction with rank `peer` of the job; the one that runs has the lock."""
 
     def __init__(self, session: Session, sends: bool, group_rank: int) -> None:
         self._session, self._sends, self._group_rank = session, sends, group_rank
         self.peer = session.membership.members[group_rank]
         self.lock = threading.Lock()
-        self.caller: int | None = None
+        self.caller: int | None = None  # the thread of that call; None while none runs
+        # The call, if it runs in the thread that made it, and not in C.
         self.pending: Pending | None = None
+        # Why this rank leaves after it, as for `Session`; None: it stays.
         self.leaves_with: str | None = None
+        # The thread for calls in the background, once there was one.
         self.executor: Executor | None = None
-        self.was_used = False
+        self.was_used = False  # arrays went this way before, one at a time
+        # What runs calls in C, once it was used; None where there is none.
         self.end: ShmEnd | None = None
         self._pairs, self._place = session.collectives.pairs_with(group_rank)
         self._pass = self._pairs.send if sends else self._pairs.recv

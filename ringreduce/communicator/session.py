@@ -61,21 +61,17 @@ _formed: set[Session] = set()
 class Session:
     """Forms a ring, runs collectives on it one after the other, and breaks cleanly.
 
+    Raises as `Communicator`.
+
     Attributes:
-        config: the job's settings, with this rank's number in the job.
-        membership: the ranks that take part.
         group_rank, size: what users see as this rank and the number of ranks.
         collectives: what a call runs; `uneven`: where ranks may give different amounts.
-        events: what its calls were.
         transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
-        shares_memory: whether this rank shares memory with another.
         lasting: what this session has of the one whose place it has taken.
         job: what is known of all ranks of the job; None for one that is alone.
         groups: sessions that are closed with this one.
         is_inherited: whether this is a forked child's copy; asking the system takes 0.2 us.
         local_rank, local_size: this rank's number on its host, and how many there are.
-
-    Raises: as `Communicator`.
     """
 
     def __init__(
@@ -225,7 +221,7 @@ class Session:
     def claim(self, claim: Claim) -> None:
         """Have the neighbours compare a value with theirs; from any thread, without waiting."""
         if self._watcher is not None and not self.is_closed:
-            self._watcher.claim(claim)
+            self._watcher.post(claim)
 
     def statistics(self) -> Statistics:
         """A snapshot of what this session has done so far."""
@@ -243,6 +239,7 @@ class Session:
             slow_rank=slow_rank(heartbeats),
             slow_link=slow_link(heartbeats),
             hosts=self._hosts,
+            residual_norm=sum(each.squared_norm() for each in self.lasting.residuals) ** 0.5,
         )
 
     def blocked_for(self, seconds: float) -> None:
@@ -418,6 +415,24 @@ class Session:
                     "[%d/%d] ring closed after %s",
                     *(self.config.rank, self.config.size, self.statistics()),
                 )
+
+
+class Handle:
+    """What every part of a `Communicator` has: its session, and this rank's number in it."""
+
+    def _use(self, session: Session) -> None:
+        self._session, self._config = session, session.config
+        self._rank, self._size = session.group_rank, session.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number in this communicator, 0 to size - 1."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
 
 
 @atexit.register

@@ -25,6 +25,8 @@ class Statistics:
             All ranks find the same, about a second after it has happened.
         slow_link: the same for a link between hosts that is slower than the others.
         hosts: the ranks of each host that share memory, in the order in which the ring passes them.
+        residual_norm: Euclidean norm of what compression has taken from this rank's gradients, and
+            adds to those of the next step.
     """
 
     collectives: int
@@ -38,3 +40,4 @@ class Statistics:
     slow_rank: SlowRank | None = None
     slow_link: SlowLink | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
+    residual_norm: float = 0.0

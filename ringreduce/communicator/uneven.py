@@ -68,9 +68,7 @@ class Uneven:
         """The parts of all ranks' arrays for this one, and the rows of each.
 
         `counts` are this rank's, or of all ranks, shape (size, size), which are not exchanged then.
-
-        Raises:
-            ArrayError: the result does not fit in `out`.
+        Raises ArrayError if the result does not fit in `out`.
         """
         rank, size = self._rank, self._size
         rest = array.shape[1:]

@@ -134,22 +134,19 @@ class FlightFile:
     def _part(self, recorder: Recorder, wall: float, last_s: float) -> dict[str, Any]:
         """What `Dump` and `Group` have both; `wall` turns times into seconds since the epoch."""
         current = recorder.current_call()
+        pending = None if recorder.pending is None else recorder.pending()
         return {
             "transport": recorder.transport,
             "calls": current.calls,
             "operation": current.operation,
             "nbytes": current.nbytes,
             "since": wall + (last_s if current.operation is None else current.since_s),
-            "pending": self._pending(recorder),
+            "pending": pending.describe() if pending else self.elsewhere(recorder) or None,
             "failure": _failure(recorder, wall),
             "peers": _peers(recorder),
             "entries": recorder.entries(),
             "parts": recorder.parts(),
         }
-
-    def _pending(self, recorder: Recorder) -> str | None:
-        pending = None if recorder.pending is None else recorder.pending()
-        return (self.elsewhere(recorder) or None) if pending is None else pending.describe()
 
 
 def _failure(recorder: Recorder, wall: float) -> flight.Failure | None:

@@ -17,57 +17,32 @@ from collections.abc import Callable
 from functools import cache
 
 from ringreduce.effects import native
-from ringreduce.pure.spans import (
-    CALLS_AT,
-    CALLS_KEPT,
-    COUNT,
-    EVENTS_BYTES,
-    OURS_AT,
-    PARTS_KEPT,
-    RUNNING,
-    RUNNING_AT,
-    SECONDS,
-    SECONDS_AT,
-    SPAN,
-    SPAN_BYTES,
-    SPANS_AT,
-    STANDING,
-    Present,
-    Span,
-    SpanKind,
-    decode_parts,
-    decode_spans,
-    decode_standing,
-    total_s,
-)
+from ringreduce.pure import spans
 
-_MASK, _CALL = CALLS_KEPT - 1, int(SpanKind.CALL)
+_MASK, _CALL = spans.CALLS_KEPT - 1, int(spans.SpanKind.CALL)
 
 _monotonic = time.monotonic
 _get_ident = threading.get_ident
-_read_standing = STANDING.unpack_from
-_write_standing = STANDING.pack_into
-_write_running = RUNNING.pack_into
-_write_span = SPAN.pack_into
+_read_standing = spans.STANDING.unpack_from
+_write_standing = spans.STANDING.pack_into
+_write_running = spans.RUNNING.pack_into
+_write_span = spans.SPAN.pack_into
+_CALLS_AT, _SPAN_BYTES, _RUNNING_AT = spans.CALLS_AT, spans.SPAN_BYTES, spans.RUNNING_AT
 
 
 class Events:
-    """The events of one communicator, also of rings that take its ring's place.
+    """The events of one communicator, also of rings that take its ring's place."""
 
-    Attributes:
-        address: of its memory, an ``rr_events`` of native/include/ringreduce.h, for native code
-            that makes calls itself; valid while this object lives.
-        begin: records that a collective starts now, given its operation's code and nbytes; its
-            number is how many began before.
-        end: records that the running collective has completed.
-    """
-
+    # Records that a collective starts now, given its operation's code and nbytes; its number is how
+    # many began before.
     begin: Callable[[int, int], None]
-    end: Callable[[], None]
+    end: Callable[[], None]  # records that the running collective has completed
 
     def __init__(self) -> None:
-        self._memory = bytearray(EVENTS_BYTES)
-        self._pinned = (ctypes.c_char * EVENTS_BYTES).from_buffer(self._memory)
+        self._memory = bytearray(spans.EVENTS_BYTES)
+        self._pinned = (ctypes.c_char * spans.EVENTS_BYTES).from_buffer(self._memory)
+        # Of its memory, an ``rr_events`` of native/include/ringreduce.h, for native code that makes
+        # calls itself; valid while this object lives.
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
         self._formed_s = 0.0
@@ -82,7 +57,7 @@ class Events:
             self.begin, self.end = self._begin, self._end
 
     def _begin(self, operation: int, nbytes: int) -> None:
-        _write_running(self._memory, RUNNING_AT, operation, nbytes, _get_ident(), _monotonic())
+        _write_running(self._memory, _RUNNING_AT, operation, nbytes, _get_ident(), _monotonic())
 
     def _end(self, completed: int = 1) -> None:
         now = _monotonic()
@@ -90,7 +65,7 @@ class Events:
         number, calls, seconds, elapsed, code, nbytes, thread, began = _read_standing(memory)
         if not code:  # Another thread has called `fail`.
             return
-        slot = CALLS_AT + (number & _MASK) * SPAN_BYTES
+        slot = _CALLS_AT + (number & _MASK) * _SPAN_BYTES
         _write_span(memory, slot, number + 1, _CALL, code, 0, number, nbytes, thread, began, now)
         if completed:
             elapsed = now - began
@@ -103,12 +78,12 @@ class Events:
         if operation:
             # Before the record: what is read has its error then. A broken session fails few calls.
             self._errors[number] = f"{type(error).__name__}: {error}"
-            self._errors.pop(number - CALLS_KEPT, None)
+            self._errors.pop(number - spans.CALLS_KEPT, None)
             self._end(0)
 
     def part(
         self,
-        kind: SpanKind,
+        kind: spans.SpanKind,
         began_s: float,
         ended_s: float,
         *,
@@ -124,54 +99,56 @@ class Events:
         if number is None:
             number = _read_standing(memory)[0]
         with self._parts:
-            (count,) = COUNT.unpack_from(memory, OURS_AT)
-            slot = OURS_AT + SPANS_AT + count % PARTS_KEPT * SPAN_BYTES
+            (count,) = spans.COUNT.unpack_from(memory, spans.OURS_AT)
+            slot = spans.OURS_AT + spans.SPANS_AT + count % spans.PARTS_KEPT * spans.SPAN_BYTES
             _write_span(
                 memory,
                 slot,
                 *(count + 1, kind, 0, other, number, nbytes, _get_ident(), began_s, ended_s),
             )
-            COUNT.pack_into(memory, OURS_AT, count + 1)
-            at = OURS_AT + SECONDS_AT + 8 * kind
-            (seconds,) = SECONDS.unpack_from(memory, at)
-            SECONDS.pack_into(memory, at, seconds + ended_s - began_s)
+            spans.COUNT.pack_into(memory, spans.OURS_AT, count + 1)
+            at = spans.OURS_AT + spans.SECONDS_AT + 8 * kind
+            (seconds,) = spans.SECONDS.unpack_from(memory, at)
+            spans.SECONDS.pack_into(memory, at, seconds + ended_s - began_s)
 
-    def seconds(self, kind: SpanKind) -> float:
+    def seconds(self, kind: spans.SpanKind) -> float:
         """Time of all parts of a kind so far."""
-        return total_s(self._memory, kind)
+        return spans.total_s(self._memory, kind)
 
     def stopped_s(self) -> float:
         """For how long calls have stopped this rank's own work: not while it computed meanwhile."""
         return max(0.0, self._stopped_s() - self._formed_s)
 
     def _stopped_s(self) -> float:
-        hidden_s = self.seconds(SpanKind.REDUCE) - self.seconds(SpanKind.BLOCKED)
+        hidden_s = self.seconds(spans.SpanKind.REDUCE) - self.seconds(spans.SpanKind.BLOCKED)
         return self.current_call().seconds - hidden_s
 
     def formed(self) -> None:
         """From now on `stopped_s` counts."""
         self._formed_s = self._stopped_s()
 
-    def parts(self) -> list[Span]:
+    def parts(self) -> list[spans.Span]:
         """The last parts of calls, by their beginnings; from any thread."""
         first = bytes(self._memory)
         with self._parts:  # In this order, on any processor.
             second = bytes(self._memory)
-        return decode_parts(first, second)
+        return spans.decode_parts(first, second)
 
-    def current_call(self) -> Present:
+    def current_call(self) -> spans.Present:
         """The call that runs, and totals of those before; from any thread, never raises."""
-        return decode_standing(self._memory)
+        return spans.decode_standing(self._memory)
 
-    def calls(self) -> list[Span]:
+    def calls(self) -> list[spans.Span]:
         """The last calls, oldest first, the running one included; from any thread."""
-        copy = bytes(memoryview(self._memory)[:OURS_AT])
-        now = decode_standing(copy)
-        spans = {span.number: span for span in decode_spans(copy[CALLS_AT:OURS_AT])}
-        if now.operation is not None and now.number not in spans:  # Else it ends at this moment.
+        copy = bytes(memoryview(self._memory)[: spans.OURS_AT])
+        now = spans.decode_standing(copy)
+        found = {
+            span.number: span for span in spans.decode_spans(copy[spans.CALLS_AT : spans.OURS_AT])
+        }
+        if now.operation is not None and now.number not in found:  # Else it ends at this moment.
             began = now.number, now.nbytes, now.thread, now.since_s
-            spans[now.number] = Span(SpanKind.CALL, now.operation, 0, *began, None)
-        return [spans[number] for number in sorted(spans)[-CALLS_KEPT:]]
+            found[now.number] = spans.Span(spans.SpanKind.CALL, now.operation, 0, *began, None)
+        return [found[number] for number in sorted(found)[-spans.CALLS_KEPT :]]
 
     def error(self, number: int) -> str | None:
         """What the call of that number, one of those kept, has failed with."""

@@ -40,19 +40,13 @@ class BucketItem:
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket's memory and the (start, nbytes) of each tensor in it.
+    """A bucket's memory and the (start, nbytes) of each tensor in it."""
 
-    Attributes:
-        memory: uint8, with the slots one after the other. None: the bucket is the memory of the
-            tensor that is started, and has one slot.
-        slots: where tensors are packed.
-        results: where results are read; None: from the slots.
-    """
-
+    # Uint8; None: it is that of the tensor that is started, and has one slot.
     memory: np.ndarray | None
     nbytes: int
-    slots: Sequence[tuple[int, int]]
-    results: Sequence[tuple[int, int]] | None = None
+    slots: Sequence[tuple[int, int]]  # where tensors are packed
+    results: Sequence[tuple[int, int]] | None = None  # where results are read; None: from the slots
 
 
 class RoundFailed(Exception):
@@ -126,11 +120,8 @@ class NativeQueue:
     def register(self, buckets: Sequence[Layout]) -> int:
         """Register a plan's buckets; return the number by which ops name the plan.
 
-        The buckets' memory must live until `unregister` or `close`. After `close` the number is
-        -1, for which ops fail with the error that the communicator was closed.
-
-        Raises:
-            MemoryError: the native library has no memory for it.
+        The buckets' memory must live until `unregister` or `close`. After `close` the number is -1,
+        for which ops fail with the error that the communicator was closed.
         """
         rows = (_Bucket * len(buckets))()
         for row, bucket in zip(rows, buckets, strict=True):

@@ -29,9 +29,8 @@ _NAMES = ("libringreduce_native.so", "libringreduce_native.dylib")
 def library() -> ctypes.CDLL | None:
     """The library, or None where it was not built or ``RINGREDUCE_NATIVE=0`` hides it.
 
-    Raises:
-        NativeError: it cannot be loaded or has another ABI: a broken installation, which
-            continuing without it would hide.
+    Raises NativeError if it cannot be loaded or has another ABI: a broken installation, which
+    continuing without it would hide.
     """
     if not native_wanted():
         return None
@@ -81,11 +80,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def functions(prefix: str, signatures: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Functions of the library, by names without `prefix`, from their result and argument types.
-
-    Raises:
-        NativeError: there is no native library here.
-    """
+    """Functions of the library, by names without `prefix`; NativeError where there is none."""
     opened = library()
     if opened is None:
         raise NativeError(why_missing())
@@ -108,11 +103,7 @@ _MAKE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, c
 
 
 def method(name: str, owner: Any) -> Any:
-    """A C function of METH_FASTCALL's form as a method of `owner`; calling it costs 30 ns.
-
-    Raises:
-        NativeError: there is no native library here.
-    """
+    """A C function of METH_FASTCALL's form as a method of `owner`; calling it costs 30 ns."""
     make = _MAKE(("PyCFunction_NewEx", ctypes.pythonapi))
     return make(ctypes.addressof(_definition(name)), owner, None)
 

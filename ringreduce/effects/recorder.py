@@ -21,38 +21,28 @@ PARTS_SHOWN = 256
 
 @dataclass(frozen=True)
 class FirstError:
-    """What broke a communicator first, here or on another rank, and this rank's call then.
-
-    `when_s` is on `time.monotonic`.
-    """
+    """What broke a communicator first, here or on another rank, and this rank's call then."""
 
     error: BaseException
     call: CurrentCall
-    when_s: float
+    when_s: float  # on `time.monotonic`
 
 
 class Recorder:
-    """What the events of one communicator say of one session, the present one.
-
-    Attributes:
-        events: which it reads; calls of former sessions do not count.
-        membership: who is in the communicator.
-        transport: how they reach each other, once that is known.
-        first_error: None while the communicator works.
-        peers: set once there is a watcher: returns what was last known of each rank, a dictionary
-            with ``rank`` and, where known, ``calls``, ``operation`` (None: in user code),
-            ``since_s`` (seconds it had been there), ``pending`` (the send or recv that it waited
-            in) and ``age_s`` (age of that in seconds).
-        pending: set with `peers`: returns the send or recv that this rank waits in; None for none.
-    """
+    """What the events of one communicator say of one session, the present one."""
 
     def __init__(self, rank: int, size: int, events: Events, membership: Membership) -> None:
         self.rank, self.size = rank, size
         self.membership, self.transport = membership, "none"
-        self.first_error: FirstError | None = None
+        self.first_error: FirstError | None = None  # None while the communicator works
+        # Set once there is a watcher: returns what was last known of each rank, a dictionary with
+        # ``rank`` and, where known, ``calls``, ``operation`` (None: in user code), ``since_s``
+        # (seconds it had been there), ``pending`` (the send or recv that it waited in) and
+        # ``age_s`` (age of that in seconds).
         self.peers: Callable[[], list[dict[str, Any]]] | None = None
+        # Set with `peers`: returns the send or recv that this rank waits in; None for none.
         self.pending: Callable[[], Pending | None] | None = None
-        self.events = events
+        self.events = events  # calls of former sessions do not count
         before = events.current_call()
         self._calls_before, self._first = before.calls, before.number
 
@@ -62,10 +52,7 @@ class Recorder:
         return self.events.current_call().calls - self._calls_before
 
     def fail(self, error: BaseException) -> None:
-        """Record that the running collective failed, or that the ring broke between two calls.
-
-        The first error is kept as `first_error`; later ones are consequences.
-        """
+        """Record what has failed the running collective, or broken the ring between two."""
         if self.first_error is None:
             self.first_error = FirstError(error, self.current_call(), time.monotonic())
         self.events.fail(error)

@@ -1,17 +1,15 @@
 """Writes the flight records of this process on SIGUSR1, whatever its threads are doing.
 
 Python runs signal handlers in the main thread, between two bytecodes, so a main thread that is
-stuck in C would never run one. But Python's C code always writes the signal's number to the
-wakeup descriptor (`signal.set_wakeup_fd`); a thread reads its other end and dumps.
+stuck in C would never run one. But Python's C code always writes the signal's number to the wakeup
+descriptor (`signal.set_wakeup_fd`); a thread reads its other end and dumps. Others use that
+descriptor too (asyncio does), so it is taken only while it is free. Otherwise Python's handler
+dumps: then the main thread is in an event loop, which runs handlers.
 
-A process has one such descriptor, which others use too (asyncio does), so it is taken only while
-it is free. Otherwise Python's handler dumps: then the main thread is in an event loop, which runs
-handlers.
-
-The thread starts with the first file added in the main thread, and ends when the last one is
-removed (a 0, no signal's number, is written to it). It is a daemon: a process that never closes
-can end. The handler stays, and when Python ends the signal is ignored: a late one must neither
-kill a job that saves its model nor change an exit code.
+The thread, a daemon, starts with the first file added in the main thread, and ends when the last
+one is removed (a 0, no signal's number, is written to it). The handler stays, and when Python ends
+the signal is ignored: a late one must neither kill a job that saves its model nor change an exit
+code.
 """
 
 from __future__ import annotations

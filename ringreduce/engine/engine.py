@@ -1,13 +1,14 @@
-"""The background thread of a communicator, which runs collectives and reduces gradient buckets.
+"""The background threads of a communicator: of collectives and gradient buckets, and of messages.
 
-There is one thread and one order, because all ranks must make the same calls in the same order: so
-the order in which work is submitted must not differ between ranks. The thread waits at the queue,
-without the GIL, and ends in `close`, at the latest when Python exits.
+There is one thread for collectives and one order, because all ranks must make the same calls in the
+same order: so the order in which work is submitted must not differ between ranks. The thread waits
+at the queue, without the GIL, and ends in `close`, at the latest when Python exits.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -41,9 +42,6 @@ class Work(Generic[_Result]):
     """A collective that runs in the background.
 
     It owns the array that was passed until `wait` has returned or `done` is True.
-
-    Attributes:
-        submitted_s: when, on `time.monotonic`.
     """
 
     def __init__(self, run: Callable[[], _Result]) -> None:
@@ -104,6 +102,54 @@ class Work(Generic[_Result]):
         self._over.set()
 
 
+class Executor:
+    """A thread, named `name`, that runs work in order until `close`; from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._unfinished, self._is_closed = 0, False
+        self.dropped = 0  # calls that had not ended when it was closed, and never will
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
+        """Have the thread call `run`, after all earlier work; ClosedError after `close`."""
+        work = Work(run)
+        with self._changed:
+            if self._is_closed:
+                raise ClosedError("called a send or recv after close()")
+            self._unfinished += 1
+            self._queue.put(work)
+        return work
+
+    def drain(self) -> None:
+        """Return once all work is done; at once in the thread itself."""
+        if threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._unfinished)
+
+    def close(self) -> None:
+        """End the thread once the work that runs has ended; work not begun fails."""
+        with self._changed:
+            self._is_closed = True
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if self._is_closed:
+                work.fail(ClosedError("was closed before this call had begun"))
+            else:
+                work.do()
+            self.dropped += self._is_closed and work.has_failed
+            del work
+            with self._changed:
+                self._unfinished -= 1
+                self._changed.notify_all()
+
+
 class Owner(Protocol):
     """The session, as the engine and the watcher notify it from their threads."""
 
@@ -132,18 +178,12 @@ class Engine:
         self._thread.start()
 
     def follow(self, owner: Owner) -> None:
-        """Work for a session that has taken the place of one that was left; see `let_go`.
-
-        Plans stay.
-        """
+        """Work, with the same plans, for a session in place of one that was left; see `let_go`."""
         self._owner = owner
         self._queue.reopen()
 
     def let_go(self, why: str) -> None:
-        """End what is under way for the present session, which is being left, with `why`.
-
-        Calls that run have been interrupted.
-        """
+        """End, with `why`, what is under way for a session whose calls have been interrupted."""
         self._queue.fail(why)
         self.drain()
 
@@ -159,11 +199,7 @@ class Engine:
         return self._queue if isinstance(self._queue, NativeQueue) else None
 
     def submit(self, run: Callable[[], _Result]) -> Work[_Result]:
-        """Have the thread call `run`, after all work submitted before.
-
-        Raises:
-            ClosedError: `close` was called.
-        """
+        """Have the thread call `run`, after all earlier work; ClosedError after `close`."""
         work = Work(run)
         with self._lock:
             number = self._posted
@@ -202,10 +238,7 @@ class Engine:
             pass
 
     def fail(self, owner: Owner, error: RingReduceError) -> None:
-        """Fail every bucket that is waited for, now or later, with `error` of the session `owner`.
-
-        Does nothing once another session has taken its place.
-        """
+        """Fail every bucket with `error` of the session `owner`, unless another has its place."""
         if owner is self._owner:
             self._queue.fail(str(error))
             self._forget_unwanted()

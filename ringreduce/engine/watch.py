@@ -62,7 +62,7 @@ class Watcher:
         # Messages from other threads, to be sent.
         self._waiting: deque[Abort | Left | Claim | Listening] = deque()
         self._is_locked = False
-        waiting.peers, waiting.listen = self._watch.peer_table, self.listen
+        waiting.peers, waiting.listen = self._watch.peer_table, self.post
         self._thread = threading.Thread(
             target=self._loop, name=f"ringreduce watch {self._rank}/{self._size}", daemon=True
         )
@@ -72,17 +72,11 @@ class Watcher:
         """Notify all ranks why this one gives up; from any thread, without waiting."""
         if self._watch.cause is None:
             self._watch.cause = error
-            self._waiting.append(Abort(encode_abort(error, self._rank)))
-            self._control.wake()
+            self.post(Abort(encode_abort(error, self._rank)))
 
-    def claim(self, claim: Claim) -> None:
-        """Compare a value with the neighbours' in the background; from any thread."""
-        self._waiting.append(claim)
-        self._control.wake()
-
-    def listen(self, listening: Listening) -> None:
-        """Notify a rank that this one listens for it; from any thread, without waiting."""
-        self._waiting.append(listening)
+    def post(self, message: Abort | Claim | Listening) -> None:
+        """Have the thread send `message`; from any thread, without waiting."""
+        self._waiting.append(message)
         self._control.wake()
 
     def leave(self, calls: int, why: str) -> None:
@@ -170,13 +164,7 @@ class Watcher:
 
     def _send_waiting(self) -> None:
         while self._waiting:
-            message = self._waiting.popleft()
-            if isinstance(message, Claim):
-                self._carry_out(self._watch.claim(message))
-            elif isinstance(message, Listening):
-                self._carry_out(self._watch.listen(message))
-            else:
-                self._carry_out(self._watch.announce(message))
+            self._carry_out(self._watch.send(self._waiting.popleft()))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -44,39 +44,25 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Error:
-    """What a rank failed with.
+    """What a rank failed with."""
 
-    Attributes:
-        kind: name of its class; a name that is not ringreduce's is the program's own exception.
-        when_s: when, on a clock that all facts share.
-        peer: the rank that it names.
-        origin: the rank that found it and notified this one; None: this rank itself.
-    """
-
-    kind: str
-    when_s: float
-    peer: int | None = None
+    kind: str  # name of its class; a name that is not ringreduce's is the program's own exception
+    when_s: float  # when, on a clock that all facts share
+    peer: int | None = None  # the rank that it names
+    # The rank that found it and notified this one; None: this rank itself.
     origin: int | None = None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one rank, now or when it failed.
-
-    Attributes:
-        calls: collectives completed.
-        operation: the call it is in; None: in user code.
-        nbytes: payload of that call; 0 if unknown.
-        stood_s: how long it has been there.
-        silent_s: for how long it has shown no sign of life, if that is too long; else 0.
-    """
+    """What is known of one rank, now or when it failed."""
 
     rank: int
-    calls: int = 0
-    operation: str | None = None
-    nbytes: int = 0
-    stood_s: float = 0.0
-    silent_s: float = 0.0
+    calls: int = 0  # collectives completed
+    operation: str | None = None  # the call it is in; None: in user code
+    nbytes: int = 0  # payload of that call; 0 if unknown
+    stood_s: float = 0.0  # how long it has been there
+    silent_s: float = 0.0  # for how long it has shown no sign of life, if that is too long; else 0
     error: Error | None = None
 
     @property
@@ -99,10 +85,8 @@ def find_culprit(
 ) -> Finding:
     """The rank to blame, the sides of a disagreement, or nobody.
 
-    Args:
-        facts: one for each rank of which something is known.
-        unknown: the other ranks of the job.
-        still_s: where no rank has failed, ranks that have waited less count as working.
+    There are facts for each rank of which something is known; the others are `unknown`. Where no
+    rank has failed, ranks that have waited less than `still_s` count as working.
     """
     known = {fact.rank: fact for fact in sorted(facts, key=lambda fact: fact.rank)}
     failed = _Failed(known, unknown)

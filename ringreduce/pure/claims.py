@@ -13,19 +13,12 @@ _WAITING_MAX = 4096
 
 
 class Claim(NamedTuple):
-    """One value of this rank.
+    """One value of this rank."""
 
-    Attributes:
-        key: what it is the value of, alike on all ranks.
-        value: any bytes, compared as they are.
-        text: what a difference means, with ``{peer}`` for the other rank.
-        remedy: what to do about that.
-    """
-
-    key: str
-    value: bytes
-    text: str
-    remedy: str
+    key: str  # what it is the value of, alike on all ranks
+    value: bytes  # any bytes, compared as they are
+    text: str  # what a difference means, with ``{peer}`` for the other rank
+    remedy: str  # what to do about that
 
 
 class Claims:

@@ -14,19 +14,11 @@ _LOOKS, _LOOKS_SLOW = 20, 16
 
 
 class Delays:
-    """What a watcher says of ranks that are late or slow.
-
-    Args:
-        peer_table: what is known of the other ranks.
-        neighbours: the ranks that this one warns of.
-
-    Attributes:
-        is_busy: the rank that holds up this rank's call is alive and in user code.
-    """
+    """What a watcher says of ranks that are late or slow; it warns of `neighbours` alone."""
 
     def __init__(self, peer_table: PeerTable, neighbours: Collection[int], now_s: float) -> None:
         self._peer_table, self._neighbours = peer_table, neighbours
-        self.is_busy = False
+        self.is_busy = False  # the rank that holds up this rank's call is alive and in user code
         self._progress: object = None
         self._progressed_s = now_s
         self._call: tuple[int, float] = (-1, 0.0)

@@ -42,14 +42,11 @@ class Call(msgspec.Struct):
 
 
 class Part(msgspec.Struct):
-    """What a call consisted of: `kind` is a `SpanKind`'s name, `number` the call's; times as there.
+    """What a call consisted of, with times as in `Call`."""
 
-    `other` is a rank, a step or a bucket, by the kind (RR_SPAN_QUEUE, ... in ringreduce.h).
-    """
-
-    kind: _Name
-    number: _Count
-    other: int
+    kind: _Name  # a `SpanKind`'s name
+    number: _Count  # of the call
+    other: int  # a rank, a step or a bucket, by the kind (RR_SPAN_QUEUE, ... in ringreduce.h)
     nbytes: _Count
     started: _Time
     seconds: _Time
@@ -67,21 +64,18 @@ class Frame(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """What broke the communicator; other fields mean what they do in `RingReduceError`.
-
-    `when` is in seconds since the epoch. `in_call` is the collective that this rank was in; None
-    in user code. `trace` has the frames that the error has passed, innermost last.
-    """
+    """What broke the communicator; other fields mean what they do in `RingReduceError`."""
 
     kind: _Name
     text: _Text
-    when: _Time
+    when: _Time  # in seconds since the epoch
     peer: _Rank | None = None
     origin: _Rank | None = None
     operation: _Name | None = None
     sequence: _Count | None = None
     step: _Name | None = None
-    in_call: _Name | None = None
+    in_call: _Name | None = None  # the collective that this rank was in; None in user code
+    # The frames that the error has passed, innermost last.
     trace: Annotated[list[Frame], msgspec.Meta(max_length=FRAMES_MAX)] = []
 
 
@@ -94,25 +88,21 @@ class Stack(msgspec.Struct):
 
 
 class _Communicator(msgspec.Struct, kw_only=True):
-    """What is recorded of one communicator. Times are in seconds since the epoch.
-
-    Attributes:
-        calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
-            call of any group ended.
-        pending: the send or recv that it waits in, or the call of a group, beside its collectives.
-        failure: None while the communicator works.
-        peers: what was last known of other ranks; see `Recorder.peers`.
-        entries: the last calls, oldest first; `parts`: of these calls.
-    """
+    """What is recorded of one communicator. Times are in seconds since the epoch."""
 
     transport: _Name
+    # calls, operation, nbytes, since: as in `CurrentCall`; in user code, `since` is when the last
+    # call of any group ended.
     calls: _Count
     operation: _Name | None
     nbytes: _Count
     since: _Time
+    # The send or recv that it waits in, or the call of a group, beside its collectives.
     pending: _Name | None = None
-    failure: Failure | None = None
+    failure: Failure | None = None  # None while the communicator works
+    # What was last known of other ranks; see `Recorder.peers`.
     peers: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=1 << 20)] = []
+    # The last calls, oldest first; `parts`: of these calls.
     entries: Annotated[list[Call], msgspec.Meta(max_length=1 << 12)] = []
     parts: Annotated[list[Part], msgspec.Meta(max_length=1 << 12)] = []
 
@@ -126,26 +116,21 @@ class Group(_Communicator):
 
 
 class Dump(_Communicator):
-    """One rank's flight record, with what the whole job's communicator did.
-
-    Attributes:
-        why: what it was written for.
-        when, iso: when, the latter for people.
-        job: the job's id, which tells records of several jobs apart.
-        groups: what the communicators of groups did.
-    """
+    """One rank's flight record, with what the whole job's communicator did."""
 
     format: int
-    why: _Text
+    why: _Text  # what it was written for
+    # when, iso: when, the latter for people.
     when: _Time
     iso: _Name
     rank: _Rank
     size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     host: _Name
     pid: _Count
-    job: _Name
+    job: _Name  # the job's id, which tells records of several jobs apart
     versions: dict[str, _Name]
     stacks: Annotated[list[Stack], msgspec.Meta(max_length=THREADS_MAX)] = []
+    # What the communicators of groups did.
     groups: Annotated[list[Group], msgspec.Meta(max_length=GROUPS_MAX)] = []
 
 
@@ -167,11 +152,7 @@ def encode_dump(dump: Dump) -> bytes:
 
 
 def decode_dump(data: bytes) -> Dump:
-    """Decode a flight record.
-
-    Raises:
-        ValueError: it is none, or of another format; the text says what is wrong.
-    """
+    """Decode a flight record; ValueError says what is wrong with one that cannot be read."""
     if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"more than {FILE_BYTES_MAX} bytes")
     try:

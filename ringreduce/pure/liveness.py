@@ -26,50 +26,34 @@ from ringreduce.vocabulary.config import TIMES
 
 @dataclass(frozen=True)
 class CurrentCall:
-    """The call that a rank is in.
+    """The call that a rank is in."""
 
-    Attributes:
-        calls: collectives completed so far.
-        operation: the collective that runs now; None in user code.
-        nbytes: its payload; 0 in user code.
-        since_s: on `time.monotonic`, when it began; in user code, when the last collective ended
-            or the communicator was made.
-    """
-
-    calls: int
-    operation: str | None
-    nbytes: int
+    calls: int  # collectives completed so far
+    operation: str | None  # the collective that runs now; None in user code
+    nbytes: int  # its payload; 0 in user code
+    # On `time.monotonic`, when it began; in user code, when the last collective ended or the
+    # communicator was made.
     since_s: float
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Where a link stands, as any thread may ask while a call runs.
+    """Where a link stands, as any thread may ask while a call runs."""
 
-    Attributes:
-        done: the part of its present pass that is done, 0 to 1.
-        sent: for each outgoing connection: receiver, channel, and total frames sent.
-        overdue: connections on which a frame has been due for a while.
-        sent_to_next: how fast the connections to the next rank were so far.
-    """
-
-    done: float = 0.0
+    done: float = 0.0  # the part of its present pass that is done, 0 to 1
+    # For each outgoing connection: receiver, channel, and total frames sent.
     sent: tuple[tuple[int, int, int], ...] = ()
-    overdue: tuple[Overdue, ...] = ()
-    sent_to_next: SentToNext | None = None
+    overdue: tuple[Overdue, ...] = ()  # connections on which a frame has been due for a while
+    sent_to_next: SentToNext | None = None  # how fast the connections to the next rank were so far
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """The rank that holds this one up, and how.
-
-    `kind` is ``silent``, ``user code``, ``locked``, ``behind``, ``elsewhere`` or ``slow``; `text`
-    is a clause such as ``rank 1 has shown no sign of life for 3.2 s``.
-    """
+    """The rank that holds this one up, and how."""
 
     rank: int
-    kind: str
-    text: str
+    kind: str  # ``silent``, ``user code``, ``locked``, ``behind``, ``elsewhere`` or ``slow``
+    text: str  # a clause such as ``rank 1 has shown no sign of life for 3.2 s``
 
     @property
     def is_busy(self) -> bool:
@@ -78,17 +62,12 @@ class Suspicion:
 
 
 class Doing(NamedTuple):
-    """What a rank does, for one that waits for it to send or receive.
+    """What a rank does, for one that waits for it to send or receive."""
 
-    Attributes:
-        text: a clause such as ``rank 1 is alive, in user code for 3.2 s``.
-        is_busy: it is alive and does something else, so it will come if it is given time.
-        waits: it waits in a message of another rank, that one perhaps in one of a third, and so on
-            to the rank that asks; empty if it does not.
-    """
-
-    text: str
-    is_busy: bool
+    text: str  # a clause such as ``rank 1 is alive, in user code for 3.2 s``
+    is_busy: bool  # it is alive and does something else, so it will come if it is given time
+    # It waits in a message of another rank, that one perhaps in one of a third, and so on to the
+    # rank that asks; empty if it does not.
     waits: tuple[Waits, ...]
 
 

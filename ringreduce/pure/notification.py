@@ -7,12 +7,6 @@ from typing import Any
 import msgspec
 
 from ringreduce.vocabulary import errors
-from ringreduce.vocabulary.errors import (
-    MismatchError,
-    PeerLostError,
-    ProtocolError,
-    RingReduceError,
-)
 
 # Longer text of an error is cut off.
 ABORT_BYTES_MAX = 16384
@@ -27,7 +21,7 @@ class _Cause(msgspec.Struct):
     peer: int | None
 
 
-def encode_abort(cause: RingReduceError, rank: int) -> bytes:
+def encode_abort(cause: errors.RingReduceError, rank: int) -> bytes:
     """Why rank `rank` gives up; a cause that came from another rank keeps that rank as origin."""
     text = str(cause) if cause.origin is None else cause.message.partition(": ")[2]
     # A file name in it may contain lone surrogates, which cannot be encoded.
@@ -42,21 +36,23 @@ def encode_abort(cause: RingReduceError, rank: int) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
-def abort_error(payload: bytes, **where: Any) -> RingReduceError:
+def abort_error(payload: bytes, **where: Any) -> errors.RingReduceError:
     """The error to raise for another rank's abort; `where` has the fields of this rank's error."""
     try:
         cause = msgspec.msgpack.decode(payload, type=_Cause)
     # Text that is not UTF-8 raises Python's ValueError; endless nesting, a RecursionError.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        broken = ProtocolError("received an abort that cannot be read", **where)
+        broken = errors.ProtocolError("received an abort that cannot be read", **where)
         broken.__cause__ = error
         return broken
     kind = getattr(errors, cause.error, None) if cause.error in errors.__all__ else None
     report = f"was told by rank {cause.origin}: {cause.text.removesuffix('.')}"
-    return (kind or ProtocolError)(report, **{**where, "peer": cause.peer, "origin": cause.origin})
+    return (kind or errors.ProtocolError)(
+        report, **{**where, "peer": cause.peer, "origin": cause.origin}
+    )
 
 
-def left_error(peer: int, calls: int, why: str, **where: Any) -> RingReduceError:
+def left_error(peer: int, calls: int, why: str, **where: Any) -> errors.RingReduceError:
     """The error of a rank that is in, or begins, a call which rank `peer` will never make.
 
     `peer` closed its communicator after `calls` calls because of the exception `why` (empty: there
@@ -64,13 +60,13 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> RingReduceError
     """
     where = {**where, "peer": peer}
     if why:
-        return PeerLostError(
+        return errors.PeerLostError(
             f"was left by rank {peer}, which ended with {why.removesuffix('.')}",
             **where,
             remedy=f"Read rank {peer}'s log first.",
         )
     if (operation := where.get("operation")) in _MESSAGES:
-        return MismatchError(
+        return errors.MismatchError(
             f"was left by rank {peer}, which has closed its communicator",
             **where,
             remedy=f"Let rank {peer} call {_MESSAGES[operation]} before it closes: every send "
@@ -84,7 +80,7 @@ def left_error(peer: int, calls: int, why: str, **where: Any) -> RingReduceError
     )
     if operation == "split":
         remedy = "All ranks must call split, with None as color on those that take no part."
-    return MismatchError(
+    return errors.MismatchError(
         f"was left by rank {peer}, which closed its communicator{after} and makes no more",
         **where,
         remedy=remedy,

@@ -18,15 +18,12 @@ OVERDUE_MAX = 8
 
 
 class Overdue(msgspec.Struct, frozen=True, array_like=True):
-    """The data connection on which a rank waits for a frame.
-
-    `frames` were received on it in all; for `dry_s` not one byte has arrived.
-    """
+    """The data connection on which a rank waits for a frame."""
 
     sender: _Rank
     channel: _Rank
-    frames: _Count
-    dry_s: _Seconds
+    frames: _Count  # received on it in all
+    dry_s: _Seconds  # for so long not one byte has arrived
 
 
 class Pending(msgspec.Struct, frozen=True, array_like=True):
@@ -53,31 +50,22 @@ class SentToNext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports of itself.
-
-    Attributes:
-        number: counted up with each heartbeat.
-        calls: collectives it has completed.
-        operation: the one it is in; empty in user code.
-        since_s: how long it had been there when it sent this.
-        done: the part of its present pass that is done, 0 to 1.
-        overdue: connections on which it waits for frames, the longest first.
-        locked: its neighbours that are alive and send no heartbeats: Python's lock is held there.
-        pending: the send or recv that it waits in, beside its collectives.
-        stopped_s: for how long completed calls have stopped its own work, in all.
-        sent_to_next: its link to the next rank, over sockets, where the system measures it.
-    """
+    """What a rank reports of itself."""
 
     rank: _Rank
-    number: _Count
-    calls: _Count
-    operation: _Name
-    since_s: _Seconds
+    number: _Count  # counted up with each heartbeat
+    calls: _Count  # collectives it has completed
+    operation: _Name  # the one it is in; empty in user code
+    since_s: _Seconds  # how long it had been there when it sent this
+    # The part of its present pass that is done, 0 to 1.
     done: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    # Connections on which it waits for frames, the longest first.
     overdue: Annotated[tuple[Overdue, ...], msgspec.Meta(max_length=OVERDUE_MAX)] = ()
+    # Its neighbours that are alive and send no heartbeats: Python's lock is held there.
     locked: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=2)] = ()
-    pending: Pending | None = None
-    stopped_s: _Seconds = 0.0
+    pending: Pending | None = None  # the send or recv that it waits in, beside its collectives
+    stopped_s: _Seconds = 0.0  # for how long completed calls have stopped its own work, in all
+    # Its link to the next rank, over sockets, where the system measures it.
     sent_to_next: SentToNext | None = None
 
 
@@ -113,10 +101,7 @@ class Value(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Rank `receiver` listens on `address` for rank `sender`; all ranks pass this on to it.
-
-    `channel` is one of `PAIR_CHANNELS`.
-    """
+    """Rank `receiver` listens for rank `sender`; all ranks pass this on to it."""
 
     receiver: _Rank
     sender: _Rank
@@ -135,11 +120,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes, size: int) -> Message:
-    """Decode a message from a rank of a job of `size` ranks.
-
-    Raises:
-        ValueError: it is no message, or names ranks that do not exist.
-    """
+    """Decode a message; ValueError if it is none, or names ranks beyond a job of `size`."""
     message: Message = _decoder.decode(payload)
     if isinstance(message, Heartbeats):
         if len(message.heartbeats) > size:

@@ -30,13 +30,8 @@ from ringreduce.pure.watcher_messages import (
     Pending,
     Value,
 )
+from ringreduce.vocabulary import errors
 from ringreduce.vocabulary.config import TIMES
-from ringreduce.vocabulary.errors import (
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-    RingReduceError,
-)
 
 # A neighbour that has been silent for long is sent one of this many heartbeats.
 _SPARING_BEATS = 20
@@ -49,20 +44,7 @@ _ACKNOWLEDGEMENT = watcher_messages.encode(Acknowledgement())
 
 
 class Watch:
-    """What one rank's watcher knows. All times are on one clock.
-
-    Args:
-        rank, size: this rank, and the number of ranks in the job.
-        membership: the ranks that are watched, this one among them.
-        link_timeout_s: how long a connection may carry nothing of what is due.
-
-    Attributes:
-        peer_table: what is known of the other ranks.
-        cause: why the ring has ended; None while it has not.
-        delays: whether another rank holds this one up.
-        is_closing: this rank is leaving; then no lost connection is a failure.
-        due_s: when the next heartbeat, or the next check of a possible loss, is due.
-    """
+    """What a watcher knows of the ranks of `membership`; all times are on one clock."""
 
     def __init__(
         self, rank: int, size: int, membership: Membership, link_timeout_s: float, now_s: float
@@ -70,10 +52,11 @@ class Watch:
         self._rank, self._size = rank, size
         self._neighbours = membership.neighbours(rank)
         self._link_timeout_s = link_timeout_s
-        self.peer_table = PeerTable(rank, membership, now_s)
-        self.cause: RingReduceError | None = None
-        self.is_closing = False
-        self.due_s = now_s
+        self.peer_table = PeerTable(rank, membership, now_s)  # what is known of the other ranks
+        # Why the ring has ended; None while it has not.
+        self.cause: errors.RingReduceError | None = None
+        self.is_closing = False  # this rank is leaving; then no lost connection is a failure
+        self.due_s = now_s  # when the next heartbeat, or the next check of a possible loss, is due
         self._unacknowledged: set[int] = set()
         # Of neighbours whose heartbeats are late: bytes received in all, and when these grew last.
         self._arrived: dict[int, int] = {}
@@ -91,31 +74,32 @@ class Watch:
         self._lost: dict[int, float] = {}
         self._absence: tuple[CurrentCall, float] | None = None
         self._claims, self._cycles = Claims(len(self._neighbours)), Cycles()
+        # Whether another rank holds this one up.
         self.delays = Delays(self.peer_table, self._neighbours, now_s)
         # Receiver, sender and channel of what was passed on.
         self._listening: set[tuple[int, int, int]] = set()
 
-    def claim(self, claim: Claim) -> list[Action]:
-        """Send a value of this rank to the neighbours, and compare it with theirs."""
-        peer = self._claims.make(claim)
-        sent = Send(watcher_messages.encode(Value(claim.key, claim.value)))
-        return [sent, *([] if peer is None else self._disagree(claim, peer))]
+    def send(self, message: Abort | Left | Claim | Listening) -> list[Action]:
+        """Send a message of this rank.
+
+        The neighbours acknowledge one that must reach all ranks; they pass on that this rank
+        listens; they compare a value with theirs, as this rank does.
+        """
+        if isinstance(message, Claim):
+            peer = self._claims.make(message)
+            sent = Send(watcher_messages.encode(Value(message.key, message.value)))
+            return [sent, *([] if peer is None else self._disagree(message, peer))]
+        if isinstance(message, Listening):
+            self._note(message)
+        else:
+            self._unacknowledged = set(self._neighbours)
+        return [Send(watcher_messages.encode(message))]
 
     def _disagree(self, claim: Claim, peer: int) -> list[Action]:
         text, remedy = claim.text.replace("{peer}", str(peer)), claim.remedy
         return self.end(
-            MismatchError(text, rank=self._rank, size=self._size, peer=peer, remedy=remedy)
+            errors.MismatchError(text, rank=self._rank, size=self._size, peer=peer, remedy=remedy)
         )
-
-    def announce(self, message: Abort | Left) -> list[Action]:
-        """Send a message that must reach all ranks; the neighbours acknowledge it."""
-        self._unacknowledged = set(self._neighbours)
-        return [Send(watcher_messages.encode(message))]
-
-    def listen(self, listening: Listening) -> list[Action]:
-        """Notify a rank that this one listens for it; the ranks between pass it on."""
-        self._note(listening)
-        return [Send(watcher_messages.encode(listening))]
 
     def _note(self, listening: Listening) -> bool:
         """Whether this has not come before, on the other way round."""
@@ -221,16 +205,16 @@ class Watch:
                     "host is cut off or down"
                 )
             where = self._where(current)
-            return self.end(PeerLostError(text, **where, peer=neighbour, remedy=remedy))
+            return self.end(errors.PeerLostError(text, **where, peer=neighbour, remedy=remedy))
         return []
 
-    def end(self, error: RingReduceError) -> list[Action]:
+    def end(self, error: errors.RingReduceError) -> list[Action]:
         """End the ring for an error that this rank has found itself."""
         if self.cause is not None or self.is_closing:
             return []
         self.cause = error
         # Notify the others first, since the communicator will write its flight record.
-        return [*self.announce(Abort(encode_abort(error, self._rank))), Ended(error)]
+        return [*self.send(Abort(encode_abort(error, self._rank))), Ended(error)]
 
     def beat(
         self, current: CurrentCall, flow: Flow, progress: object, now_s: float,
@@ -312,7 +296,9 @@ class Watch:
                     "are alive"
                 )
                 where = self._where(current)
-                return self.end(PeerLostError(text, **where, peer=receiver, remedy=_LINK_REMEDY))
+                return self.end(
+                    errors.PeerLostError(text, **where, peer=receiver, remedy=_LINK_REMEDY)
+                )
             if receiver not in warned | self._silent:
                 actions.append(
                     Log(
@@ -351,7 +337,7 @@ class Watch:
             return self.end(left_error(left.rank, left.calls, left.why, **self._where(current)))
         return []
 
-    def explained(self, error: RingReduceError) -> RingReduceError | None:
+    def explained(self, error: errors.RingReduceError) -> errors.RingReduceError | None:
         """Why the peer of a call that met `error` has gone, once that is known."""
         left = None if error.peer is None else self.peer_table.left(error.peer)
         if left is None:
@@ -360,7 +346,9 @@ class Watch:
         fields |= {"rank": self._rank, "size": self._size}
         return left_error(left.rank, left.calls, left.why, **fields)
 
-    def named(self, error: PeerTimeoutError, current: CurrentCall, now_s: float) -> RingReduceError:
+    def named(
+        self, error: errors.PeerTimeoutError, current: CurrentCall, now_s: float
+    ) -> errors.RingReduceError:
         """`error`, naming the rank that all wait for, if that is known."""
         named = copy.copy(error)
         limit = (error.remedy or "").partition("; ")[2]
@@ -380,7 +368,7 @@ class Watch:
             )
         return named
 
-    def _explain_pause(self, error: RingReduceError, stood_s: float, what: str) -> None:
+    def _explain_pause(self, error: errors.RingReduceError, stood_s: float, what: str) -> None:
         if stood_s:
             error.remedy = (
                 f"This process stood still for {stood_s:.1f} s (it or its host was stopped, or "

@@ -31,15 +31,11 @@ _OWN = ("secret", "host_id")
 class Choices:
     """What the user has chosen, where the program runs that starts the job.
 
-    Attributes:
-        settings: of `Config`, by name.
-        variables: of ringreduce in that program's environment.
-
-    Raises:
-        ConfigError: a setting is unknown, impossible, or not the user's choice.
+    Raises ConfigError if a setting is unknown, impossible, or not the user's choice.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # of `Config`, by name
+    # Of ringreduce in that program's environment.
     variables: Mapping[str, str] = field(default_factory=forwarded_environment)
 
     def __post_init__(self) -> None:
@@ -51,10 +47,8 @@ class Choices:
 def form(size: int, submit: Callable[..., Any], choices: Choices, restart: int = 0) -> None:
     """Make `size` processes the ranks of a new job, with a new secret.
 
-    Args:
-        submit: ``submit(rank, function, *arguments)`` calls a function in that rank's process, and
-            returns Ray's reference to the result.
-        restart: how often the ranks have been started again.
+    ``submit(rank, function, *arguments)`` calls a function in that rank's process, and returns
+    Ray's reference to the result. The ranks have been started again `restart` times.
     """
     hosts = ray.get([submit(rank, host_here) for rank in range(size)])
     ports = str(choices.settings.get("ports") or choices.variables.get("RINGREDUCE_PORTS", ""))
@@ -86,8 +80,7 @@ def host_here() -> str:
 def open_meeting(ports: str, size: int) -> tuple[str, int]:
     """Listen for the other ranks, at this node's address and a free port.
 
-    Returns:
-        ``host:port``, and the socket's descriptor, which ``init`` takes and closes.
+    Returns ``host:port``, and the socket's descriptor, which ``init`` takes and closes.
     """
     host = ray.util.get_node_ip_address()
     (listener,) = listen(Bind((host,), port_range(ports) if ports else None), rank=0, size=size)

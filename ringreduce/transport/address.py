@@ -18,9 +18,7 @@ def resolve(config: Config) -> tuple[tuple[str, ...], int]:
     """Numeric addresses of the rendezvous, and its port; libzmq binds no host names.
 
     A name may have several, which hosts may order differently; then none is a loopback address.
-
-    Raises:
-        RendezvousError: the host's name does not resolve.
+    Raises RendezvousError if it does not resolve.
     """
     host, port = host_and_port(config.rendezvous)
     try:

@@ -29,14 +29,11 @@ _LOGGED_EACH = 8
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a rank shows when it connects, in libzmq's terms.
-
-    `mechanism` is ``CURVE`` or ``PLAIN``; `shown` is a public key of 32 bytes, or a name and a
-    password.
-    """
+    """What a rank shows when it connects, in libzmq's terms."""
 
     rank: int
-    mechanism: bytes
+    mechanism: bytes  # ``CURVE`` or ``PLAIN``
+    # A public key of 32 bytes, or a name and a password.
     shown: tuple[bytes, ...] = field(repr=False)
 
     def fit(self, mechanism: bytes, shown: Sequence[bytes]) -> bool:
@@ -93,10 +90,7 @@ class Authenticator:
         self._thread.start()
 
     def allow(self, domain: str, credentials: Credentials | None) -> None:
-        """Accept the rank with these credentials, or nobody; it may be waiting already.
-
-        A password is good for one connection.
-        """
+        """Accept this rank, or nobody, from now on; a password is good for one connection."""
         with self._lock:
             if self._thread is not None:
                 self._allowed[domain.encode()] = credentials

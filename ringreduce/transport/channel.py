@@ -8,11 +8,12 @@ in common with others of their context does `ringreduce.transport.sockets`, whic
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket as sockets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -22,7 +23,6 @@ from ringreduce.transport import port_filter
 from ringreduce.transport.address import endpoint
 from ringreduce.transport.descriptors import borrowed
 from ringreduce.transport.listening import Bind, listen
-from ringreduce.transport.monitor import unwatch, watch
 from ringreduce.transport.records import ChannelRecord
 from ringreduce.transport.security import OVERHEAD_BYTES, Admission, Security
 from ringreduce.vocabulary.config import TIMES
@@ -34,6 +34,7 @@ from ringreduce.vocabulary.times import milliseconds
 RECEIVE_QUEUE_FRAMES = 4
 _KEEPALIVE_IDLE_S = 60
 _RECONNECT_MS = 24 * 3600 * 1000
+_monitors = itertools.count()
 
 
 class Incoming:
@@ -42,14 +43,6 @@ class Incoming:
     The authenticator of `context` decides who may connect, by the name `domain`. A receive on
     `socket` (PULL) waits for at most ``TIMES.poll_s``. At most `queue` frames wait to be read; TCP
     holds the others back. `events` becomes readable when `read_events` has something to process.
-
-    Attributes:
-        endpoints: where it listens, on the same port at each address; `address` is the first.
-        record: the compiled loops' of this channel.
-        number: of the channel, as in `admission` and keys.
-        peer: the rank that sends, once that is known; -1 before.
-        silence: for how long a frame has been due.
-        is_locked: whether nobody can connect any more.
     """
 
     def __init__(
@@ -64,8 +57,9 @@ class Incoming:
         queue: int = RECEIVE_QUEUE_FRAMES,
     ) -> None:
         self.record, self.number, self.domain = record, number, domain
-        self.peer, self.is_locked = -1, False
-        self.silence = Silence(self.arrived_bytes)
+        self.peer = -1  # the rank that sends, once that is known
+        self.is_locked = False  # nobody can connect any more
+        self.silence = Silence(self.arrived_bytes)  # for how long a frame has been due
         self.socket = context.socket(zmq.PULL)
         admission.serve(self.socket, domain)
         # Watched from the start, so that no event is missed.
@@ -83,7 +77,7 @@ class Incoming:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + OVERHEAD_BYTES)
         self.socket.setsockopt(zmq.IPV6, int(any(":" in host for host in bind.hosts)))
-        self.endpoints: list[str] = []
+        self.endpoints: list[str] = []  # on the same port at each address; `address` is the first
         with contextlib.ExitStack() as opened:
             listening = listen(bind, **admission.who)
             for listener in listening:
@@ -173,23 +167,15 @@ class Incoming:
 
 
 class Outgoing:
-    """A socket connected to a rank that listens on `address`.
+    """A socket (PUSH) connected to rank `peer` of the job, which listens on `address`.
 
-    Attributes:
-        socket: PUSH; sending never waits.
-        peer: that rank's number among all ranks of the job.
-        record, number: as of the other end.
-        is_lost: the connection is known to have ended.
-        events: becomes readable when `read_events` has something to process.
+    Sending never waits. At most `queue` frames wait to be sent; 0: any number. `record`, `number`
+    and `events` are as of the other end. Raises RendezvousError if libzmq refuses the address.
 
     Args:
-        queue: frames that may wait to be sent; 0: any number.
         unconfirmed_ms_max: the connection ends when the other system has not acknowledged data for
             this long; 0: the system's default, many minutes.
         ping_ms: libzmq sends a few bytes this often, by a thread that needs no Python; 0: never.
-
-    Raises:
-        RendezvousError: libzmq refuses the address.
     """
 
     def __init__(
@@ -280,6 +266,29 @@ class Outgoing:
             self.socket.close(linger=0 if self.is_lost else linger_ms)
 
 
+def watch(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """Return a socket that receives the `events` of `socket` from now on; end with `unwatch`.
+
+    pyzmq's ``get_monitor_socket`` has a queue of a thousand events. When it is full, libzmq's I/O
+    thread waits, holding a lock that ``disable_monitor`` needs: strangers that connect and leave
+    while nobody reads would stop the socket's traffic and block its closing. Here the queue is
+    unbounded, so the owner must read it often.
+    """
+    name = f"inproc://monitor.{next(_monitors)}"
+    socket.monitor(name, events)
+    receiver: zmq.Socket[Any] = socket.context.socket(zmq.PAIR)
+    receiver.setsockopt(zmq.RCVHWM, 0)
+    receiver.setsockopt(zmq.LINGER, 0)
+    receiver.connect(name)
+    return receiver
+
+
+def unwatch(socket: zmq.Socket[Any], receiver: zmq.Socket[Any]) -> None:
+    """End what `watch` began."""
+    socket.disable_monitor()
+    receiver.close()
+
+
 class _Seen(NamedTuple):
     arrived: int
     since_s: float
@@ -336,11 +345,7 @@ def join_ports(addresses: Sequence[str]) -> str:
 
 
 def announced_ports(address: str, count: int, peer: int, security: Security) -> list[str]:
-    """Undo `join_ports` on the address that `peer` has announced for `count` sockets.
-
-    Raises:
-        RendezvousError: it has another number of ports.
-    """
+    """Undo `join_ports` on what `peer` has announced; RendezvousError if not `count` ports."""
     host, _, ports = address.rpartition(":")
     found = [f"{host}:{port}" for port in ports.split(",")]
     if len(found) != count:

@@ -42,11 +42,8 @@ class Control:
 
     A message longer than any of ours is refused unread, and its connection ends. So does a
     connection on which the other system has not acknowledged data for `link_timeout_s`; the system
-    of a stopped process still acknowledges. It leads to the neighbours in `membership`.
-
-    Attributes:
-        address: where the sockets listen, for the other ranks' `connect`.
-        sockets: all of them.
+    of a stopped process still acknowledges. It leads to the neighbours in `membership`, to whom
+    `address` says where the sockets listen.
     """
 
     def __init__(

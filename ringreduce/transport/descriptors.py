@@ -24,20 +24,13 @@ _ALWAYS = 64
 
 
 def needed(size: int, channels: int, streams: int, addresses: int = 1) -> int:
-    """Most descriptors that a rank of a ring of `size` opens while it forms.
-
-    It listens at so many `addresses`.
-    """
+    """Most descriptors that a rank of `size` opens while it forms, listening at `addresses`."""
     per_channel = _PER_CHANNEL + addresses
     return _ALWAYS + per_channel * channels + 2 * streams + _PER_RANK * size
 
 
 def reserve(count: int, *, rank: int, size: int) -> None:
-    """Ensure that this process may open `count` more files; raises its soft limit if needed.
-
-    Raises:
-        ConfigError: the hard limit is too low for that.
-    """
+    """Ensure that `count` more files can be opened, by a higher soft limit; or ConfigError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         is_open = len(os.listdir("/proc/self/fd"))
@@ -59,10 +52,7 @@ def reserve(count: int, *, rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A Python socket for the descriptor of one that somebody else owns, such as libzmq.
-
-    Raises OSError: it is no socket, or is closed.
-    """
+    """A Python socket for a descriptor that somebody else owns, such as libzmq; or OSError."""
     duplicate = os.dup(descriptor)  # A Python socket closes what it is given.
     try:
         opened = socket.socket(fileno=duplicate)
@@ -75,10 +65,9 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def shortage_explained(*, rank: int, size: int) -> Iterator[None]:
-    """Raise errors of ours for sockets: `reserve` may have counted descriptors taken since.
+    """Raise RendezvousError where there is no descriptor for a socket, or no memory.
 
-    Raises:
-        RendezvousError: there are no more descriptors, or no memory for one.
+    `reserve` may have counted descriptors that were taken since.
     """
     try:
         yield

@@ -12,20 +12,12 @@ from ringreduce.pure.timeouts import Limit
 from ringreduce.pure.wire import Header
 from ringreduce.transport import records
 from ringreduce.transport.records import LinkRecord
-from ringreduce.vocabulary.errors import (
-    ClosedError,
-    CorruptionError,
-    MismatchError,
-    PeerLostError,
-    PeerTimeoutError,
-    ProtocolError,
-    RingReduceError,
-)
+from ringreduce.vocabulary import errors
 
 
-def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> PeerTimeoutError:
+def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> errors.PeerTimeoutError:
     """The error of a call that has waited for `due` up to `limit`; `where` names the peer."""
-    return PeerTimeoutError(
+    return errors.PeerTimeoutError(
         f"waited {waited_s:.1f} s for {due}",
         **where,
         remedy=f"Read rank {where['peer']}'s log first; raise {limit.variable} "
@@ -33,9 +25,9 @@ def timeout_error(due: str, waited_s: float, limit: Limit, **where: Any) -> Peer
     )
 
 
-def lost_error(name: str, **where: Any) -> PeerLostError:
+def lost_error(name: str, **where: Any) -> errors.PeerLostError:
     """The error of a call that needs a rank which is lost; the watcher may know why."""
-    return PeerLostError(
+    return errors.PeerLostError(
         f"lost the connection with {name}: it died, or closed its communicator early",
         **where,
         remedy=f"Read rank {where['peer']}'s log first.",
@@ -44,7 +36,7 @@ def lost_error(name: str, **where: Any) -> PeerLostError:
 
 def mismatch_error(
     received: Header, expected: Header, members: Sequence[int], **where: Any
-) -> MismatchError:
+) -> errors.MismatchError:
     """The error of a call that met another; headers have the places of ranks in `members`."""
 
     def name(place: int) -> str:
@@ -53,21 +45,23 @@ def mismatch_error(
         return f"a rank at place {place}, which is beyond this ring,"
 
     remedy = wire.advice(received, expected)
-    error = MismatchError(wire.disagreement(received, expected, name), remedy=remedy, **where)
+    error = errors.MismatchError(
+        wire.disagreement(received, expected, name), remedy=remedy, **where
+    )
     error.signatures = expected.signature, received.signature
     return error
 
 
 def frame_error(
     status: int, record: LinkRecord, there: str, here: str, where: dict[str, Any]
-) -> RingReduceError:
+) -> errors.RingReduceError:
     """The error for a frame that cannot be sent or read, after which `record` is in this state.
 
     It is from a rank that listens `there` to this one, which listens `here`.
     """
     received, peer = wire.decode(record.received), where["peer"]
     if status == records.CORRUPT:
-        return CorruptionError(
+        return errors.CorruptionError(
             f"received a frame from rank {peer} ({there}) that does not open with the key of "
             "this connection: it, or one before it, was changed, lost or repeated on the way; "
             "nothing of it was used",
@@ -76,14 +70,14 @@ def frame_error(
             f"the network of the hosts of ranks {peer} and {where['rank']}, and what lies between.",
         )
     if status == records.KEY_ENDED:
-        return ClosedError(
+        return errors.ClosedError(
             "may seal no more frames with the key of this connection",
             **where,
             remedy="Form a new communicator.",
         )
     if status == records.FAILED:
         text = zmq.strerror(record.errno)
-        return ProtocolError(f"got an error from libzmq: {text}", **where)
+        return errors.ProtocolError(f"got an error from libzmq: {text}", **where)
     if status == records.MISSHAPEN:
         what = f"a frame that says {format_bytes(received.nbytes)} and has another length"
     elif received.magic == wire.MAGIC and received.version != wire.WIRE_VERSION:
@@ -92,7 +86,7 @@ def frame_error(
         what = "a frame of another job"
     else:
         what = "bytes that are no frame"
-    return ProtocolError(
+    return errors.ProtocolError(
         f"received {what} on {here}",
         **where,
         remedy="Keep other programs and jobs away from this port.",

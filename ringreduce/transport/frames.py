@@ -6,9 +6,8 @@
 Sealed frames are encrypted and authenticated by AEGIS-128L (`ringreduce.transport.sodium`). The
 header stays readable, and is authenticated too: it is the associated data. The nonce is the number
 of frames sealed before on this channel; both ends count, so a frame that is lost, repeated, moved
-or changed on the way does not open. A frame is opened before its header is compared; until then
-nothing is believed of it, and the memory it is opened into is the message's own or that of a
-payload of just the length due.
+or changed on the way does not open. A frame is opened before its header is compared, into the
+message's own memory or that of a payload of just the length due; nothing is believed of it before.
 
 Large payloads are lent to libzmq (``zmq_msg_init_data``): plain ones, and those that nobody needs
 any more, which are encrypted where they are. Other ciphertexts are allocated. Either way libzmq's

@@ -55,12 +55,9 @@ def own_networks(config: Config) -> tuple[str, ...]:
     """This rank's addresses for the others, with prefixes; first the one towards the rendezvous.
 
     Where the ranks meet on loopback that is the only one, so that a job on one host listens on
-    nothing else.
-
-    Raises:
-        RendezvousError: the rendezvous host's name does not resolve or cannot be reached; on rank
-            0, it is not an address of this host.
-        ConfigError: ``iface`` leaves no address, or one of its patterns matches none.
+    nothing else. Raises RendezvousError if the rendezvous host's name does not resolve, cannot be
+    reached, or on rank 0 is not an address of this host; ConfigError if ``iface`` leaves no
+    address, or one of its patterns matches none.
     """
     host = _own_end(config)
     if is_loopback(host):
@@ -119,11 +116,7 @@ def _prefix(address: str, mask: str | None) -> int:
 
 
 def meeting_hosts(config: Config) -> tuple[str, ...]:
-    """Of the rendezvous host's addresses those of this host, rank 0's.
-
-    Raises:
-        RendezvousError: the name does not resolve, or there is none.
-    """
+    """Of the rendezvous host's addresses those of this host; RendezvousError if there is none."""
     hosts, _ = resolve(config)
     own = tuple(host for host in hosts if _is_bindable(host))
     if not own:

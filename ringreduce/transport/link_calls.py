@@ -16,17 +16,11 @@ from ringreduce.transport.records import EXCHANGE_STEP, PASS_STEP, ExchangeRecor
 
 
 class Reduction(NamedTuple):
-    """How to reduce elements: the last arguments of `pure.kernels.reduce_rows`.
+    """How to reduce elements: the last arguments of `pure.kernels.reduce_rows`."""
 
-    Attributes:
-        combine: address of the kernel that reduces an arriving segment into this rank's.
-        finish: address of the kernel applied to each finished segment; 0 for none.
-        divisor: uint8, the bytes of the one element that `finish` divides by.
-    """
-
-    combine: int
-    finish: int
-    divisor: np.ndarray
+    combine: int  # address of the kernel that reduces an arriving segment into this rank's
+    finish: int  # address of the kernel applied to each finished segment; 0 for none
+    divisor: np.ndarray  # uint8, the bytes of the one element that `finish` divides by
 
 
 NO_REDUCTION = Reduction(0, 0, np.zeros(1, np.uint8))
@@ -35,10 +29,9 @@ NO_REDUCTION = Reduction(0, 0, np.zeros(1, np.uint8))
 class _Call:
     """One kind of call, reused: making one costs as much as sending a kilobyte.
 
-    Attributes:
-        header: what agrees on all ranks, except the sequence number.
-        address: of the record with the parameters of the compiled loop.
-        steps: number of chunks, or frames of an exchange, that this rank receives.
+    `header` is what agrees on all ranks, except the sequence number. At `address` is the record
+    with the parameters of the compiled loop. `steps` counts the chunks, or frames of an exchange,
+    received.
     """
 
     address: int
@@ -49,12 +42,7 @@ class _Call:
 
 
 class RingCall(_Call):
-    """A pass around the ring.
-
-    Args:
-        bounds: where the chunks begin, in elements, and where the last ends.
-        itemsize: bytes of one element, as the kernels count them.
-    """
+    """A pass around the ring, of chunks between `bounds` in elements of `itemsize` bytes."""
 
     def __init__(
         self,

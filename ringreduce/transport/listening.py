@@ -20,27 +20,18 @@ _HOLDERS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Bind:
-    """Where a rank listens.
+    """Where a rank listens."""
 
-    Attributes:
-        hosts: numeric addresses; others are given the first one with each port.
-        ports: which ports it may use; None: any free ones.
-        needed: how many it needs to form the ring, for errors.
-    """
-
-    hosts: tuple[str, ...]
-    ports: range | None = None
-    needed: int = 0
+    hosts: tuple[str, ...]  # numeric addresses; others are given the first one with each port
+    ports: range | None = None  # which ports it may use; None: any free ones
+    needed: int = 0  # how many it needs to form the ring, for errors
 
 
 def listen(bind: Bind, **who: Any) -> list[socket.socket]:
     """Listen on one port at all hosts of `bind`; the caller owns the sockets, in that order.
 
-    Errors are about `who`, this rank.
-
-    Raises:
-        RendezvousError: an address is not this host's, or no port is free.
-        OSError: no socket is available.
+    Raises RendezvousError, about `who`, this rank, if an address is not this host's, or no port is
+    free; OSError if no socket is available.
     """
     ports: Sequence[int] = [0] * _ATTEMPTS if bind.ports is None else bind.ports
     for port in ports:

@@ -141,10 +141,7 @@ def monotonic(link: Any) -> Any:
 
 @jit
 def is_released(channels: Any, streams: Any, but: Any) -> Any:
-    """Whether libzmq has written all borrowed memory of the streams `but` so many segments.
-
-    Waits a while for that.
-    """
+    """Whether libzmq, in a while, has written the streams' borrowed memory but so many segments."""
     for attempt in range(_DRAIN_YIELDS + _DRAIN_SLEEPS):
         held = np.int64(0)
         for stream in range(streams):

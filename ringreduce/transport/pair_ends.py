@@ -19,11 +19,9 @@ from ringreduce.vocabulary.times import milliseconds
 class _End:
     """One direction, used by one thread at a time; `like` is the record that those of all have.
 
-    Attributes:
-        peer: the rank at the other end.
-        record, channel: for the compiled loops, as of a link with one channel.
-        transfer: the memory that is sent or received now.
-        sequence: number of the next message.
+    It goes to or comes from rank `peer`; `sequence` numbers its next message. `record` and
+    `channel` are for the compiled loops, as of a link with one channel; `transfer` is the present
+    memory.
     """
 
     def __init__(self, like: LinkRecord, peer: int) -> None:

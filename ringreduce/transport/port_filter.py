@@ -22,10 +22,7 @@ _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def shut(listener: int) -> bool:
-    """Drop all attempts to connect to the listening socket with that descriptor; return success.
-
-    It is possible on Linux, with a socket that listens.
-    """
+    """Have Linux drop all attempts to connect to that listening socket; return whether it does."""
     if sys.platform != "linux" or listener < 0:
         return False
     program = ctypes.create_string_buffer(_DROP)

@@ -56,19 +56,9 @@ _KEY_BYTES = 32
 class Security:
     """One rank's keys, and what it requires of ranks that connect.
 
-    Args:
-        secret: the job's; empty: nothing is required.
-        is_encrypted: encrypt data between ranks; needs a secret.
-        hold_s: how long a connection that arrives before the ranks have met may wait.
-
-    Attributes:
-        rank, size: this rank, and the number of ranks in the job; `who` has both, for errors.
-        encryption: of the data, `UNENCRYPTED`, `AEGIS` or `CURVE`.
-        seals: whether each frame is sealed.
-        data, control: what the sockets for data, and of the control channel, require.
-
-    Raises:
-        NativeError: there is a secret, and libzmq was built without encryption.
+    Without a `secret` nothing is required. A connection that arrives before the ranks have met may
+    wait for `hold_s`. Raises NativeError if there is a secret, and libzmq was built without
+    encryption.
     """
 
     def __init__(
@@ -82,16 +72,21 @@ class Security:
         hold_s: float = 30.0,
     ) -> None:
         self.rank, self.size, self.hold_s = rank, size, hold_s
+        # This rank, and the number of ranks in the job, for errors.
         self.who: dict[str, Any] = {"rank": rank, "size": size}
-        self._public = self._private = self._session = b""
-        self._keys: tuple[bytes, ...] = ()
+        self._session = b""
+        # This rank's public and private key, and all ranks' public ones once they have met, as Z85
+        # text; fresh for each ring, and empty without a secret.
+        self.public_key = self.private_key = b""
+        self.keys: tuple[bytes, ...] = ()
         self._job, self._membership = 0, whole(size)
         has_aegis = sodium.load()
-        self.encryption = UNENCRYPTED
+        self.encryption = UNENCRYPTED  # of the data, `UNENCRYPTED`, `AEGIS` or `CURVE`
         if is_encrypted and secret:
             self.encryption = AEGIS if has_aegis else CURVE
-        self.seals = self.encryption == AEGIS
+        self.seals = self.encryption == AEGIS  # whether each frame is sealed
         required = "PLAIN" if secret else "NULL"
+        # What the sockets for data, and of the control channel, require.
         self.data = Admission(
             self, "CURVE" if self.encryption == CURVE else required, seals=self.seals
         )
@@ -109,16 +104,14 @@ class Security:
         self._job_key = hashlib.blake2b(
             job_id.encode(errors="surrogatepass"), key=master, person=b"ringreduce job"
         ).digest()
-        self._public, self._private = zmq.curve_keypair()
+        self.public_key, self.private_key = zmq.curve_keypair()
 
     @classmethod
     def of(cls, config: Config) -> Security:
         """What `config` requires, with a fresh key pair.
 
-        Raises:
-            ConfigError: the ranks would meet on a network, or encrypt, without a secret.
-            RendezvousError: the rendezvous host's name does not resolve.
-            NativeError: libzmq was built without encryption.
+        Raises ConfigError if the ranks would meet on a network, or encrypt, without a secret;
+        RendezvousError if the rendezvous host's name does not resolve; NativeError as the class.
         """
         is_local = config.size == 1 or is_loopback(resolve(config)[0][0])
         if not config.secret and (not is_local or config.encryption == "on"):
@@ -170,23 +163,22 @@ class Security:
     @property
     def public(self) -> str:
         """This rank's public key as Z85 text, for the others; empty without a secret."""
-        return self._public.decode()
+        return self.public_key.decode()
 
     def learn(self, keys: Sequence[str], material: bytes, job: int) -> None:
         """Store every rank's `public`, and make this ring's session key, from the rendezvous.
 
-        Raises:
-            RendezvousError: there is not one key for each rank, this rank's own differs, or the
-                material has another length.
+        Raises RendezvousError if there is not one key for each rank, this rank's own differs, or
+        the material has another length.
         """
-        if not self._public:
+        if not self.public_key:
             return
         found = tuple(key.encode(errors="replace") for key in keys)
         if (
             len(found) != self.size
             or len(set(found)) != self.size
             or not all(_is_key(key) for key in found)
-            or not hmac.compare_digest(found[self.rank], self._public)
+            or not hmac.compare_digest(found[self.rank], self.public_key)
             or len(material) != MATERIAL_BYTES
         ):
             raise RendezvousError(
@@ -195,7 +187,7 @@ class Security:
                 peer=0,
                 remedy="Start all ranks with the same ringreduce and the same secret.",
             )
-        self._keys, self._job = found, job
+        self.keys, self._job = found, job
         self.start_session(material)
 
     def for_group(self, membership: Membership) -> Security:
@@ -209,12 +201,11 @@ class Security:
     def renew(self, keys: Mapping[int, str], material: bytes) -> None:
         """Make a new ring's session key, where the members still have the same `public`, by rank.
 
-        Raises:
-            RendezvousError: one of them has another, or the material has another length.
+        Raises RendezvousError if one of them has another, or the material has another length.
         """
-        if not self._public:
+        if not self.public_key:
             return
-        same = [hmac.compare_digest(k.encode(), self._keys[rank]) for rank, k in keys.items()]
+        same = [hmac.compare_digest(k.encode(), self.keys[rank]) for rank, k in keys.items()]
         if not all(same) or len(material) != MATERIAL_BYTES:
             raise RendezvousError(
                 "was told other keys than before by a rank that should have been here all the time",
@@ -224,7 +215,7 @@ class Security:
 
     def start_session(self, material: bytes) -> None:
         """Make the keys of this ring's frames from 32 random bytes that all members know."""
-        if self._public:
+        if self.public_key:
             # The secret alone does not give it, and neither does the material.
             self._session = hashlib.blake2b(
                 struct.pack("<Q", self._job) + self._job_key, key=material, person=b"rr session"
@@ -239,7 +230,7 @@ class Security:
         group, epoch = self._membership.group, self._membership.epoch
         message = struct.pack("<HHIII", group, epoch, sender, receiver, channel)
         return hashlib.blake2b(
-            message + self._keys[sender] + self._keys[receiver],
+            message + self.keys[sender] + self.keys[receiver],
             key=self._session,
             person=b"rr frames",
             digest_size=sodium.KEY_BYTES,
@@ -253,22 +244,14 @@ class Security:
         # A group has its ranks' keys, and a password that was read would open its ports too.
         group, epoch = self._membership.group, self._membership.epoch
         message = struct.pack("<HHQQI", group, epoch, sender, receiver, channel)
-        message += self._keys[sender] + self._keys[receiver]
+        message += self.keys[sender] + self.keys[receiver]
         digest = hashlib.blake2b(message, key=self._job_key, person=b"rr password", digest_size=32)
         return digest.hexdigest().encode()
-
-    def key_pair(self) -> tuple[bytes, bytes]:
-        """This rank's, public and private, as Z85 text; fresh for each ring."""
-        return self._public, self._private
-
-    def key_of(self, rank: int) -> bytes:
-        """A rank's public key as Z85 text; call it after `learn`."""
-        return self._keys[rank]
 
     def serve_meeting(self, socket: zmq.Socket[Any], context: zmq.Context[Any]) -> Authenticator:
         """Rank 0's side of the rendezvous: accept ranks that have the secret; before ``bind``."""
         _limit(socket, max(_BACKLOG, self.size))
-        if not self._public:
+        if not self.public_key:
             return Authenticator(None, 0.0)
         authenticator = Authenticator(context, 0.0)
         public, _ = self._derived(b"rr member")
@@ -281,7 +264,7 @@ class Security:
 
     def join_meeting(self, socket: zmq.Socket[Any]) -> None:
         """The other ranks' side of the rendezvous; before ``connect``."""
-        if not self._public:
+        if not self.public_key:
             return
         public, private = self._derived(b"rr member")
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._derived(b"rr rank 0")[0])
@@ -312,7 +295,7 @@ class Admission:
         _limit(socket)
         if self.mechanism == "CURVE":
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.key_pair()[1])
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.private_key)
         elif self.mechanism == "PLAIN":
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
         else:
@@ -322,10 +305,9 @@ class Admission:
     def join(self, socket: zmq.Socket[Any], peer: int, channel: int) -> None:
         """Give `socket` what `peer` requires on `channel`: after `learn`, before ``connect``."""
         if self.mechanism == "CURVE":
-            public, private = self._security.key_pair()
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._security.key_of(peer))
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._security.keys[peer])
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._security.public_key)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._security.private_key)
         elif self.mechanism == "PLAIN":
             socket.setsockopt(zmq.PLAIN_USERNAME, str(self._rank).encode())
             password = self._security.password(self._rank, peer, channel)
@@ -339,7 +321,7 @@ class Admission:
     def credentials(self, rank: int, channel: int) -> Credentials:
         """What `rank` must show when it connects on `channel`; call it after `Security.learn`."""
         if self.mechanism == "CURVE":
-            return Credentials(rank, b"CURVE", (z85.decode(self._security.key_of(rank)),))
+            return Credentials(rank, b"CURVE", (z85.decode(self._security.keys[rank]),))
         if self.mechanism == "PLAIN":
             password = self._security.password(rank, self._rank, channel)
             return Credentials(rank, b"PLAIN", (str(rank).encode(), password))

@@ -30,11 +30,7 @@ _pointer, _u32, _u64, _int = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, 
 
 @cache
 def functions() -> dict[str, Any]:
-    """The library's functions on segments, groups and pairs, by name without the prefix ``rr_``.
-
-    Raises:
-        NativeError: there is no native library here.
-    """
+    """The library's functions on shared memory, by name without ``rr_``; or NativeError."""
     signatures = {
         "segment_create": (_int, [_u64, _u64, _pointer]),
         "segment_map": (_int, [_int, _pointer, _pointer]),
@@ -91,21 +87,16 @@ def _whole_blocks(nbytes: int) -> int:
 class Segment:
     """One rank's segment, mapped into this process until nothing refers to it any more.
 
-    It owns and closes the memfd `descriptor`.
-
-    Raises:
-        OSError: it cannot be mapped; EPROTO when it is no segment of this ABI.
+    It owns and closes the memfd `descriptor`. Raises OSError if it cannot be mapped; EPROTO when it
+    is no segment of this ABI.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
+        found = ctypes.addressof(address), ctypes.addressof(nbytes)
         try:
-            checked(
-                functions()["segment_map"](
-                    descriptor, ctypes.addressof(address), ctypes.addressof(nbytes)
-                )
-            )
+            checked(functions()["segment_map"](descriptor, *found))
         except OSError:
             os.close(descriptor)
             raise
@@ -117,15 +108,10 @@ class Segment:
 
     @classmethod
     def create(cls, staging_bytes: int, heap_bytes: int) -> Segment:
-        """A new segment of this rank; all memory but its heap's is allocated now.
-
-        Raises:
-            OSError: ENOSPC, ENOMEM or EFBIG when there is not enough of it.
-        """
+        """A new segment of this rank, allocated but for its heap; OSError if memory is short."""
         descriptor = ctypes.c_int()
-        checked(
-            functions()["segment_create"](staging_bytes, heap_bytes, ctypes.addressof(descriptor))
-        )
+        create, made = functions()["segment_create"], ctypes.addressof(descriptor)
+        checked(create(staging_bytes, heap_bytes, made))
         return cls(descriptor.value)
 
 

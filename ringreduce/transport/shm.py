@@ -97,11 +97,8 @@ class HostCall:
 class ShmLink:
     """One rank's link to the ranks of its host, made before they meet, to announce `name`.
 
-    Its present call is a `StalledCall`.
-
-    Raises:
-        NativeError: there is no native library.
-        OSError: no memory or no socket is available.
+    Its present call is a `StalledCall`. Raises NativeError if there is no native library, OSError
+    if no memory or no socket is available.
     """
 
     def __init__(self, *, waiting: Waiting) -> None:
@@ -133,17 +130,11 @@ class ShmLink:
         job: int,
         check: Callable[[], None],
     ) -> None:
-        """Map the segments of all ranks of this host.
+        """Map the segments of this host's ranks, by the `names` that `members` have announced.
 
-        Args:
-            names, members: what each of them announced, and their ranks in the job.
-            rank, size: this rank, and the number of ranks in the job.
-            job: the random number of this ring.
-            check: called while this waits; may raise.
-
-        Raises:
-            RendezvousError: one of them cannot be reached.
-            ProtocolError: one of them passed something that is no segment of ours.
+        `size` is the job's, `job` the random number of this ring. While it waits it calls `check`,
+        which may raise. Raises RendezvousError if one of them cannot be reached, ProtocolError if
+        one passed something that is no segment of ours.
         """
         assert self._own is not None
         index = members.index(rank)
@@ -197,13 +188,8 @@ class ShmLink:
     def run(self, call: HostCall, source: np.ndarray, target: np.ndarray | None = None) -> None:
         """Run `call` on `source`, contiguous; an all-to-all from there into `target`.
 
-        Raises:
-            PeerTimeoutError: a rank of this host made no progress within the time limit.
-            PeerLostError: a rank died or closed its communicator.
-            MismatchError: a rank is in another call.
-            ProtocolError: a rank's memory has invalid contents.
-
-        After any exception the link is broken: `abort`, then `close`.
+        Raises as `finish`; MismatchError if a rank is in another call, ProtocolError if its memory
+        has invalid contents. After any exception the link is broken: `abort`, then `close`.
         """
         ranks, address = self._ranks, address_of(source)
         into = address if target is None else address_of(target)
@@ -277,11 +263,8 @@ class ShmLink:
     def state(self) -> State:
         """The steps of all ranks, and the rank that was late."""
         facts = self._look()
-        return State(int(facts.progress), self._ranks.members[facts.peer])
-
-    def due(self) -> str:
-        """The rank that was late."""
-        return self._ranks.named(self.state().peer)
+        peer = self._ranks.members[facts.peer]
+        return State(int(facts.progress), peer, self.named(peer))
 
     def named(self, peer: int) -> str:
         """How errors call a rank."""

@@ -1,11 +1,10 @@
 """Messages between two ranks of one host in shared memory; native/src/pairs.c does the work.
 
-Threads: each direction of each pair is used by one thread at a time; they, and the collectives, do
-not wait for each other. `close` and `traffic` may be called from any thread.
-
-Memory: a channel, 130 KiB in the sender's segment, from the first message of a direction until the
-segment is freed. A message of up to 32 KiB is copied there; a larger one passes through in pieces,
-or is read where it is when it lies in registered memory.
+Each direction of each pair is used by one thread at a time; they, and the collectives, do not wait
+for each other. `close` and `traffic` may be called from any thread. A channel, 130 KiB in the
+sender's segment, lives from the first message of a direction until the segment is freed. A message
+of up to 32 KiB is copied there; a larger one passes through in pieces, or is read where it is when
+it lies in registered memory.
 """
 
 from __future__ import annotations
@@ -141,11 +140,7 @@ class ShmPairs:
 
 
 class ShmEnd:
-    """This rank's end of one direction; a `StalledCall`.
-
-    Attributes:
-        small: messages wholly in C, by array and tag; None where there are none.
-    """
+    """This rank's end of one direction; a `StalledCall`."""
 
     def __init__(self, ranks: HostRanks, place: int, *, is_sending: bool) -> None:
         self._ranks, self._place, self._is_sending = ranks, place, is_sending
@@ -166,6 +161,7 @@ class ShmEnd:
         self._facts = _Facts()
         self._header: Header | None = None
         kind = SmallKind.SEND if is_sending else SmallKind.RECEIVE
+        # Runs messages wholly in C, by array and tag, where it can.
         self.small = ranks.small_calls(kind, self._pair)
 
     @property
@@ -219,11 +215,7 @@ class ShmEnd:
 
     def state(self) -> State:
         """What both ends have done, and the other one."""
-        return State(int(self._look().progress), self._peer)
-
-    def due(self) -> str:
-        """The other rank."""
-        return self._ranks.named(self._peer)
+        return State(int(self._look().progress), self._peer, self.named(self._peer))
 
     def named(self, peer: int) -> str:
         """How errors call a rank."""

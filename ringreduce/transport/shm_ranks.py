@@ -42,17 +42,9 @@ class WaitLimits(ctypes.Structure):
 class HostRanks:
     """The ranks of this host, whose `members` are their ranks in the job; `index` is this one's.
 
-    Who has it keeps all memory mapped, and `group` valid.
-
-    Attributes:
-        size: of the job.
-        segments: their addresses.
-        group: the C library's rr_shm of these ranks; `limits`: its rr_wait_limits for them.
-        mesh: which of them are lost.
-        waiting: how calls wait for them.
-
-    Raises:
-        OSError: their memory does not fit together.
+    Who has it keeps all memory mapped, and `group` valid: the C library's rr_shm of these ranks,
+    with its rr_wait_limits for them at `limits`, and their segments at the addresses in `segments`.
+    `size` is the job's. Raises OSError if their memory does not fit together.
     """
 
     def __init__(
@@ -74,11 +66,8 @@ class HostRanks:
         self.limits = ctypes.addressof(self._limits)
         self.mesh, self.waiting = mesh, waiting
         made = ctypes.c_void_p()
-        checked(
-            functions()["shm_new"](
-                *(ctypes.addressof(made), index, len(members), ctypes.addressof(self.segments))
-            )
-        )
+        count, mapped = len(members), ctypes.addressof(self.segments)
+        checked(functions()["shm_new"](ctypes.addressof(made), index, count, mapped))
         assert made.value is not None
         self.group: int = made.value
         weakref.finalize(self, functions()["shm_free"], self.group).atexit = False

@@ -86,16 +86,13 @@ class _Array(ctypes.Structure):
 
 
 class SmallCalls:
-    """The calls that one end knows: a group of a host's ranks, or one direction of a pair.
+    """The calls that one end knows: a group of a host's ranks, or one direction of a pair."""
 
-    Attributes:
-        run: takes an array and an option, which is found by identity. True: the call is done.
-            None: nothing was begun, Python has to do it. False: it is begun and another rank is
-            late, so that Python has to continue it, with the same arguments.
-        end: with a lock (`exclude`), ends a call of this thread that was late; else does nothing.
-    """
-
+    # Takes an array and an option, which is found by identity. True: the call is done. None:
+    # nothing was begun, Python has to do it. False: it is begun and another rank is late, so that
+    # Python has to continue it, with the same arguments.
     run: Callable[[Any, Any], bool | None]
+    # With a lock (`exclude`), ends a call of this thread that was late; else does nothing.
     end: Callable[[], None]
 
     def __init__(self, kind: Kind, end: int, limits: int) -> None:
@@ -136,9 +133,7 @@ class SmallCalls:
     def teach(self, array: np.ndarray, option: Any, address: int, call: Any) -> None:
         """Have `run` do the call on arrays like this one, with `option`, from now on.
 
-        Args:
-            address: of the rr_call, or of a message's header.
-            call: owns what is there.
+        At `address` is the rr_call, or a message's header; `call` owns what is there.
         """
         dtype = array.dtype
         known = _SmallCall(id(dtype), id(option), array.size, array.nbytes, address)

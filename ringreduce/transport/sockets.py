@@ -21,18 +21,13 @@ from ringreduce.vocabulary.times import milliseconds
 
 
 class Sockets:
-    """Ends of channels with other ranks; `admission` says what those must show that connect.
-
-    Attributes:
-        incoming, outgoing: the open ones, in the order in which they were made.
-        security: this rank's.
-    """
+    """Ends of channels with other ranks; `admission` says what those must show that connect."""
 
     def __init__(self, security: Security, admission: Admission, io_threads: int = 1) -> None:
         self.security, self._admission = security, admission
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads)
         self._authenticator = admission.authenticator(self._context)
-        self.incoming: list[Incoming] = []
+        self.incoming: list[Incoming] = []  # open ones, in the order in which they were made
         self.outgoing: list[Outgoing] = []
         inherited.watch(self)
 

@@ -13,8 +13,7 @@ from functools import cache
 import llvmlite.binding
 from numba import types
 
-from ringreduce.transport import libraries
-from ringreduce.transport.libraries import declare
+from ringreduce.transport.libzmq import declare, open_library
 
 KEY_BYTES, TAG_BYTES = 16, 32
 
@@ -37,7 +36,7 @@ decrypt = declare(
 @cache
 def load() -> bool:
     """Make both functions known to compiled code; return whether this libsodium has them."""
-    library, _ = libraries.load("libsodium", _ENCRYPT)
+    library, _ = open_library("libsodium", _ENCRYPT)
     # Without it libsodium uses no instructions of the processor, at a seventieth of the speed.
     if library is not None and library.sodium_init() >= 0:
         return True
@@ -50,7 +49,7 @@ def load() -> bool:
 
 def is_fast() -> bool:
     """Whether libsodium uses this processor's AES instructions; call it after `load`."""
-    library, _ = libraries.load("libsodium", _ENCRYPT)
+    library, _ = open_library("libsodium", _ENCRYPT)
     if library is None:
         return False
     on_x86 = library.sodium_runtime_has_aesni() and library.sodium_runtime_has_avx()

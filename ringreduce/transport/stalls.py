@@ -26,17 +26,12 @@ from ringreduce.vocabulary.errors import PeerLostError, PeerTimeoutError, RingRe
 
 
 class State(NamedTuple):
-    """Where a call stands that another rank holds up.
+    """Where a call stands."""
 
-    Attributes:
-        progress: changes while it advances.
-        peer: the rank that it waits for.
-        silence: of the connection on which a frame is due; None: there is none.
-    """
-
-    progress: object
-    peer: int
-    silence: Silence | None = None
+    progress: object  # changes while it advances
+    peer: int  # the rank that it waits for
+    due: str  # what it waits for, with the rank's name: ``1.0 MiB from rank 2 (tcp://...)``
+    silence: Silence | None = None  # of the connection on which a frame is due
 
 
 class StalledCall(Protocol):
@@ -47,9 +42,6 @@ class StalledCall(Protocol):
 
     def state(self) -> State:
         """Where it stands."""
-
-    def due(self) -> str:
-        """What it waits for, with the rank's name: ``1.0 MiB from rank 2 (tcp://...)``."""
 
     def named(self, peer: int) -> str:
         """A rank's name in errors, with where it is: ``rank 2 on the same host``."""
@@ -62,22 +54,17 @@ class StalledCall(Protocol):
 
 
 class Waiting:
-    """How the calls of a session wait for other ranks, over all of its links; from any thread.
+    """How the calls of a session wait for other ranks, over all of its links; from any thread."""
 
-    Attributes:
-        timeouts: how long a call may wait; the watcher keeps it up to date.
-        events: which ranks calls wait for is recorded there.
-        peers, listen: what is known of the other ranks, and what notifies one that this one listens
-            for it; set by the watcher, before any message begins.
-        is_interrupted: whether calls end when they next check the clock.
-    """
-
+    # Set by the watcher, before any message begins: what is known of the other ranks, and what
+    # notifies one that this one listens for it.
     peers: PeerTable
     listen: Callable[[Listening], None]
 
     def __init__(self, timeouts: Timeouts, events: Events) -> None:
+        # The watcher keeps them up to date. Which ranks calls wait for is recorded.
         self.timeouts, self.events = timeouts, events
-        self.is_interrupted = False
+        self.is_interrupted = False  # calls end when they next check the clock
         self._cause: RingReduceError | None = None
 
     def interrupt(self, cause: RingReduceError | None = None) -> None:
@@ -111,11 +98,8 @@ class Waiting:
 class Stall:
     """For how long a call has made no progress.
 
-    Attributes:
-        waited_s: that time, less what this thread did not see: the process was stopped, or another
-            thread kept Python's lock, and progress may have been made meanwhile.
-        lost: a peer that was lost meanwhile. Its last frames still count, so the call runs once
-            more before it fails; progress clears this.
+    `waited_s` is that, less what this thread did not see: the process was stopped, or another
+    thread kept Python's lock, and progress may have been made meanwhile.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -123,6 +107,8 @@ class Stall:
         self._progress: object = None
         self._looked_s = 0.0
         self._idle_s = self.waited_s = 0.0
+        # A peer that was lost meanwhile. Its last frames still count, so the call runs once more
+        # before it fails; progress clears this.
         self.lost: int | None = None
 
     def look(self, progress: object) -> Limit | None:
@@ -198,12 +184,9 @@ def finish(
 ) -> None:
     """Continue `call` until it is done, for as long as `timeouts` allows, by default `waiting`'s.
 
-    `resume` returns after `check_s` at most.
-
-    Raises:
-        PeerTimeoutError: it made no progress within a limit.
-        PeerLostError: a rank that it needs is lost, or this one has closed its communicator.
-        RingReduceError: what `call.resume` raises, or the cause of the interruption.
+    `resume` returns after `check_s` at most. Raises PeerTimeoutError if there was no progress
+    within a limit, PeerLostError if a rank that it needs is lost or this one has closed its
+    communicator; and what `call.resume` raises, or the cause of the interruption.
     """
     timeouts = timeouts or waiting.timeouts
     stall, span = Stall(timeouts), _WaitSpan(waiting.events, check_s)
@@ -219,7 +202,7 @@ def finish(
             if stall.lost is not None:
                 raise lost_error(call.named(stall.lost), **call.where(stall.lost))
             if limit is not None:
-                error = timeout_error(call.due(), stall.waited_s, limit, **call.where(state.peer))
+                error = timeout_error(state.due, stall.waited_s, limit, **call.where(state.peer))
                 timeouts.explain(error)
                 raise error
             if silence is not None and silence is not state.silence:

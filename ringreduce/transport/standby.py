@@ -15,15 +15,11 @@ from ringreduce.transport.listening import Bind, listen
 
 
 class Standby:
-    """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`.
-
-    Attributes:
-        address: ``tcp://host:port``, of the first address; empty where the system cannot shut a
-            port, and there is none.
-    """
+    """A port at the addresses of `bind`, open only on request, of this rank in a job of `size`."""
 
     def __init__(self, bind: Bind, *, rank: int, size: int) -> None:
         self._listeners = listen(bind, rank=rank, size=size)
+        # The first, as ``tcp://host:port``; empty where the system cannot shut a port.
         self.address = ""
         if not all([port_filter.shut(listener.fileno()) for listener in self._listeners]):
             self.close_inherited()
@@ -37,11 +33,7 @@ class Standby:
         return self._listeners[0].fileno() < 0
 
     def open(self) -> dict[str, int]:
-        """Let others connect; return where it listens, each with a descriptor for the caller.
-
-        Raises:
-            OSError: there is no port.
-        """
+        """Let others connect; return where it listens, each with a descriptor for the caller."""
         opened = {}
         for listener in self._listeners:
             port_filter.open_again(listener.fileno())

@@ -35,11 +35,7 @@ def memory_domain() -> str:
 
 
 class Mesh:
-    """This rank's connections to the other ranks of its host.
-
-    Raises:
-        OSError: no socket is available (too many open files, no such sockets).
-    """
+    """This rank's connections to the others of its host; OSError if there is no socket."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -76,9 +72,7 @@ class Mesh:
         `descriptor` is this rank's own segment, `size` the job's. While it waits it calls `check`,
         which may raise.
 
-        Raises:
-            RendezvousError: a rank did not connect within `timeout_s`, or cannot be reached.
-            RingReduceError: that of `check`.
+        Raises RendezvousError if a rank did not connect within `timeout_s`, or cannot be reached.
         """
         deadline = time.monotonic() + timeout_s
         rank = members[index]

@@ -28,20 +28,11 @@ from ringreduce.pure.membership import Membership
 from ringreduce.pure.schedule import channel_distances
 from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import SentToNext
-from ringreduce.transport import exchange, frames, libzmq, loop
+from ringreduce.transport import exchange, frames, libzmq, loop, records
 from ringreduce.transport.channel import Incoming, Outgoing, announced_ports, join_ports
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error
 from ringreduce.transport.link_calls import Call, ExchangeCall, RingCall, Traffic
 from ringreduce.transport.listening import Bind
-from ringreduce.transport.records import (
-    DONE,
-    DRAINING,
-    MISMATCH,
-    UNSENDABLE,
-    WAITING,
-    ChannelRecord,
-    LinkRecord,
-)
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
 from ringreduce.transport.stalls import State, Waiting, finish
@@ -60,18 +51,9 @@ class ZmqLink:
     Its present call is a `StalledCall`.
 
     It listens on `bind` before the ranks have met, for a ring of `members_max` of them; `connect`
-    then names its members and closes the sockets not needed.
-
-    Args:
-        segment_bytes: payload of a full frame, equal on all ranks.
-        waiting: how calls wait for other ranks.
-        streams: connections to the next rank that share its segments, equal on all ranks.
-        security: this rank, and who may connect.
-
-    Attributes:
-        address: where the sockets listen, for the other ranks' `connect`: one port each.
-        sockets: all of them.
-        records: one for each channel, for the compiled loops.
+    then names its members and closes the sockets not needed. Frames have `segment_bytes` of
+    payload, and are spread over `streams` connections to the next rank, both equal on all ranks.
+    `address` tells the other ranks' `connect` where the sockets listen: one port each.
     """
 
     def __init__(
@@ -88,7 +70,7 @@ class ZmqLink:
         self._rank, self._who, self._streams = security.rank, security.who, streams
         # By channel: first the streams, then the longer distances.
         self._distances = channel_distances(members_max or security.size, streams)
-        self.records = (ChannelRecord * len(self._distances))()
+        self.records = (records.ChannelRecord * len(self._distances))()
         self.sockets = Sockets(security, security.data, streams)
         self._incoming: list[Incoming] = self.sockets.incoming
         self._outgoing: list[Outgoing] = self.sockets.outgoing  # Empty until `connect`.
@@ -106,7 +88,7 @@ class ZmqLink:
             raise
         self.address = join_ports([pulling.address for pulling in self._incoming])
         self._scratch = np.empty(segment_bytes if security.seals else 0, np.uint8)
-        self._record = LinkRecord(
+        self._record = records.LinkRecord(
             channels=ctypes.addressof(self.records),
             channel_count=len(self.records),
             streams=streams,
@@ -120,7 +102,7 @@ class ZmqLink:
         # Of the present call: its loop and what that takes, what it has returned; its steps, and
         # the segments of each at most.
         self._loop: _Loop = loop.run
-        self._addresses, self._status = (0, 0, 0), WAITING
+        self._addresses, self._status = (0, 0, 0), records.WAITING
         self._steps, self._segments = 0, 1
         self._has_failed = False
         # Buffers of failed calls, kept until close.
@@ -129,13 +111,10 @@ class ZmqLink:
     def connect(
         self, *, job: int, addresses: Mapping[int, str], membership: Membership, ranks_here: int
     ) -> None:
-        """Connect to the ranks ahead, whose sockets are bound already.
+        """Connect to the ranks ahead, whose sockets are bound already, by all members' `addresses`.
 
-        Args:
-            job: 64 bits that only this ring's members know; frames without them are foreign.
-            addresses: the `address` of each member's link, by rank.
-            membership: the ranks of this ring, in its order, and the group that it belongs to.
-            ranks_here: how many ranks of the job share the cores of this host.
+        The ring is that of `membership`, in its order. Only its members know the 64 bits of `job`;
+        frames without them are foreign. `ranks_here` ranks of the job share the cores of this host.
         """
         record = self._record
         record.job, record.epoch = job, membership.epoch
@@ -192,14 +171,10 @@ class ZmqLink:
     def run(self, call: RingCall, buffer: np.ndarray, sequence: int) -> None:
         """Run `call` on `buffer`, contiguous; the caller owns it again afterwards.
 
-        Raises:
-            PeerTimeoutError: there was no progress for longer than `Timeouts` allows.
-            PeerLostError: a neighbour's connection ended, or the watcher has ended the ring.
-            MismatchError: the previous rank sent a frame of another call.
-            CorruptionError: a sealed frame has changed on the way, or is not the next one.
-            ProtocolError: what arrived is not a frame of this ring.
-
-        After any exception the link is broken: `abort`, then `close`.
+        Raises as `finish`; MismatchError if the previous rank sent a frame of another call,
+        CorruptionError if a sealed one has changed on the way or is not the next, ProtocolError if
+        what arrived is no frame of this ring. After any exception the link is broken: `abort`, then
+        `close`.
         """
         self._drive(call, loop.run, buffer, sequence)
 
@@ -271,26 +246,22 @@ class ZmqLink:
     def resume(self) -> bool:
         """Run the loop until it is done, or needs a decision."""
         self._status = status = self._loop(*self._addresses)
-        if status not in (DONE, WAITING, DRAINING):
+        if status not in (records.DONE, records.WAITING, records.DRAINING):
             raise self._error()
-        return status == DONE
+        return status == records.DONE
 
     def state(self) -> State:
         """The frames received, and the released ones; a frame is due from the channel used last."""
         progress = self._record.frames, sum(each.released for each in self.records)
-        if self._status == DRAINING:
-            return State(progress, self._outgoing[0].peer)
+        if self._status == records.DRAINING:
+            peer = self._outgoing[0].peer
+            return State(progress, peer, f"{self.named(peer)} to take its data")
+        source = self._source()
         # Who has connected matters before the first frame.
-        source = self._incoming[self._record.channel]
         source.read_events()
-        return State(progress, source.peer, source.silence)
-
-    def due(self) -> str:
-        """The data of the present step, or that the next rank takes what it was sent."""
-        if self._status == DRAINING:
-            return f"{self.named(self._outgoing[0].peer)} to take its data"
         nbytes = format_bytes(int(self._call.expected(self._record.step)[6]))
-        return f"{nbytes} from {self.named(self._source().peer)}"
+        due = f"{nbytes} from {self.named(source.peer)}"
+        return State(progress, source.peer, due, source.silence)
 
     def named(self, peer: int) -> str:
         """A rank and where it listens, or the port of it that this rank sends to."""
@@ -348,12 +319,12 @@ class ZmqLink:
     def _error(self) -> RingReduceError:
         """The error for the status that the loop has returned."""
         record, source = self._record, self._source()
-        if self._status == UNSENDABLE:
+        if self._status == records.UNSENDABLE:
             ahead = self._outgoing[record.channel]
             ahead.is_lost = True
             return lost_error(self.named(ahead.peer), **self.where(ahead.peer))
         where = self.where(source.peer)
-        if self._status == MISMATCH:
+        if self._status == records.MISMATCH:
             received = wire.decode(record.received)
             expected = wire.decode(self._call.expected(record.step))
             return self._waiting.mismatch(received, expected, self._members, **where)

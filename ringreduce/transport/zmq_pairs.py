@@ -4,15 +4,12 @@
       rank 2: PULL       <================= PUSH, connects ======================   rank 5
 
 The first time that a rank needs to receive from another one, it listens for it and notifies it over
-the control channel, which works also while that rank is in user code. It needs nobody's leave to
-send: sending waits until the address is known. Messages (send, recv) and parts (all_to_all) of a
-pair have a channel each, so that a pending message never holds up a collective.
+the control channel, which works also while that rank is in user code. Sending waits until the
+address is known. Messages (send, recv) and parts (all_to_all) of a pair have a channel each, so
+that a pending message never holds up a collective.
 
 Threads: one at a time uses each direction of a pair for messages, and one the parts of all pairs.
-`found`, `traffic` and `flow` may be called from any thread. There is no socket before the first
-use; from then on there are libzmq's two threads and the authenticator's, until `close`.
-
-Memory: as in `ringreduce.transport.zeromq`.
+`found`, `traffic` and `flow` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -32,20 +29,11 @@ from ringreduce.pure.networks import Unreached
 from ringreduce.pure.unreceived import Unreceived
 from ringreduce.pure.watcher_messages import PAIR_CHANNELS, Listening
 from ringreduce.pure.wire import Header, Kind
-from ringreduce.transport import descriptors, frames, libzmq, transfer
+from ringreduce.transport import descriptors, frames, libzmq, records, transfer
 from ringreduce.transport.diagnosis import format_bytes, frame_error, lost_error, mismatch_error
 from ringreduce.transport.link_calls import Traffic
 from ringreduce.transport.listening import Bind
 from ringreduce.transport.pair_ends import Receiving, Sending
-from ringreduce.transport.records import (
-    DONE,
-    DRAINING,
-    KEY_ENDED,
-    MISMATCH,
-    UNSENDABLE,
-    WAITING,
-    LinkRecord,
-)
 from ringreduce.transport.routes import Routes
 from ringreduce.transport.security import Security
 from ringreduce.transport.sockets import Sockets
@@ -61,14 +49,8 @@ _FIRST_CHANNEL = 1 << 16
 class ZmqPairs:
     """This rank's connections with single ranks, made on demand.
 
-    Args:
-        bind: where to listen.
-        segment_bytes: payload of a full frame, equal on all ranks.
-        waiting: how calls wait for other ranks.
-        security: this rank, and who may connect.
-        membership: whose places calls name; `job` is in every frame.
-        routes: at which address each rank is reached.
-        ranks_here: how many ranks of the job share the cores of this host.
+    Calls name places in `membership`. Its arguments are those of `ZmqLink`; `routes` say at which
+    address each rank is reached.
     """
 
     def __init__(
@@ -202,9 +184,9 @@ class ZmqPairs:
     # --- Connections ----------------------------------------------------------------------------
 
     @cached_property
-    def _record(self) -> LinkRecord:
+    def _record(self) -> records.LinkRecord:
         """What the records of all ends have in common."""
-        return LinkRecord(
+        return records.LinkRecord(
             channel_count=1,
             streams=1,
             segment_bytes=self._segment_bytes,
@@ -321,7 +303,7 @@ class _Call:
         self._operation, self._header, self._sequence = operation, header, sequence
         self._sending: Sending | None = None
         self._receiving: Receiving | None = None
-        self._held, self._status = 0, WAITING
+        self._held, self._status = 0, records.WAITING
         self._is_connecting = False
 
     def run(self, sending: Sending | None, receiving: Receiving | None, held: int) -> None:
@@ -377,9 +359,9 @@ class _Call:
             assert self._sending is not None
             return bool(self._pairs.find(self._sending, TIMES.poll_s))
         self._status = status = transfer.run(*self._source, *self._target, self._held)
-        if status not in (DONE, WAITING, DRAINING):
+        if status not in (records.DONE, records.WAITING, records.DRAINING):
             raise self._error()
-        return bool(status == DONE)
+        return bool(status == records.DONE)
 
     def state(self) -> State:
         """What both ends have done."""
@@ -389,16 +371,11 @@ class _Call:
         if receiving is not None:
             self._pairs.lock(receiving)
             receiving.socket.read_events()
-        silence = end.socket.silence if isinstance(end, Receiving) else None
-        return State((end.peer, received, released), end.peer, silence)
-
-    def due(self) -> str:
-        """Memory that is to come, or to be taken."""
-        end = self._end
-        name, nbytes = self.named(end.peer), format_bytes(end.transfer.nbytes)
-        return (
-            f"{nbytes} from {name}" if isinstance(end, Receiving) else f"{name} to receive {nbytes}"
-        )
+        progress, name = (end.peer, received, released), self.named(end.peer)
+        nbytes = format_bytes(end.transfer.nbytes)
+        if isinstance(end, Receiving):
+            return State(progress, end.peer, f"{nbytes} from {name}", end.socket.silence)
+        return State(progress, end.peer, f"{name} to receive {nbytes}")
 
     def named(self, peer: int) -> str:
         """The rank, and where the receiving one of the two listens."""
@@ -425,15 +402,15 @@ class _Call:
     def _error(self) -> RingReduceError:
         """The error for the status that the loop has returned."""
         sending, receiving, status = self._sending, self._receiving, self._status
-        is_sending = status in (UNSENDABLE, KEY_ENDED) or (
+        is_sending = status in (records.UNSENDABLE, records.KEY_ENDED) or (
             sending is not None and sending.record.errno != 0
         )
         end = sending if is_sending or receiving is None else receiving
         assert end is not None
         where = self.where(end.peer)
-        if status == UNSENDABLE:
+        if status == records.UNSENDABLE:
             return lost_error(f"rank {end.peer} ({end.address})", **where)
-        if status == MISMATCH:
+        if status == records.MISMATCH:
             received, expected = wire.decode(end.record.received), wire.decode(end.transfer.header)
             return mismatch_error(received, expected, self._pairs._membership.members, **where)
         return frame_error(status, end.record, end.address, end.address, where)

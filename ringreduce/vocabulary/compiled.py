@@ -1,12 +1,10 @@
 """Compiled functions that load quickly, and are compiled anew when anything here has changed.
 
 Before numba loads a function from its cache, it imports all that one could be compiled with, even
-scipy.linalg: 0.3 s of processor time at the start of each rank. Only the compiler needs that, and
-imports it itself. What is here leaves it out.
-
-numba compiles a function anew when the function's own file has changed. But it contains constants,
-record layouts and functions of other files: after an update of one of these it would read and write
-the wrong memory.
+scipy.linalg: 0.3 s of processor time at the start of each rank. What is here leaves that to the
+compiler. And numba compiles a function anew when the function's own file has changed; but it
+contains constants, record layouts and functions of other files: after an update of one of these it
+would read and write the wrong memory.
 """
 
 from __future__ import annotations
@@ -27,7 +25,16 @@ from numba.core.sigutils import normalize_signature
 
 def jit(function: Callable[..., Any]) -> Any:
     """Decorate a function to compile. Called by Python, it releases the GIL."""
-    compiled = numba.njit(nogil=True, cache=True)(function)
+    return _jit(function)
+
+
+def jit_in_any_order(function: Callable[..., Any]) -> Any:
+    """As `jit`, but sums may be added in any order: with vector instructions. NaN stays NaN."""
+    return _jit(function, fastmath={"reassoc", "contract", "nsz"})
+
+
+def _jit(function: Callable[..., Any], **options: Any) -> Any:
+    compiled = numba.njit(nogil=True, cache=True, **options)(function)
     compiled._cache = _Cache(function)
     return compiled
 

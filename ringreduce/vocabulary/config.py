@@ -53,25 +53,16 @@ TIMES = Times().scaled(time_scale())
 
 @dataclass(frozen=True)
 class Setting:
-    """Metadata of a field of `Config`.
+    """Metadata of a field of `Config`."""
 
-    Attributes:
-        help: its meaning, in a clause.
-        reads: makes a value from a variable's text.
-        accepts: whether a value is possible, independently of other settings.
-        accepted: the possible values, in words.
-        values: all of them, if they are few.
-        is_choice: whether the user chooses it; else the launcher sets it for each rank.
-        is_agreed: whether it must be equal on all ranks.
-    """
-
-    help: str
-    reads: Callable[[str], object] = str
+    help: str  # its meaning, in a clause
+    reads: Callable[[str], object] = str  # makes a value from a variable's text
+    # Whether a value is possible, independently of other settings.
     accepts: Callable[[Any], bool] = lambda value: True
-    accepted: str = ""
-    values: tuple[str, ...] = ()
-    is_choice: bool = True
-    is_agreed: bool = False
+    accepted: str = ""  # the possible values, in words
+    values: tuple[str, ...] = ()  # all of them, if they are few
+    is_choice: bool = True  # whether the user chooses it; else the launcher sets it for each rank
+    is_agreed: bool = False  # whether it must be equal on all ranks
 
 
 def _place(default: Any, help: str, reads: Callable[[str], object] = int) -> Any:
@@ -249,12 +240,9 @@ class Config:
     ) -> Config:
         """Settings from `arguments` and, where one is absent or None, from the variables.
 
-        Args:
-            environment: variables to read instead of the process's own.
-
-        Raises:
-            ConfigError: an argument is unknown, a variable cannot be read or is out of range, only
-                some launch variables are set, or two launchers contradict each other.
+        The variables are the process's own, or `environment`. Raises ConfigError if an argument is
+        unknown, a variable cannot be read or is out of range, only some launch variables are set,
+        or two launchers contradict each other.
         """
         variables = os.environ if environment is None else environment
         check_names(arguments, SETTINGS)
@@ -359,10 +347,7 @@ def _refuse_half_a_launch(values: Mapping[str, object], variables: Mapping[str, 
 
 
 def configured_secret(environment: Mapping[str, str] | None = None) -> str:
-    """The secret in the user's variables or the file that they name; empty for none.
-
-    Raises ConfigError as `check_secret` and `read_secret` do.
-    """
+    """The secret in the user's variables or the file they name; empty for none. Or ConfigError."""
     variables = os.environ if environment is None else environment
     if secret := variables.get("RINGREDUCE_SECRET"):
         check_secret(secret, "the variable RINGREDUCE_SECRET")
@@ -374,11 +359,8 @@ def configured_secret(environment: Mapping[str, str] | None = None) -> str:
 def shared_secret(*, is_local: bool) -> str:
     """The secret of launchers that meet: as `configured_secret`, or the file in the user's home.
 
-    Args:
-        is_local: whether they meet within this host, so that the file may be made here.
-
-    Raises:
-        ConfigError: there is none, or as `configured_secret`.
+    If they meet within this host (`is_local`), that file may be made here. Raises ConfigError if
+    there is none, or as `configured_secret`.
     """
     home = os.environ.get("HOME", "")
     if secret := configured_secret() or users_secret(home, makes_one=is_local):

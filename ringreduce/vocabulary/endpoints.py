@@ -83,11 +83,7 @@ class Pattern:
 
 
 def patterns(text: str) -> tuple[Pattern, ...]:
-    """The patterns of a text that separates them by commas.
-
-    Raises:
-        ValueError: one is empty or a wrong block.
-    """
+    """The patterns between the commas of `text`; ValueError: one is empty or a wrong block."""
     found = tuple(Pattern(part.strip()) for part in text.split(",")) if text else ()
     for each in found:
         if not each.text.removeprefix("^"):

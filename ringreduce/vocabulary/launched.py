@@ -7,8 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from ringreduce.vocabulary.launched_rank import LaunchedRank
-from ringreduce.vocabulary.launchers import find
+from ringreduce.vocabulary.launchers import LaunchedRank, find
 from ringreduce.vocabulary.secret import users_secret
 
 _log = logging.getLogger(__name__)
@@ -56,14 +55,10 @@ def say_misspelt(
 
 
 def take_launched_rank(values: dict[str, object], place: LaunchedRank, home: str) -> None:
-    """Complete settings by a launcher's, and by the user's secret where they have none.
+    """Complete `values`, settings by name, by a launcher's; those that are there stay.
 
-    Args:
-        values: settings by name; those that are there stay.
-        home: the user's.
-
-    Raises:
-        ConfigError: nothing gives an address, or the user's secret cannot be used.
+    Without a secret, the one in the user's `home` counts. Raises ConfigError if nothing gives an
+    address, or that secret cannot be used.
     """
     values["rank"], values["size"] = place.rank, place.size
     if place.local_size is not None and not {"local_rank", "local_size"} & set(values):

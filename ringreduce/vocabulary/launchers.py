@@ -3,10 +3,19 @@
 `LAUNCHERS` is the table of launchers and the variables that they set; the first that has set its
 own counts. Those that may start another launcher come last: in a Slurm job, a process of mpirun
 has the SLURM_PROCID of a daemon. All others must name the same rank.
+
+Few launchers give an address where ranks can meet. What is used instead:
+
+- One host: 127.0.0.1 and a port made from the job's name.
+- Several hosts: the host that the launcher names as its first, with a port of its own if nobody
+  else listens on that, else with one made from the job's name. torchrun listens on MASTER_PORT, and
+  Horovod's launcher on its port, so those two are never used.
+- RINGREDUCE_RENDEZVOUS comes before all that.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
@@ -14,45 +23,79 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from ringreduce.vocabulary.endpoints import address, is_local
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.launched_rank import LaunchedRank
 from ringreduce.vocabulary.nodelist import count_of, first_host
 from ringreduce.vocabulary.tf_config import read_tf_config
 
 Variables = Mapping[str, str]
 
 _PORT_MAX = 65535
+# Below what Linux gives to outgoing connections (32768), above what services use.
+_PORTS = range(20000, 29000)
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """What a launcher says of this process; empty and None: it does not say."""
+
+    key: str
+    name: str
+    source: str  # the variables with rank and size
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    job: str  # text that is equal on all ranks, and differs between jobs
+    host: str  # where rank 0 can listen
+    port: int  # 0: any
+    shares_home: bool  # whether hosts of the job usually share the user's home
+
+    def __str__(self) -> str:
+        """Which rank, and according to whom."""
+        return f"rank {self.rank} of {self.size} by {self.source} ({self.name})"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the ranks are known to meet within this host."""
+        return self.local_size == self.size or is_local(self.host)
+
+    def rendezvous(self) -> str:
+        """``host:port`` for the ranks to meet. Raises ConfigError where nothing gives one."""
+        host = "127.0.0.1" if self.local_size == self.size else self.host
+        if not host or not (self.job or self.port):
+            raise ConfigError(
+                f"this is {self}, which gives no address where the ranks can meet",
+                remedy="Set RINGREDUCE_RENDEZVOUS=HOST:PORT for all ranks, with the host of rank 0 "
+                "and a free port there.",
+            )
+        digest = hashlib.blake2b(self.job.encode(errors="surrogatepass"), digest_size=8).digest()
+        return address(host, self.port or _PORTS[int.from_bytes(digest, "big") % len(_PORTS)])
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher's variables.
+    """One launcher's variables."""
 
-    Attributes:
-        key: its name in RINGREDUCE_LAUNCHER.
-        name: its name for people.
-        signs: sets of variables; one that is set as a whole shows that the launcher was used.
-        rank, size, local_rank, local_size: names of variables.
-        job: variables that together are equal on all ranks and differ between jobs.
-        host, port: variables with rank 0's host, and a port there that nobody else uses.
-        derive: makes variables from the launcher's, for the names above; None: it says nothing.
-        starts_others: whether another launcher may run inside, with as many ranks or more.
-        shares_home: whether hosts of a job usually share the user's home.
-    """
-
-    key: str
-    name: str
+    key: str  # its name in RINGREDUCE_LAUNCHER
+    name: str  # its name for people
+    # Sets of variables; one that is set as a whole shows that the launcher was used.
     signs: tuple[tuple[str, ...], ...]
+    # rank, size, local_rank, local_size: names of variables.
     rank: str
     size: str
     local_rank: str = ""
     local_size: str = ""
+    # Variables that together are equal on all ranks and differ between jobs.
     job: tuple[str, ...] = ()
+    # host, port: variables with rank 0's host, and a port there that nobody else uses.
     host: str = ""
     port: str = ""
+    # Makes variables from the launcher's, for the names above; None: it says nothing.
     derive: Callable[[Variables], Variables | None] = lambda variables: {}
+    # Whether another launcher may run inside, with as many ranks or more.
     starts_others: bool = False
-    shares_home: bool = False
+    shares_home: bool = False  # whether hosts of a job usually share the user's home
 
     def is_seen(self, variables: Variables) -> bool:
         """Whether it has started this process. An empty variable counts as none."""
@@ -62,11 +105,9 @@ class Launcher:
 def find(variables: Variables) -> LaunchedRank | None:
     """This process's place according to the launcher that has started it; None if none has.
 
-    ``RINGREDUCE_LAUNCHER`` names the one to ask, or ``none``.
-
-    Raises:
-        ConfigError: a variable is missing or impossible, two launchers contradict each other, or
-            the job has ranks that ringreduce does not have (``ps`` in ``TF_CONFIG``).
+    ``RINGREDUCE_LAUNCHER`` names the one to ask, or ``none``. Raises ConfigError if a variable is
+    missing or impossible, two launchers contradict each other, or the job has ranks that ringreduce
+    does not have (``ps`` in ``TF_CONFIG``).
     """
     place = None
     asked = _asked(variables)
@@ -240,10 +281,10 @@ def _tf_config(variables: Variables) -> Variables | None:
     }
 
 
-def _split_address(what: str, address: str) -> Variables:
-    host, _, port = address.rpartition(":")
-    if not host or address.endswith("]"):
-        host, port = address, ""
+def _split_address(what: str, text: str) -> Variables:
+    host, _, port = text.rpartition(":")
+    if not host or text.endswith("]"):
+        host, port = text, ""
     return {f"host of {what}": host.strip("[]"), f"port of {what}": port}
 
 

@@ -27,16 +27,9 @@ def check_secret(secret: str, source: str) -> None:
 def users_secret(home: str, *, makes_one: bool) -> str:
     """The secret in ``.ringreduce/secret`` of the user's `home`, for jobs of other launchers.
 
-    Args:
-        home: absolute path; empty: there is none.
-        makes_one: whether to make the file, if `home` is the user's own. Processes that do so at
-            the same time get the same secret.
-
-    Returns:
-        The secret; empty where there is no file and none can be made.
-
-    Raises:
-        ConfigError: as `read_secret`.
+    `home` is an absolute path, or empty. With `makes_one` the file is made if `home` is the user's
+    own; processes that do so at the same time get the same secret. Empty where there is no file and
+    none can be made. Raises as `read_secret`.
     """
     path = Path(home, ".ringreduce", "secret")
     if not path.is_absolute():
@@ -63,13 +56,9 @@ def _make_file(path: Path) -> None:
 
 
 def read_secret(path: str, named: str = "") -> str:
-    """The secret in the file at `path`, without white space around it.
+    """The secret in the file at `path`, which errors call `named`, without white space around it.
 
-    Args:
-        named: what errors call it.
-
-    Raises:
-        ConfigError: it is not a regular file that only its owner may read, or holds no secret.
+    Raises ConfigError if it is not a regular file that only its owner may read, or holds no secret.
     """
     named = named or f"the file {path} of RINGREDUCE_SECRET_FILE"
     try:

@@ -19,11 +19,8 @@ class Task:
 def read_tf_config(text: str) -> Task | None:
     """The task in `text`; None where it describes no cluster.
 
-    The evaluator is no rank: it trains nothing, so it is alone.
-
-    Raises:
-        ConfigError: `text` is no cluster of a chief (or master) and workers, or it has parameter
-            servers.
+    The evaluator is no rank: it trains nothing, so it is alone. Raises ConfigError if it is no
+    cluster of a chief (or master) and workers, or has parameter servers.
     """
     try:
         config = json.loads(text)

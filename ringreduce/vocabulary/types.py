@@ -39,12 +39,9 @@ _HALF_CODES = frozenset({_CODES["float16"], _CODES["bfloat16"]})
 
 @lru_cache
 def dtype_code(dtype: np.dtype) -> int:
-    """Code of `dtype` on the wire.
+    """Code of `dtype` on the wire; ArrayError: it is not supported, or not in native byte order.
 
     bfloat16 is recognised by name, so that only its users need ml_dtypes.
-
-    Raises:
-        ArrayError: the dtype is not supported, or not in native byte order.
     """
     if dtype.isnative and dtype.name in _CODES:
         return _CODES[dtype.name]
@@ -56,11 +53,7 @@ def dtype_code(dtype: np.dtype) -> int:
 
 
 def dtype_named(name: str) -> np.dtype:
-    """The dtype of this name, one of `DTYPE_NAMES`, on a rank that may not have used it.
-
-    Raises:
-        ArrayError: it is bfloat16, and ml_dtypes is not installed.
-    """
+    """The dtype of this name, one of `DTYPE_NAMES`; ArrayError for bfloat16 without ml_dtypes."""
     if name == "bfloat16":
         try:
             # Registers it with numpy.

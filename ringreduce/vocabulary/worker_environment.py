@@ -34,14 +34,10 @@ def worker_environment(
 ) -> dict[str, str]:
     """This process's environment, plus the variables of one worker.
 
-    Args:
-        config: the worker's settings.
-        threads: compute threads it may use. Thread variables that the user has set are kept.
-        decided: names of the user's choices (such as `timeout_s`) to take from `config`; the
-            others stay as in the environment.
-        variables: added to the environment, before what `config` and `decided` say.
-        columns: width of the terminal that shows its lines; None: as in the environment.
-        skips_breakpoints: whether ``breakpoint()`` does nothing, since another has the keyboard.
+    Thread variables that the user has set are kept. Of the user's choices those in `decided` (such
+    as `timeout_s`) come from `config`; the others stay as in the environment, to which `variables`
+    are added before. `columns` is the width of the terminal that shows its lines; None: as in the
+    environment. `skips_breakpoints`: ``breakpoint()`` does nothing, since another has the keyboard.
     """
     environment = {**os.environ, **(variables or {})}
     environment = {name: value for name, value in environment.items() if name not in _PLACE}
@@ -79,10 +75,8 @@ def forwarded_environment(names: Collection[str] = ()) -> dict[str, str]:
     """What ranks on other hosts get of this process's environment.
 
     The variables of ringreduce, and those in `names`, which are NAME or NAME=VALUE. Not the secret,
-    which travels apart; nor what holds for this host or process alone.
-
-    Raises:
-        ConfigError: a variable in `names` is not set here, or no name.
+    which travels apart; nor what holds for this host or process alone. Raises ConfigError if a
+    variable in `names` is not set here, or no name.
     """
     prefix = "RINGREDUCE_"
     variables = {k: v for k, v in os.environ.items() if k.startswith(prefix) and k not in _OWN}

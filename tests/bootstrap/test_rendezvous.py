@@ -19,7 +19,7 @@ import zmq
 
 from ringreduce._version import __version__
 from ringreduce.bootstrap import rendezvous
-from ringreduce.communicator import formation
+from ringreduce.communicator import formation, reaching
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.opened_sockets import bind_of
 from ringreduce.pure.networks import Unreached
@@ -499,7 +499,7 @@ def test_a_ring_is_shut_at_each_of_its_addresses(monkeypatch):
 
 
 def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
-    find = formation.find_ways
+    find = reaching.find_ways
 
     def fail(config, routes, membership, *more):
         if membership.group and config.rank == 1:
@@ -507,7 +507,7 @@ def test_a_group_in_which_a_rank_is_not_reached_fails_on_all_ranks(monkeypatch):
         return find(config, routes, membership, *more)
 
     monkeypatch.setattr(formation, "own_networks", several_addresses)
-    monkeypatch.setattr(formation, "find_ways", fail)
+    monkeypatch.setattr(reaching, "find_ways", fail)
 
     def work(comm):
         with pytest.raises(RendezvousError) as caught:

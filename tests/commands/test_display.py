@@ -195,6 +195,8 @@ raise ValueError("bad data")
 """
     name = script(tmp_path, RANK + text)
     for wanted, count in (("cause", 1), ("all", 2)):
+        # Else rank 1 of the second job would not wait for rank 0, and mostly raise before it.
+        (tmp_path / "raised").unlink(missing_ok=True)
         done = run(tmp_path, "-n", "2", "--tracebacks", wanted, name)
         assert done.stderr.count("Traceback (most recent call last):") == count
         title, *rest = done.stderr.partition("ringreduce: rank 1 failed first")[2].splitlines()

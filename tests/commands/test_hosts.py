@@ -17,11 +17,16 @@ from ringreduce.commands.launch.hosts import (
     parse_hosts,
     share_out,
 )
-from ringreduce.commands.launch.spread import read_hostfile, spread_over
-from ringreduce.commands.launch.ssh import Reach
+from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.vocabulary.errors import ConfigError
 
-REACH = Reach(["ssh"], {"localhost"}, "/work", "/usr/bin/python3", {})
+
+def reached(directory: str, python: str, path: dict[str, str]) -> Spread:
+    """Hosts that are reached by plain ssh, and this one, which needs none."""
+    return Spread((), "", 0, ["ssh"], {"localhost"}, directory, python, path)
+
+
+SPREAD = reached("/work", "/usr/bin/python3", {})
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,7 @@ def test_lines_are_marked_with_short_names_that_differ(text: str, marks: list[st
 
 
 def test_ssh_never_asks_and_gives_up_in_seconds() -> None:
-    command = REACH.command(Host("me@a", "a", 1))
+    command = SPREAD.command(Host("me@a", "a", 1))
     assert command[0] == "ssh"
     assert "BatchMode=yes" in command
     assert "ConnectTimeout=10" in command
@@ -156,12 +161,12 @@ AGENT = "ringreduce.commands.launch.agent"
 
 def test_the_users_own_options_stand_before_ours_and_win() -> None:
     spread = spread_over(share_out(parse_hosts("a"), None), "ssh -p 2 -i 'my key'", "p", None)
-    assert spread.reach.command(Host("a", "a", 1))[:5] == ["ssh", "-p", "2", "-i", "my key"]
+    assert spread.command(Host("a", "a", 1))[:5] == ["ssh", "-p", "2", "-i", "my key"]
 
 
 def test_this_host_by_its_own_name_needs_no_ssh() -> None:
-    assert REACH.command(Host("localhost", "localhost", 1))[:2] == ["sh", "-c"]
-    assert REACH.command(Host("me@localhost", "localhost", 1))[0] == "ssh"
+    assert SPREAD.command(Host("localhost", "localhost", 1))[:2] == ["sh", "-c"]
+    assert SPREAD.command(Host("me@localhost", "localhost", 1))[0] == "ssh"
 
 
 @given(
@@ -169,8 +174,8 @@ def test_this_host_by_its_own_name_needs_no_ssh() -> None:
     path=st.text(st.characters(exclude_characters="\0", codec="utf-8")),
 )
 def test_the_other_ends_shell_reads_the_words_that_were_meant(directory: str, path: str) -> None:
-    reach = Reach(["ssh"], (), directory, "py thon", {"PYTHONPATH": path})
-    words = shlex.split(reach.command(Host("a", "a", 1))[-1])
+    spread = reached(directory, "py thon", {"PYTHONPATH": path})
+    words = shlex.split(spread.command(Host("a", "a", 1))[-1])
     meant = ["env", f"PYTHONPATH={path}", "py thon", "-m", AGENT]
     assert words == ["cd", directory, "&&", "exec", *meant]
 
@@ -178,7 +183,7 @@ def test_the_other_ends_shell_reads_the_words_that_were_meant(directory: str, pa
 def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $HOME; `id` "x" !\\ *'
     folder.mkdir()
-    text = Reach(["ssh"], (), str(folder), "pwd", {}).command(Host("a", "a", 1))[-1]
+    text = reached(str(folder), "pwd", {}).command(Host("a", "a", 1))[-1]
     done = subprocess.run(["sh", "-c", text.replace("-m " + AGENT, "")], capture_output=True)
     assert done.stdout.decode() == f"{folder}\n"
 
@@ -197,7 +202,7 @@ def test_a_real_shell_reads_them_too(tmp_path: Path) -> None:
 def test_what_ssh_and_the_shell_say_becomes_what_to_do(
     returncode: int, said: list[str], why: str
 ) -> None:
-    assert why in REACH.explain("me@b", returncode, said)
+    assert why in SPREAD.explain("me@b", returncode, said)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ringreduce.communicator import formation
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.testing import ring_of_threads
-from ringreduce.transport import happy_eyeballs
+from ringreduce.transport import routes
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def warnings(
     round_trip_s, streams = request.param
     networks = ("127.0.0.1/8", "127.0.0.2/8")
     monkeypatch.setattr(formation, "own_networks", lambda config: networks)
-    monkeypatch.setattr(happy_eyeballs, "_round_trip_s", lambda connected: round_trip_s)
+    monkeypatch.setattr(routes, "_round_trip_s", lambda connected: round_trip_s)
 
     def work(comm: Communicator) -> float:
         return float(comm.all_reduce(np.ones(1))[0])

@@ -48,7 +48,6 @@ DECIDES = [
     "ringreduce.commands.launch.node_messages",
     "ringreduce.commands.launch.output",
     "ringreduce.commands.launch.worker_records",
-    "ringreduce.commands.launch.ssh",
     "ringreduce.commands.report.verdict",
 ]
 MODULES = [name for name in SOURCES if name != "ringreduce"]  # the facade, tested apart
@@ -179,8 +178,7 @@ def test_only_the_transport_and_the_bootstrap_import_zmq() -> None:
         "ringreduce.transport.control",
         "ringreduce.transport.descriptors",
         "ringreduce.transport.diagnosis",
-        "ringreduce.transport.libraries",
-        "ringreduce.transport.monitor",
+        "ringreduce.transport.libzmq",
         "ringreduce.transport.security",
         "ringreduce.transport.sockets",
     }

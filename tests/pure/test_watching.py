@@ -120,7 +120,7 @@ def test_an_abort_is_passed_on_once_and_acknowledged_each_time() -> None:
 
 def test_a_rank_that_leaves_waits_for_neighbours_that_are_there_and_have_not_acknowledged() -> None:
     watch = a_watch(3)
-    watch.announce(Left(0, 5))
+    watch.send(Left(0, 5))
     assert watch.is_owed([])
     watch.receive(1, watcher_messages.encode(Acknowledgement()), 0.1)
     assert watch.is_owed([1])
@@ -148,12 +148,12 @@ def test_a_call_that_a_rank_which_left_will_never_make_ends_the_ring_when_seen_t
 def test_a_value_that_a_neighbour_has_differently_ends_the_ring_on_both_sides() -> None:
     watch = a_watch()
     own = Claim("order", b"own", "and rank {peer} differ", "Do so.")
-    assert sent(watch.claim(own)) == [Value("order", b"own")]
+    assert sent(watch.send(own)) == [Value("order", b"own")]
     [error] = errors(watch.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1))
     assert str(error) == "rank 0 of 2 and rank 1 differ. Do so."
     late = a_watch()
     assert not late.receive(1, watcher_messages.encode(Value("order", b"other")), 0.1)
-    notified, message = sent(late.claim(own))
+    notified, message = sent(late.send(own))
     assert notified == Value("order", b"own")
     assert isinstance(message, Abort)
 
@@ -358,14 +358,14 @@ def test_where_a_rank_listens_reaches_the_rank_that_it_listens_for() -> None:
     assert not receiver.receive(2, payload, 0.4)
     # The rank that listens does not pass on its own.
     sender = Watch(2, 3, whole(3), 2.0, 0.0)
-    assert sender.listen(listening) == [Send(payload)]
+    assert sender.send(listening) == [Send(payload)]
     assert not sender.receive(1, payload, 0.5)
 
 
 def test_a_rank_behind_two_that_have_left_is_out_of_reach_and_not_busy() -> None:
     """Ranks 0 and 2 of four: 1 and 3, which would pass on where 2 listens, have gone."""
     watches = {rank: Watch(rank, 4, whole(4), 2.0, 0.0) for rank in (0, 2)}
-    assert sent(watches[2].listen(Listening(2, 0, 0, "tcp://127.0.0.1:4187")))
+    assert sent(watches[2].send(Listening(2, 0, 0, "tcp://127.0.0.1:4187")))
     for watch in watches.values():
         for rank in (1, 3):
             watch.receive(rank, heartbeat(rank=rank), 0.2)

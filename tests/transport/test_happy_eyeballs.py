@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from ringreduce.transport import listening
-from ringreduce.transport.happy_eyeballs import first_to_answer
 from ringreduce.transport.listening import Bind, listen
+from ringreduce.transport.routes import first_to_answer
 from ringreduce.vocabulary.errors import RendezvousError
 
 SHORT_S = 0.15

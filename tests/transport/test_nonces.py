@@ -15,12 +15,12 @@ PROGRAM = """
 import ctypes
 import llvmlite.binding
 from concurrent.futures import ThreadPoolExecutor
-from ringreduce.transport import libraries, records, transfer, zeromq
+from ringreduce.transport import libzmq, records, transfer, zeromq
 
 # What compiled loops call instead of libsodium's function, from the first on: they are not linked
 # yet. It notes key, nonce and the kind in the header.
 name = "crypto_aead_aegis128l_encrypt_detached"
-library, _ = libraries.load("libsodium", name)
+library, _ = libzmq.open_library("libsodium", name)
 seals = []
 
 @ctypes.CFUNCTYPE(ctypes.c_int, *10 * [ctypes.c_size_t])

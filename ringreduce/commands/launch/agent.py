@@ -152,10 +152,7 @@ def _watch(connection: _Connection, host: LocalHost, selector: selectors.BaseSel
 
 
 def _listen(assignment: exchange.Assignment) -> socket.socket | None:
-    """The socket at which the ranks meet, if rank 0 is here.
-
-    Raises ConfigError if its address is of no use.
-    """
+    """The socket at which the ranks meet, if rank 0 is here; ConfigError if it cannot listen."""
     if assignment.first_rank > 0 or assignment.size == 1:
         return None
     return listen(

@@ -27,12 +27,10 @@ KILLED = (
 def conclude(
     cause: Cause, failures: Sequence[Failure], tracebacks: str, ended: Sequence[int] = ()
 ) -> list[str]:
-    """The lines that explain a failure.
+    """The lines that explain a failure; `failures` are of all ranks, that of `cause` too.
 
-    Args:
-        failures: of all ranks, that of `cause` too.
-        tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
-        ended: ranks that have ended by themselves, with exit code 0; others may wait for them.
+    `tracebacks` is one of `TRACEBACKS`. Others may wait for the ranks that have `ended` by
+    themselves, with exit code 0.
     """
     first = cause.first
     lines = [f"{cause.describe()}; all workers were stopped"]
@@ -68,11 +66,8 @@ def others(first: Failure, failures: Sequence[Failure], tracebacks: str) -> list
 def interrupted(signal: str, raised: Mapping[int, Raised | None], tracebacks: str) -> list[str]:
     """The lines after a signal has ended the job: where each rank was, those of one line together.
 
-    An exception that the signal did not cause, as in a handler that saves, is shown in full.
-
-    Args:
-        raised: what ended each rank, if it said so.
-        tracebacks: one of `TRACEBACKS`, whose tracebacks are shown.
+    `raised` is what ended each rank, if it said so. An exception that the signal did not cause, as
+    in a handler that saves, is shown in full.
     """
     lines, ranks = [f"stopped by {signal}"], dict[tuple[str, ...], list[int]]()
     for rank, each in sorted(raised.items()):

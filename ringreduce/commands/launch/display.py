@@ -7,14 +7,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ringreduce.commands.launch.exchange import Output
-from ringreduce.commands.launch.logs import Logs
-from ringreduce.commands.launch.output import LineBuffer
+from ringreduce.commands.launch.output import LineBuffer, last_state, without_colors
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.screen import Screen, Source
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.vocabulary.config import TIMES
+from ringreduce.vocabulary.errors import ConfigError
 
 # Of a rank whose output is not shown, kept for the case that it fails.
 _KEPT_LINES = 400
@@ -128,18 +129,33 @@ class Display:
         return is_shown and self._screen.can_be_live(source)
 
 
+class Logs:
+    """The lines of `ranks` in ``rank-0.log`` and so on; ConfigError if they cannot be made."""
+
+    def __init__(self, folder: Path, ranks: range) -> None:
+        self._files = {rank: folder.absolute() / f"rank-{rank}.log" for rank in ranks}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in self._files.values():
+                file.write_bytes(b"")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot keep the workers' output in {folder}: {error}",
+                remedy="Give --log-dir, or RINGREDUCE_LOG_DIR, a folder that can be written to.",
+            ) from error
+
+    def write(self, rank: int, lines: Sequence[str]) -> None:
+        """Add whole lines of one worker. Raises OSError, as on a full disk."""
+        with self._files[rank].open("a", encoding="utf-8") as file:
+            file.writelines(f"{without_colors(last_state(line))}\n" for line in lines)
+
+
 @dataclass
 class _Stream:
-    """Standard output, or error, of a worker.
-
-    Attributes:
-        since_s: when the last whole line came, or the state of the next was last written.
-        partial: the line that is not whole yet.
-        shown: its state that was written.
-    """
+    """Standard output, or error, of a worker."""
 
     source: Source
     buffer: LineBuffer
-    since_s: float
-    partial: str = ""
-    shown: str = ""
+    since_s: float  # when the last whole line came, or the state of the next was last written
+    partial: str = ""  # the line that is not whole yet
+    shown: str = ""  # its state that was written

@@ -19,16 +19,9 @@ MAGIC = b"\0ringreduce agent\n"
 
 
 class Assignment(msgspec.Struct, tag=True, frozen=True):
-    """The ranks that a host has, and what they run.
+    """The ranks that a host has, and what they run."""
 
-    Attributes:
-        arguments, choices, variables, threads: as in `Plan`; with the secret among the choices.
-        columns: width of the terminal that shows their lines; None: there is none.
-        keeps_records: whether SIGUSR1 asks them for flight records.
-        meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
-        is_reached_by_others: whether rank 0 must be reached from other hosts.
-    """
-
+    # arguments, choices, variables, threads: as in `Plan`; with the secret among the choices.
     arguments: list[str]
     first_rank: int
     count: int
@@ -38,11 +31,12 @@ class Assignment(msgspec.Struct, tag=True, frozen=True):
     choices: dict[str, Any]
     variables: dict[str, str]
     threads: int | None
-    columns: int | None
-    keeps_records: bool
+    columns: int | None  # width of the terminal that shows their lines; None: there is none
+    keeps_records: bool  # whether SIGUSR1 asks them for flight records
+    # meeting_host, meeting_port: where the ranks meet, on rank 0's host; port 0: any free one.
     meeting_host: str = "127.0.0.1"
     meeting_port: int = 0
-    is_reached_by_others: bool = False
+    is_reached_by_others: bool = False  # whether rank 0 must be reached from other hosts
 
     @property
     def ranks(self) -> range:

@@ -23,30 +23,21 @@ from ringreduce.vocabulary.words import named
 class Failure(msgspec.Struct, tag=True, frozen=True):
     """A worker that ended with an exit code other than 0, or is about to.
 
-    Launchers of several hosts send each other the first one.
-
-    Attributes:
-        returncode: its exit code, or minus the signal that killed it.
-        time_s: when it failed, on the launcher's `time.monotonic`.
-        raised: the exception that ended it, if it could say so.
-        has_ended: whether its process has.
-        was_stopped: whether the launcher stopped it, after it had failed.
-        host: the name of its host; empty where all ranks are on the launcher's.
-        lost: why it counts as failed, if its own launcher or its host is gone.
-        has_left: whether it ended well, but before it joined a ring for which others wait.
-        is_final: whether somebody has asked for the end of the job.
+    Launchers of several hosts send each other the first one. Without `host` all ranks are on the
+    launcher's; `lost` says why it counts as failed, if its own launcher or its host is gone.
     """
 
     rank: int
-    returncode: int
-    time_s: float
-    raised: Raised | None = None
+    returncode: int  # its exit code, or minus the signal that killed it
+    time_s: float  # when it failed, on the launcher's `time.monotonic`
+    raised: Raised | None = None  # the exception that ended it, if it could say so
     has_ended: bool = True
-    was_stopped: bool = False
+    was_stopped: bool = False  # whether the launcher stopped it, after it had failed
     host: str = ""
     lost: str = ""
+    # Whether it ended well, but before it joined a ring for which others wait.
     has_left: bool = False
-    is_final: bool = False
+    is_final: bool = False  # whether somebody has asked for the end of the job
 
     @property
     def who(self) -> str:
@@ -88,19 +79,15 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job failed.
+    """Why a job failed."""
 
-    Attributes:
-        first: the failure that caused the others; or, if there are `silent` ranks, the first that
-            is about them.
-        silent: ranks that held up the others, or left them, and have not failed themselves, such as
-            one that was stopped.
-        is_certain: whether nothing that ranks may yet say would change it.
-    """
-
+    # The failure that caused the others; or, if there are `silent` ranks, the first that is about
+    # them.
     first: Failure
+    # Ranks that held up the others, or left them, and have not failed themselves, such as one that
+    # was stopped.
     silent: tuple[int, ...] = ()
-    is_certain: bool = True
+    is_certain: bool = True  # whether nothing that ranks may yet say would change it
 
     @property
     def rank(self) -> int:

@@ -59,12 +59,7 @@ class Frames:
 
 
 class Records(Generic[_Record]):
-    """Makes records of one direction's bytes.
-
-    Args:
-        kinds: the type of the records, or the union of their types.
-        after: what stands before the first one; what comes before that is passed over.
-    """
+    """Makes records of one direction's bytes; what comes before those of `after` is left out."""
 
     def __init__(self, kinds: Any, after: bytes = b"") -> None:
         self._decoder = msgspec.msgpack.Decoder(kinds)

@@ -24,17 +24,11 @@ _SLOTS = re.compile(r"(max[_-])?slots=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Host:
-    """A host that the user named.
+    """A host that the user named."""
 
-    Attributes:
-        login: how ssh names it: ``host`` or ``user@host``.
-        name: without a user, and an IPv6 address without brackets.
-        slots: the ranks that it may have.
-    """
-
-    login: str
-    name: str
-    slots: int
+    login: str  # how ssh names it: ``host`` or ``user@host``
+    name: str  # without a user, and an IPv6 address without brackets
+    slots: int  # the ranks that it may have
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,7 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
 
 
 def share_out(hosts: Sequence[Host], count: int | None) -> list[Share]:
-    """Give `count` ranks, by default one for each slot, to hosts in their order.
-
-    Raises ConfigError if there are fewer slots.
-    """
+    """Give `count` ranks, or one for each slot, to hosts in order; ConfigError if too many."""
     slots = sum(host.slots for host in hosts)
     count = slots if count is None else count
     if count > slots:
@@ -88,7 +79,9 @@ def share_out(hosts: Sequence[Host], count: int | None) -> list[Share]:
 def labels(shares: Sequence[Share]) -> list[str]:
     """What marks the lines of each rank: its host, as short as hosts still differ, and rank."""
     names = [share.host.name for share in shares]
-    short = [name if _is_address(name) else name.partition(".")[0] for name in names]
+    are_addresses = [":" in name or name.replace(".", "").isdecimal() for name in names]
+    pairs = zip(names, are_addresses, strict=True)
+    short = [name if is_address else name.partition(".")[0] for name, is_address in pairs]
     if len(set(short)) < len(names):
         short = names
     return [
@@ -96,10 +89,6 @@ def labels(shares: Sequence[Share]) -> list[str]:
         for name, share in zip(short, shares, strict=True)
         for rank in range(share.first_rank, share.first_rank + share.count)
     ]
-
-
-def _is_address(name: str) -> bool:
-    return ":" in name or name.replace(".", "").isdecimal()
 
 
 def _parse_line(words: list[str], where: str) -> Host:

@@ -16,11 +16,10 @@ from collections import deque
 import msgspec
 
 from ringreduce.commands.launch import conclusion
-from ringreduce.commands.launch.display import Display
+from ringreduce.commands.launch.display import Display, Logs
 from ringreduce.commands.launch.exchange import Assignment, Ended, Event, Output
 from ringreduce.commands.launch.failure import Cause, Failure, find_cause
 from ringreduce.commands.launch.local import LocalHost, listen
-from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.node_messages import Placed
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.processes import Guard
@@ -39,12 +38,7 @@ _LOST_CODE = 255
 
 
 class Job:
-    """All workers of one attempt.
-
-    Args:
-        attempt: how often the job was started before.
-        signals: those that have arrived at the launcher; `_watch` passes them on.
-    """
+    """All workers of one attempt, from 0 on; `signals` are those that have arrived here."""
 
     def __init__(
         self,
@@ -76,10 +70,7 @@ class Job:
         self._asked_s: float | None = None
 
     def run(self) -> None:
-        """Start the workers, and wait until all have ended.
-
-        After a failure, tracebacks are left for `conclude` or `consequences`.
-        """
+        """Run the workers to their end; tracebacks are left for `conclude` or `consequences`."""
         # Before there is anything to stop.
         self.ended_by = next((number for number in self._signals if number in STOPPING), None)
         if self.ended_by is not None:
@@ -185,9 +176,7 @@ class Job:
                 meeting_port=spread.meeting_port,
                 is_reached_by_others=spread.is_wide,
             )
-            host = RemoteHost(
-                share.host, own, spread.reach, self._selector, self._guard, self._screen
-            )
+            host = RemoteHost(share.host, own, spread, self._selector, self._guard, self._screen)
             self._hosts.append(host)
             self._agents.append(host)
             self._workers |= {rank: Worker(rank, host, host.name) for rank in host.ranks}

@@ -25,11 +25,7 @@ from ringreduce.vocabulary.worker_environment import worker_environment
 
 
 class LocalHost:
-    """Ranks that are children of this process, the launcher or an agent.
-
-    Args:
-        selector: gets their outputs, and a callable that returns what they bring.
-    """
+    """Ranks that are children of this process; `selector` gets what reads their outputs."""
 
     def __init__(
         self, assignment: Assignment, selector: selectors.BaseSelector, guard: Guard
@@ -57,10 +53,8 @@ class LocalHost:
     ) -> None:
         """Start the ranks, which meet at the assignment's host and `port`.
 
-        Args:
-            listener: of that port, for rank 0 to inherit.
-            stdin_rank, inherited: as in `Plan`.
-            columns: width of the terminal's part that shows a rank's lines.
+        Rank 0 inherits the `listener` of that port. `stdin_rank` and `inherited` are as in `Plan`;
+        `columns` is the width of the terminal's part that shows a rank's lines.
         """
         given = self._assignment
         asking = (signal.SIGUSR1,) if given.keeps_records else ()
@@ -161,14 +155,10 @@ def listen(
     remedy: str = "",
     ports: range | None = None,
 ) -> socket.socket:
-    """A nonblocking socket that listens at `host` for `count` others.
+    """A nonblocking socket that listens at `host` for `count` others; port 0: any free of `ports`.
 
-    Args:
-        port: 0: any free one of `ports`.
-
-    Raises:
-        ConfigError: the host's name has no address, another host's, or only one that other hosts
-            cannot reach though they must; or the port is taken.
+    Raises ConfigError if the name has no address, another host's, or one that other hosts cannot
+    reach though they must; or if the port is taken.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -34,23 +34,21 @@ from ringreduce.vocabulary.errors import ConfigError
 _PIECE_BYTES = 1 << 16
 # Launchers without a place that are connected at a time.
 _LATE_MAX = 16
+_TOO_LATE = (
+    "the job has started already, with other launchers. Give each host a --node-rank of its own, "
+    "and each job a --rendezvous of its own"
+)
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a launcher was told: which one it is, and where node 0 listens.
+    """What a launcher was told: which one it is, and where node 0 listens."""
 
-    Attributes:
-        own: what it says of itself.
-        secret: the job's; every launcher has it.
-        join_timeout_s: how long node 0 waits for the others, and they for it.
-    """
-
-    own: Join
+    own: Join  # what it says of itself
     host: str
     port: int
-    secret: str
-    join_timeout_s: float
+    secret: str  # the job's; every launcher has it
+    join_timeout_s: float  # how long node 0 waits for the others, and they for it
 
     @property
     def address(self) -> str:
@@ -61,16 +59,7 @@ class Node:
 class Meeting:
     """The launchers of an attempt, from the time when all have come.
 
-    Args:
-        door: where node 0 listens for launchers; elsewhere None.
-
-    Attributes:
-        node: this launcher.
-        placed: this launcher's ranks, and where they meet.
-        listener: of that port on node 0's host; elsewhere None.
-        failures: what the others have said of theirs.
-        has_joined: whether a rank waits in the ring of all ranks, here or elsewhere.
-        is_over: whether the ranks of all nodes have ended well.
+    On node 0 `door` is where it listens for launchers, and `listener` where the ranks meet.
     """
 
     def __init__(
@@ -81,13 +70,15 @@ class Meeting:
         listener: socket.socket | None = None,
         door: socket.socket | None = None,
     ) -> None:
-        self.placed, self.listener, self.is_over = placed, listener, False
         self.node, self._peers, self._door = node, peers, door
+        self.placed, self.listener = placed, listener
         self._late: list[Peer] = []
         # Since when launchers have been waiting at the door; None: there are none.
         self._waiting_since_s: float | None = None
-        self.failures: list[Failure] = []
-        self.has_joined = self._is_done = self._has_reported = False
+        self.failures: list[Failure] = []  # what the others have said of theirs
+        self.has_joined = False  # a rank waits in the ring of all ranks, here or elsewhere
+        self.is_over = False  # the ranks of all nodes have ended well
+        self._is_done = self._has_reported = False
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Have `selector` watch the connections; its data are callables that read them."""
@@ -176,12 +167,7 @@ class Meeting:
             while len(self._late) < _LATE_MAX:
                 end, _ = self._door.accept()
                 self._late.append(Peer(end, self.node.secret, is_first=True))
-                self._late[-1].send(
-                    Refused(
-                        "the job has started already, with other launchers. Give each host a "
-                        "--node-rank of its own, and each job a --rendezvous of its own"
-                    )
-                )
+                self._late[-1].send(Refused(_TOO_LATE))
         for peer in self._late:
             if select.select([peer.end], [], [], 0)[0]:
                 peer.read()
@@ -211,24 +197,17 @@ class Meeting:
 
 
 class Peer:
-    """The connection with another launcher.
-
-    Attributes:
-        join: what it has said of itself, on node 0.
-        host, first_rank: its host, and the first of its ranks.
-        is_done: whether its ranks have ended well.
-        has_failed: whether it has said which rank failed.
-        is_gone: whether the connection has ended.
-        stranger: what is at the other end, if it is no launcher of this job.
-    """
+    """The connection with another launcher, on `host`, whose ranks begin with `first_rank`."""
 
     def __init__(self, end: socket.socket, secret: str, *, is_first: bool) -> None:
         self.end = end
         self._channel = Channel(secret, secrets.token_bytes(NONCE_BYTES), is_first=is_first)
         self._waiting: deque[Record] = deque()
         self._sent_s = self._received_s = time.monotonic()
-        self.join: Join | None = None
-        self.host, self.first_rank, self.stranger = "", 0, ""
+        self.join: Join | None = None  # what it has said of itself, on node 0
+        self.host, self.first_rank = "", 0
+        self.stranger = ""  # what is at the other end, if it is no launcher of this job
+        # Its ranks have ended well; it has said which one failed; the connection has ended.
         self.is_done = self.has_failed = self.is_gone = False
         end.settimeout(TIMES.agent_end_s)
         self._write(self._channel.opening)

@@ -63,12 +63,7 @@ _DECODER = msgspec.msgpack.Decoder(Record)
 
 
 class Channel:
-    """Makes frames of records, and records of the other end's bytes.
-
-    Args:
-        nonce: this end's, of `NONCE_BYTES`.
-        is_first: whether this is node 0's end.
-    """
+    """Makes frames of records, and records of the other end's bytes; `is_first` on node 0."""
 
     def __init__(self, secret: str, nonce: bytes, *, is_first: bool) -> None:
         self._master = hashlib.blake2b(secret.encode(), person=_PERSON).digest()
@@ -97,10 +92,7 @@ class Channel:
         return frame(code + data)
 
     def feed(self, data: bytes) -> list[Record]:
-        """The records that `data` completes.
-
-        Raises ConfigError for what no launcher of this job sends.
-        """
+        """The records that `data` completes; ConfigError for what no launcher of this job sends."""
         if self._keys is None:
             self._begun += data
             length = len(MAGIC) + NONCE_BYTES

@@ -40,9 +40,8 @@ def node_of(
 ) -> Node | None:
     """What the options say, with the user's secret and time limit; None: there are no others.
 
-    Raises:
-        ConfigError: only some of the first three are given, or `node` is too large; `rendezvous`
-            is not ``host:port``, or there is no secret.
+    Raises ConfigError if only some of the first three are given, `node` is too large, `rendezvous`
+    is not ``host:port``, or there is no secret.
     """
     if nodes is None and node is None and rendezvous is None:
         return None
@@ -65,11 +64,7 @@ def node_of(
 
 
 class Nodes:
-    """This launcher's way to the others, for all attempts; closed with its context.
-
-    Raises:
-        ConfigError: node 0 cannot listen at the rendezvous address.
-    """
+    """This launcher's way to the others, for all attempts; ConfigError if node 0 cannot listen."""
 
     def __init__(
         self, node: Node, signals: deque[int], say: Callable[[str], None] = lambda text: None
@@ -100,12 +95,8 @@ class Nodes:
     def meet(self, restart: int) -> Meeting | None:
         """Wait until all launchers have come; None when a signal that ends the job came before.
 
-        Args:
-            restart: how often the job was started before; node 0's counts.
-
-        Raises:
-            ConfigError: a launcher has another version or other options, or the same node rank as
-                another one, or not all came in time; the text says which.
+        The job was started `restart` times before; node 0's count holds. Raises ConfigError, which
+        says which launcher has other options or another's node rank, or has not come in time.
         """
         now = time.monotonic()
         deadline, self._reminds_s = now + self._node.join_timeout_s, now + TIMES.remind_s

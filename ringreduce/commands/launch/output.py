@@ -21,11 +21,7 @@ _CONTROLS = re.compile(
 
 
 class LineBuffer:
-    """Collects bytes until a line is whole.
-
-    Args:
-        is_raw: keep lines as they were written, for a terminal.
-    """
+    """Collects bytes until a line is whole; `is_raw` keeps lines as they were written."""
 
     def __init__(self, *, is_raw: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

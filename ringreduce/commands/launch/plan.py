@@ -13,36 +13,26 @@ from ringreduce.vocabulary.config import TIMES
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job runs, in every attempt.
+    """What a job runs, in every attempt."""
 
-    Attributes:
-        arguments: Python's: a script, or ``-m`` and a module's name, and the program's own; for
-            all ranks alike.
-        count: the number of ranks, here and on the hosts of `spread`.
-        choices: fields of `Config` for the workers; where absent, as the environment has them.
-            What is kept in `log_dir` of the k-th restart goes to its folder ``restart-k``.
-        threads: compute threads of each worker; None: its host's cores shared out.
-        max_restarts, grace_s, output, tracebacks, stdin_rank: as options of ``ringreduce run``.
-        inherited: for each rank, descriptors that its process gets, and whose numbers stand after
-            the command's arguments; empty: none.
-        variables: added to the workers' environment.
-        spread: the hosts that are reached through ssh; None: only this one.
-        meeting: with launchers of other hosts; None: there are none.
-    """
-
+    # Python's: a script, or ``-m`` and a module's name, and the program's own.
     arguments: Sequence[str]
-    count: int
+    count: int  # the number of ranks, here and on the hosts of `spread`
+    # Fields of `Config` for the workers; where absent, as the environment has them. What is kept in
+    # `log_dir` of the k-th restart goes to its folder ``restart-k``.
     choices: Mapping[str, Any] = field(default_factory=dict)
-    threads: int | None = None
+    threads: int | None = None  # compute threads of each worker; None: its host's cores shared out
     max_restarts: int = 0
     grace_s: float = TIMES.grace_s
     output: str = "all"
     tracebacks: str = "cause"
     stdin_rank: int | None = None
+    # For each rank, descriptors that its process gets, and whose numbers stand after the command's
+    # arguments; empty: none.
     inherited: Sequence[Sequence[int]] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    spread: Spread | None = None
-    meeting: Meeting | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)  # added to the workers' environment
+    spread: Spread | None = None  # the hosts that are reached through ssh; None: only this one
+    meeting: Meeting | None = None  # with launchers of other hosts; None: there are none
 
     @property
     def size(self) -> int:

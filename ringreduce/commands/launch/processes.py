@@ -3,11 +3,8 @@
 Each worker leads a process group, so that Ctrl-C in the terminal reaches only the launcher (which
 passes it on), and a worker's children end with it. It stays in the launcher's session, unless it
 gets its standard input: Linux shares processor time among sessions, and a rank that yields to
-others while it waits yields only within its own.
-
-No worker outlives its parent, the launcher or an agent: on Linux the kernel kills it
-(PR_SET_PDEATHSIG), and on every system a guard process kills the workers' groups, with their
-children.
+others while it waits yields only within its own. No worker outlives its parent, the launcher or an
+agent: Linux kills it then (PR_SET_PDEATHSIG), and on every system the guard kills its group.
 """
 
 from __future__ import annotations
@@ -35,18 +32,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A started worker.
+    """A started worker, with descriptors that it has `inherited`.
 
-    Args:
-        has_stdin: whether it gets this process's standard input.
-        terminal: its own, for standard input and output instead.
-        inherited: descriptors that it gets.
-        asking: signals that ask for its flight record. It ignores them until it has a communicator,
-            which sets a handler; its children do not get them, since they would die.
-
-    Attributes:
-        outputs: its standard output and error.
-        returncode: its exit code, or minus the signal that killed it; None until `reap`.
+    It gets this process's standard input (`has_stdin`), or a `terminal` of its own for input and
+    output. The signals `asking` are for its flight record. It ignores them until it has a
+    communicator, which sets a handler; its children do not get them, since they would die. Its
+    `returncode`, as subprocess has it, is None until `reap`.
     """
 
     def __init__(
@@ -77,6 +68,7 @@ class Process:
                 has_terminal=terminal is not None,
             ),
         )
+        self.pid = self._process.pid  # of the process and of its group
         output = self._process.stdout
         if terminal is not None:
             # Else its output would not end with the worker.
@@ -85,11 +77,6 @@ class Process:
         assert output is not None
         assert self._process.stderr is not None
         self.outputs: tuple[IO[bytes], IO[bytes]] = (output, self._process.stderr)
-
-    @property
-    def pid(self) -> int:
-        """Number of the process and of its group."""
-        return self._process.pid
 
     def send(self, number: int) -> None:
         """Send a signal to its group; does nothing if it has ended."""
@@ -108,12 +95,7 @@ class Process:
 
 
 class Pipe:
-    """What a process writes, as events.
-
-    Args:
-        selector: gets it, with `read`.
-        take: makes events of a piece of bytes; of no bytes once the other end is closed.
-    """
+    """What a process writes, as events that `take` makes of pieces of bytes, the last one empty."""
 
     def __init__(
         self,

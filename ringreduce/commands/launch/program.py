@@ -18,11 +18,7 @@ _OPTION = re.compile(r"-([bBdEiIOPqsSuvx]+|[WX].*)")
 
 
 def check_program(arguments: Sequence[str]) -> None:
-    """Check that Python can run `arguments`: a script, or ``-m`` and a module, and its own.
-
-    Raises:
-        ConfigError: there is no such script or module.
-    """
+    """Raise ConfigError unless Python can run `arguments`: a script, or ``-m`` and a module."""
     first, *more = arguments
     if first == "-m" and more:
         _check_module(more[0])

@@ -21,7 +21,7 @@ from ringreduce.commands.launch.hosts import Host
 from ringreduce.commands.launch.output import LineBuffer
 from ringreduce.commands.launch.processes import Guard, Pipe
 from ringreduce.commands.launch.screen import Screen
-from ringreduce.commands.launch.ssh import Reach
+from ringreduce.commands.launch.spread import Spread
 from ringreduce.vocabulary.config import TIMES
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import environment_without_secret
@@ -30,34 +30,27 @@ _SAID_LINES = 20
 
 
 class RemoteHost:
-    """An agent's ranks.
+    """An agent's ranks; `selector` gets its outputs, with callables that return what they bring.
 
-    Args:
-        selector: gets its outputs, and a callable that returns what they bring.
-        screen: shows lines from ssh, and from the agent's standard error.
-
-    Attributes:
-        name: the host's, for people.
-        port: where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
-        lost: why the connection has ended before its ranks; empty if it has not.
-
-    Raises:
-        ConfigError: there is no such program as ssh.
+    The `screen` shows lines from ssh, and from the agent's standard error. Raises ConfigError if
+    there is no such program as ssh.
     """
 
     def __init__(
         self,
         host: Host,
         assignment: exchange.Assignment,
-        reach: Reach,
+        spread: Spread,
         selector: selectors.BaseSelector,
         guard: Guard,
         screen: Screen,
     ) -> None:
-        self.name, self._login = host.name, host.login
-        self._assignment, self._reach = assignment, reach
+        self.name, self._login, self.ranks = host.name, host.login, assignment.ranks
+        self._assignment, self._spread = assignment, spread
+        # Where the ranks meet on rank 0's host, once the agent is ready; elsewhere 0.
         self.port: int | None = None
-        self.has_started, self.lost = False, ""
+        self.has_started = False
+        self.lost = ""  # why the connection has ended before its ranks, if it has
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
         self._guard, self._screen = guard, screen
         self._running = set(assignment.ranks)
@@ -70,7 +63,7 @@ class RemoteHost:
         self._why = ""
         # Since when it should have ended.
         self._due_s: float | None = None
-        command = reach.command(host)
+        command = spread.command(host)
         try:
             # Apart from the terminal's Ctrl-C: the ranks must get it, over this connection.
             self._process = subprocess.Popen(
@@ -97,11 +90,6 @@ class RemoteHost:
             Pipe(process.stdout, selector, self._take_reports),
             Pipe(process.stderr, selector, self._take_lines),
         )
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that run there."""
-        return self._assignment.ranks
 
     def start(self, port: int) -> None:
         """Start its ranks, which meet at `port`."""
@@ -169,7 +157,7 @@ class RemoteHost:
     def _describe_end(self) -> str:
         code = self._process.returncode
         if self._why or not self.has_started:
-            return self._why or self._reach.explain(self._login, code, self._said)
+            return self._why or self._spread.explain(self._login, code, self._said)
         last = next((line for line in reversed(self._said) if line.strip()), "")
         return f"{last or 'the connection ended'} (exit code {code})"
 

@@ -21,11 +21,7 @@ _ERASE = "\r\x1b[K"
 
 @dataclass(frozen=True)
 class Source:
-    """Standard output, or error, of a worker.
-
-    Attributes:
-        is_raw: its lines may hold control sequences, since the worker has the terminal.
-    """
+    """Standard output, or error, of a worker; a raw one, of a terminal, holds control sequences."""
 
     rank: int
     is_error: bool

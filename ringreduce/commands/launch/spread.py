@@ -1,4 +1,4 @@
-"""The hosts of a job that are reached through ssh, as the user's options name them."""
+"""The hosts of a job that are reached through ssh: how, as the user's options say it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,80 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ringreduce.commands.launch.hosts import Host, Share, parse_hostfile
-from ringreduce.commands.launch.ssh import Reach
 from ringreduce.vocabulary.endpoints import host_and_port, is_local
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.worker_environment import import_path
 
+_AGENT = "ringreduce.commands.launch.agent"
+# Never a question that nobody can answer, and an error within seconds for a host that is off. What
+# the user's own command sets stands before, and ssh takes the first value.
+_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=10"),
+    *("-o", "ServerAliveCountMax=3"),
+)
+_SSH_FAILED = 255
+
 
 @dataclass(frozen=True)
 class Spread:
-    """Which hosts have which ranks, how the hosts are reached, and where the ranks meet.
-
-    Attributes:
-        meeting_host, meeting_port: of the first host; port 0: any free one.
-    """
+    """Which hosts have which ranks, where the ranks meet, and how agents are started."""
 
     shares: Sequence[Share]
-    reach: Reach
+    # meeting_host, meeting_port: of the first host; port 0: any free one.
     meeting_host: str
     meeting_port: int
+    ssh: Sequence[str]  # the user's command, with options
+    own_names: Collection[str]  # what this host is called; it is reached without ssh
+    directory: str  # where agents and ranks run
+    python: str  # the program there
+    path: Mapping[str, str]  # variables that Python needs to find the agent
 
     @property
     def is_wide(self) -> bool:
         """Whether rank 0 must be reached from another host."""
         return not all(is_local(share.host.name) for share in self.shares[1:])
+
+    def command(self, host: Host) -> list[str]:
+        """What to run here for an agent on `host`."""
+        variables = [f"{name}={value}" for name, value in self.path.items()]
+        words = [*(["env", *variables] if variables else []), self.python, "-m", _AGENT]
+        # The login shell of the other end reads it; all take single quotes alike.
+        text = f"cd {shlex.quote(self.directory)} && exec {' '.join(map(shlex.quote, words))}"
+        if host.login in self.own_names:
+            return ["sh", "-c", text]
+        return [*self.ssh, *_OPTIONS, host.login, text]
+
+    def explain(self, login: str, returncode: int, said: Sequence[str]) -> str:
+        """Why no agent answered: an exit code, and what ssh or the other end wrote last."""
+        last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+        text = "\n".join(said)
+        if returncode == _SSH_FAILED:
+            return (
+                "ssh failed, as it says above. "
+                f"`{shlex.join([*self.ssh, '-o', 'BatchMode=yes', login, 'true'])}` must work, "
+                "and ask for nothing"
+            )
+        if "No module named" in text:
+            return (
+                f"{self.python} has no ringreduce there. Install the same version, or name another "
+                "Python with --python"
+            )
+        if returncode in (126, 127):
+            return (
+                f"there is no program {self.python}. Install Python and ringreduce there, or name "
+                "its Python with --python"
+            )
+        if "cd:" in text:
+            return f"there is no folder {self.directory}. Start from a folder that all hosts have"
+        return f"no agent started (exit code {returncode}): {last}"
 
 
 def spread_over(
@@ -42,15 +88,10 @@ def spread_over(
     python: str | None = None,
     rendezvous: str | None = None,
 ) -> Spread:
-    """What the options say.
+    """What the options say: a command as in a shell, a program on the hosts, where ranks meet.
 
-    Args:
-        ssh: a command as in a shell; None: ``ssh``.
-        python: the program on the hosts; None: that of this process.
-        rendezvous: ``host``, ``host:port``, or None for the first host's name and any port.
-
-    Raises:
-        ConfigError: `ssh` or `rendezvous` cannot be read.
+    That is ``host`` or ``host:port``, by default the first host's name and any port. Raises
+    ConfigError if `ssh` or `rendezvous` cannot be read.
     """
     ssh = "ssh" if ssh is None else ssh
     try:
@@ -61,10 +102,9 @@ def spread_over(
         raise ConfigError("--ssh is empty", remedy="Name a program, such as ssh.")
     own_name = socket.gethostname()
     names = {"localhost", own_name, own_name.partition(".")[0]}
-    host, port = _meeting(shares[0].host, rendezvous)
     program = sys.executable if python is None else python
-    reach = Reach(command, names, os.getcwd(), program, import_path())
-    return Spread(shares, reach, host, port)
+    meeting = _meeting(shares[0].host, rendezvous)
+    return Spread(shares, *meeting, command, names, os.getcwd(), program, import_path())
 
 
 def read_hostfile(path: Path) -> list[Host]:

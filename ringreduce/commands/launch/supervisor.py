@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from ringreduce.commands.launch.display import Logs
 from ringreduce.commands.launch.hosts import labels
 from ringreduce.commands.launch.job import Job
-from ringreduce.commands.launch.logs import Logs
 from ringreduce.commands.launch.meeting import Node
 from ringreduce.commands.launch.nodes import Nodes
 from ringreduce.commands.launch.plan import Plan
@@ -32,17 +32,13 @@ def supervise(
 ) -> Job:
     """Run a job; return the last attempt, whose `conclude` prints what failed.
 
-    No worker is left then. In the main thread, signals are passed on to the workers.
+    No worker is left then. In the main thread, signals are passed on to the workers. Of the plan's
+    choices, those that are None count as absent. If the job has other launchers, `node` is this
+    one, and the plan counts this one's workers alone. Lines go to the process's own outputs by
+    default.
 
-    Args:
-        plan: of its choices, those that are None count as absent.
-        node: which of a job's launchers this one is, if there are others; the plan counts the
-            workers of this one alone.
-        stdout, stderr: where lines go; the process's own by default.
-
-    Raises:
-        ConfigError: `log_dir` cannot be written to, a setting is out of range, or a host of
-            the plan or a launcher of `node` cannot be used; the text says which and why.
+    Raises ConfigError if `log_dir` cannot be written to, a setting is out of range, or a host of
+    the plan or a launcher of `node` cannot be used; the text says which and why.
     """
     plan = replace(plan, choices=_completed(plan))
 

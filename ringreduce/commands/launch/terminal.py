@@ -26,13 +26,9 @@ _LOCAL = termios.ICANON | termios.ECHO | termios.ISIG | termios.IEXTEN
 class Terminal:
     """A pseudo-terminal for a worker, and the launcher's, whose keys go there until `close`.
 
-    Args:
-        selector: gets the launcher's standard input, which is a terminal, and what reads it.
-        columns: how wide the worker's terminal is; None: as the launcher's.
-
-    Attributes:
-        tty: the worker's end; closed here once it has started.
-        output: what the worker writes to its terminal.
+    `selector` gets the launcher's standard input, which is a terminal, and what reads it. The
+    worker's is `columns` wide; None: as the launcher's. Its end, `tty`, is closed here once it has
+    started; from `output` comes what it writes.
     """
 
     def __init__(self, selector: selectors.BaseSelector, columns: Callable[[], int | None]) -> None:

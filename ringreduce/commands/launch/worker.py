@@ -15,28 +15,19 @@ Host = LocalHost | RemoteHost
 
 
 class Worker:
-    """One rank.
-
-    Args:
-        host_name: empty where all ranks are on this host.
-
-    Attributes:
-        exit_s: when it ended, on `time.monotonic`; None until then.
-        joins: the sizes of the rings that it has begun to form.
-        keras_s: when it has imported Keras; None: it has not.
-        raised: the exception that ends it, once it has said so, and when that was.
-        is_shown: whether its traceback was.
-    """
+    """One rank, on the host of that name; empty where all ranks are on this host."""
 
     def __init__(self, rank: int, host: Host, host_name: str = "") -> None:
         self.rank, self._host, self._host_name = rank, host, host_name
-        self.exit_s: float | None = None
+        self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
         self._lost = ""
         self._stopped_s: float | None = None
-        self.joins: set[int] = set()
-        self.keras_s: float | None = None
+        self.joins: set[int] = set()  # the sizes of the rings that it has begun to form
+        self.keras_s: float | None = None  # when it has imported Keras; None: it has not
+        # The exception that ends it, once it has said so, and when that was.
         self.raised: Raised | None = None
+        # is_shown: whether its traceback was shown.
         self.raised_s, self.is_shown = 0.0, False
 
     @property
@@ -79,8 +70,7 @@ class Worker:
     def failure(self, ring_of: int = 0) -> Failure | None:
         """How it failed; None if it did not, or only after the launcher has stopped it.
 
-        Args:
-            ring_of: the number of ranks of a ring for which others wait; 0: none do.
+        Others wait for a ring of `ring_of` ranks; 0: they do not.
         """
         if self._stopped_s is not None:
             is_late = self.raised is None or self.raised_s > self._stopped_s

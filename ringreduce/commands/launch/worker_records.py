@@ -20,22 +20,16 @@ class ImportedKeras(msgspec.Struct, tag=True, frozen=True):
 
 
 class Raised(msgspec.Struct, tag=True, frozen=True):
-    """The exception that ends a rank's program.
+    """The exception that ends a rank's program."""
 
-    Attributes:
-        kind: the name of its class, or of the error of ringreduce that it follows from or quotes.
-        peer, origin: of that error.
-        exception: what names it, in one line.
-        traceback: its lines; of an error of ringreduce, without ringreduce's own frames.
-        whole: with them; empty if `traceback` has all.
-    """
-
-    kind: str
+    kind: str  # the name of its class, or of the error of ringreduce that it follows from or quotes
+    # peer, origin: of that error.
     peer: int | None = None
     origin: int | None = None
-    exception: str = ""
+    exception: str = ""  # what names it, in one line
+    # Its lines; of an error of ringreduce, without ringreduce's own frames.
     traceback: list[str] = []
-    whole: list[str] = []
+    whole: list[str] = []  # with them; empty if `traceback` has all
 
 
 WorkerRecord = Joins | ImportedKeras | Raised

@@ -21,18 +21,13 @@ _PARTS = sorted({*Group.__struct_fields__} & {*Dump.__struct_fields__})
 
 @dataclass(frozen=True)
 class Records:
-    """The flight records of one job of `size` ranks, or what they say of one of its groups.
-
-    Attributes:
-        dumps: by rank; ranks without a readable record are absent.
-        skipped: file names, and why they were not used.
-        log_tails: what the log of each rank without a record ends with.
-        group: None: of the whole job.
-    """
+    """The flight records of one job of `size` ranks, or what they say of one of its groups."""
 
     size: int
-    dumps: Mapping[int, Dump]
+    dumps: Mapping[int, Dump]  # by rank; ranks without a readable record are absent
+    # File names, and why they were not used.
     skipped: Mapping[str, str] = field(default_factory=dict)
+    # What the log of each rank without a record ends with.
     log_tails: Mapping[int, str] = field(default_factory=dict)
     group: Membership | None = None
 

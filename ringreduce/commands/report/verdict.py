@@ -21,15 +21,11 @@ _VERBS = {"PeerLostError": "lost", "PeerTimeoutError": "waited for"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The culprits (one rank, those that disagree, or none), and a paragraph that explains it.
-
-    Attributes:
-        of: the records that show it: the job's, or those of the group in which it began.
-    """
+    """The culprits (one rank, those that disagree, or none), and a paragraph that explains it."""
 
     culprits: tuple[int, ...]
     text: str
-    of: Records
+    of: Records  # the records that show it: the job's, or those of the group in which it began
 
 
 def judge(records: Records) -> Verdict:
@@ -103,8 +99,9 @@ def _own_error(records: Records, finding: Finding) -> str:
 def _odd_call(records: Records, finding: Finding) -> str:
     [rank] = finding.culprits
     dump = records.dumps[rank]
+    amount = f" of {_in_bytes(_nbytes_of(dump))}" if _nbytes_of(dump) else ""
     return (
-        f"rank {rank} is the culprit: it was in {_numbered(_call_of(dump), dump)}{_amount(dump)}"
+        f"rank {rank} is the culprit: it was in {_numbered(_call_of(dump), dump)}{amount}"
         f"{_location_of(dump)}, unlike all others. {_quoted(records, finding)}"
     )
 
@@ -290,11 +287,6 @@ def _stood_s(dump: Dump) -> float:
         return max(0.0, dump.failure.when - dump.since)
     failed = _failed_call(dump)
     return (failed and failed.seconds) or 0.0
-
-
-def _amount(dump: Dump) -> str:
-    """`` of 4 MB``: the payload of its call; empty for none."""
-    return f" of {_in_bytes(_nbytes_of(dump))}" if _nbytes_of(dump) else ""
 
 
 def _nbytes_of(dump: Dump) -> int:

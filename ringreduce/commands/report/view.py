@@ -20,7 +20,11 @@ def show(records: Records, console: Console | None = None) -> None:
     verdict = judge(records)
     console.print(Text(verdict.text))
     # The whole job, and the groups that say more than that they were at rest.
-    parts = [each for each in records.groups() if each == verdict.of or _is_in_use(each)]
+    parts = [
+        each
+        for each in records.groups()
+        if each == verdict.of or any(dump.failure or dump.operation for dump in each.dumps.values())
+    ]
     for part in (records, *parts):
         console.print()
         if parts:
@@ -29,10 +33,6 @@ def show(records: Records, console: Console | None = None) -> None:
         _show_table(part, verdict, console)
     for name, why in records.skipped.items():
         console.print(Text(f"skipped {name}: {why}"))
-
-
-def _is_in_use(records: Records) -> bool:
-    return any(dump.failure or dump.operation for dump in records.dumps.values())
 
 
 def _show_table(records: Records, verdict: Verdict, console: Console) -> None:
