@@ -29,6 +29,7 @@ def run_job(
     timeout_s: float = 60.0,
     deadline_s: float = 500.0,
     environment: Mapping[str, str] | None = None,
+    unlike: Mapping[int, Mapping[str, str]] | None = None,
     directory: Path = _ROOT,
 ) -> JobResult:
     """Run ``python *arguments`` as `size` workers, as `ringreduce.testing.ring_of_processes` does.
@@ -41,6 +42,8 @@ def run_job(
         timeout_s: the workers' ``RINGREDUCE_TIMEOUT_S``.
         deadline_s: what still runs after this is killed, and the test fails.
         environment: further variables.
+        unlike: by rank, variables of its own; its process is a fresh one, since what is imported
+            has read some of them.
         directory: the workers' current folder.
 
     Returns:
@@ -71,6 +74,7 @@ def run_job(
                 "OMP_NUM_THREADS": "1",
                 **config.to_environment(),
                 **(environment or {}),
+                **(unlike or {}).get(rank, {}),
             }
             worker = Process(
                 [sys.executable, str(_ROOT / arguments[0]), *arguments[1:]],
@@ -79,7 +83,7 @@ def run_job(
                 name=f"rank{rank}",
                 environment=clean_environment(**variables),
                 pass_fds=inherited,
-                worker=True,
+                worker=rank not in (unlike or {}),
             )
             workers.append(stack.enter_context(worker))
         deadline = time.monotonic() + deadline_s

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import chart, report
+from bench.chart import Panel, Series
 from bench.facts import facts
 from bench.namespaces import UnavailableError, bits_per_second, require
 from bench.peers import short_size
-from bench.simulate import chart, check, model, scale
-from bench.simulate.chart import Panel, Series
+from bench.simulate import check, model, scale
 from bench.simulate.check import Check, Network, Row
 from bench.simulate.model import Link, Memory
 from bench.simulate.rings import FailedError

@@ -10,7 +10,7 @@ results are encoded once more, and gathered:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,11 @@ from ringreduce.pure.wire import Kind
 from ringreduce.transport.link_calls import Reduction
 from ringreduce.vocabulary.types import ReduceOp, dtype_code, is_half
 
-# Elements that are encoded at a time. What stays in the processor's cache takes a third of the time
-# on 1 Gbit/s, where this many still fill the link (docs/performance.md).
-BLOCK = 1 << 17
+# Elements that are sent at a time, for which memory is kept. On long links fewer take longer.
+SPAN = 1 << 19
+# Of these, elements that are encoded at a time. What stays in the processor's cache takes a third
+# of the time (docs/performance.md).
+BLOCK = 1 << 15
 # Kind and dtype of the caller's call, elements, signature, operator: what ranks compare.
 Said = tuple[Kind, np.dtype, int, int, int]
 
@@ -52,6 +54,7 @@ class EncodedReduction:
         self._swap, self._gather = swap, gather
         # Kept, since the system takes longer to give new pages than encoding takes.
         self._memory = np.empty(0, np.uint8)
+        self._rows = np.empty(size * BLOCK, np.float32)
 
     def all_reduce(
         self,
@@ -63,16 +66,13 @@ class EncodedReduction:
         called: Any,
     ) -> None:
         """Reduce `flat`, float32 or of 16 bits, to what every rank decodes from the results."""
-        for start in range(0, flat.size, BLOCK):
-            block = flat[start : start + BLOCK]
-            residuals = None
-            if coding.residuals is not None:
-                residuals = [kept[start : start + BLOCK] for kept in coding.residuals]
-            wide = kernels.widened(block) if is_half(dtype_code(flat.dtype)) else block
-            said = kind, called, wide.size, signature, op
-            self._all_reduce(wide, said, coding.encoding, residuals)
-            if wide is not block:
-                kernels.narrow(wide, block)
+        for start in range(0, flat.size, SPAN):
+            part = slice(start, start + SPAN)
+            span = flat[part]
+            wide = kernels.widened(span) if is_half(dtype_code(flat.dtype)) else span
+            self._all_reduce(wide, (kind, called, wide.size, signature, op), coding.of(part))
+            if wide is not span:
+                kernels.narrow(wide, span)
 
     def reduce_scatter(self, flat: np.ndarray, op: ReduceOp, signature: int) -> np.ndarray:
         """Reduce `flat`, of 16 bits; return the view of it that holds this rank's chunk."""
@@ -81,75 +81,81 @@ class EncodedReduction:
         own = cut(flat, bounds)[self._rank]
         said = Kind.REDUCE_SCATTER, flat.dtype, flat.size, signature, op
         # Not kept: it is as long as the array.
-        nbytes = flat.nbytes, self._size * own.nbytes, self._size * own.size * 4
-        memory = [np.empty(each, np.uint8) for each in nbytes]
-        pieces = cut(memory[0], [bound * flat.itemsize for bound in bounds])
+        pieces = cut(np.empty(flat.nbytes, np.uint8), [bound * flat.itemsize for bound in bounds])
+        arriving = np.empty(self._size * own.nbytes, np.uint8)
         chunks = cut(wide, bounds)
-        self._reduce(said, encoding, chunks, [None] * self._size, pieces, *memory[1:])
+        for chunk, piece in zip(chunks, pieces, strict=True):
+            _encode(encoding, chunk, piece, None, None)
+        for _ in self._reduced(said, encoding, chunks[self._rank], pieces, arriving):
+            pass
         kernels.narrow(chunks[self._rank], own)
         return own
 
-    def _all_reduce(
-        self,
-        flat: np.ndarray,
-        said: Said,
-        encoding: Encoding,
-        residuals: Sequence[np.ndarray] | None,
-    ) -> None:
+    def _all_reduce(self, flat: np.ndarray, said: Said, coding: Coding) -> None:
+        encoding, residuals = coding
         rank, bounds = self._rank, chunk_bounds(flat.size, self._size)
         chunks = cut(flat, bounds)
         own = chunks[rank]
-        ends = bounds_of([encoding.nbytes(chunk.size) for chunk in chunks])
-        memory = self._take(
-            *(ends[-1], self._size * encoding.nbytes(own.size), self._size * own.nbytes),
-            *(() if residuals is None else (flat.nbytes, own.nbytes)),
+        ends = bounds_of([_nbytes(encoding, chunk.size) for chunk in chunks])
+        kept = () if residuals is None else (flat.nbytes, own.nbytes)
+        whole, arriving, *before = self._take(
+            ends[-1], self._size * _nbytes(encoding, own.size), *kept
         )
-        pieces = cut(memory[0], ends)
-        # Copies of residuals, which stay as they were where a result is not finite.
-        kept: Sequence[np.ndarray | None] = [None] * self._size
-        last = None
+        pieces = cut(whole, ends)
+        # Residuals as they were, and stay where a result is not finite.
+        lefts: Sequence[np.ndarray | None] = [None] * self._size
+        olds: Sequence[np.ndarray | None] = lefts
+        left_of_own = old_of_own = None
         if residuals is not None:
-            first, last = (each.view(np.float32) for each in memory[3:])
-            first[:], last[:] = residuals[0], cut(residuals[1], bounds)[rank]
-            kept = cut(first, bounds)
-        self._reduce(said, encoding, chunks, kept, pieces, *memory[1:3])
-        encoding.encode(own, pieces[rank], last)
-        self._gather(said[0], memory[0], ends, said[3])
+            first, old_of_own = (each.view(np.float32) for each in before)
+            lefts, olds = cut(residuals[0], bounds), cut(first, bounds)
+            left_of_own = cut(residuals[1], bounds)[rank]
+        for chunk, piece, left, old in zip(chunks, pieces, lefts, olds, strict=True):
+            _encode(encoding, chunk, piece, left, old)
+        for part, place in self._reduced(said, encoding, own, pieces, arriving):
+            left = old = None
+            if left_of_own is not None and old_of_own is not None:
+                left, old = left_of_own[part], old_of_own[part]
+            _encode(encoding, own[part], pieces[rank][place], left, old)
+        self._gather(said[0], whole, ends, said[3])
+        is_finite = True
         for chunk, piece in zip(chunks, pieces, strict=True):
-            encoding.decode(piece, chunk)
-        sizes = [chunk.size for chunk in chunks]
-        if residuals is not None and all(map(encoding.are_finite, pieces, sizes)):
-            residuals[0][:] = first
-            cut(residuals[1], bounds)[rank][:] = last
+            for part, place in _blocks(encoding, chunk.size):
+                block = chunk[part]
+                encoding.decode(piece[place], block)
+                if residuals is not None:
+                    is_finite = is_finite and encoding.are_finite(piece[place], block.size)
+        if residuals is not None and left_of_own is not None and not is_finite:
+            residuals[0][:], left_of_own[:] = first, old_of_own
 
-    def _reduce(
+    def _reduced(
         self,
         said: Said,
         encoding: Encoding,
-        chunks: Sequence[np.ndarray],
-        residuals: Sequence[np.ndarray | None],
+        own: np.ndarray,
         pieces: Sequence[np.ndarray],
         arriving: np.ndarray,
-        decoded: np.ndarray,
-    ) -> None:
-        """Reduce this rank's chunk of float32; `pieces` get all that it has, encoded.
+    ) -> Iterator[tuple[slice, slice]]:
+        """Reduce `own`, this rank's chunk of float32, to that of all ranks, block by block.
 
-        `arriving` and `decoded` are memory for what all ranks have of that chunk.
+        `pieces` are all that this rank has, encoded; `arriving` is memory for what all have of that
+        chunk. Yields each block that is done, and the place of its encoding in a piece.
         """
-        rank, size, own = self._rank, self._size, chunks[self._rank]
-        for chunk, piece, left in zip(chunks, pieces, residuals, strict=True):
-            encoding.encode(chunk, piece, left)
+        rank, size = self._rank, self._size
         came = list(arriving.reshape(size, -1))
         came[rank][:] = pieces[rank]
         self._swap(said, pieces, came)
-        rows = decoded.view(np.float32).reshape(size, -1)
-        for row, piece in zip(rows[::-1], came, strict=True):
-            encoding.decode(piece, row)
         op = ReduceOp(said[-1])
-        kernels.reduce_rows(
-            *(rows.view(np.uint8), size - 1, own.view(np.uint8), own.size),
-            *self._reduction(op, own.dtype),
-        )
+        reduction = self._reduction(op, own.dtype)
+        for part, place in _blocks(encoding, own.size):
+            block = own[part]
+            rows = self._rows[: size * block.size].reshape(size, -1)
+            for row, piece in zip(rows[::-1], came, strict=True):
+                encoding.decode(piece[place], row)
+            kernels.reduce_rows(
+                rows.view(np.uint8), size - 1, block.view(np.uint8), block.size, *reduction
+            )
+            yield part, place
 
     def _take(self, *nbytes: int) -> list[np.ndarray]:
         """Memory until the next call, uint8."""
@@ -158,6 +164,33 @@ class EncodedReduction:
             self._memory = np.empty(ends[-1], np.uint8)
         starts = ends[:-1]
         return [self._memory[s : s + each] for s, each in zip(starts, nbytes, strict=True)]
+
+
+def _blocks(encoding: Encoding, count: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of so many values, and where each is in their encoding."""
+    end = 0
+    for start in range(0, count, BLOCK):
+        size = min(BLOCK, count - start)
+        begin, end = end, end + encoding.nbytes(size)
+        yield slice(start, start + size), slice(begin, end)
+
+
+def _nbytes(encoding: Encoding, count: int) -> int:
+    return sum(place.stop - place.start for _, place in _blocks(encoding, count))
+
+
+def _encode(
+    encoding: Encoding,
+    values: np.ndarray,
+    out: np.ndarray,
+    left: np.ndarray | None,
+    old: np.ndarray | None,
+) -> None:
+    """Encode with the residuals `left`, if there are some; `old` gets what they were."""
+    for part, place in _blocks(encoding, values.size):
+        if left is not None and old is not None:
+            old[part] = left[part]
+        encoding.encode(values[part], out[place], None if left is None else left[part])
 
 
 def cut(array: np.ndarray, bounds: Sequence[int]) -> list[np.ndarray]:

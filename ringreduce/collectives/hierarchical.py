@@ -100,9 +100,7 @@ class HierarchicalCollectives(Collectives):
         self._host.reduce_chunks(kind, flat, slices, local, signature, (called, op))
         mine = slice(slices[self._host_rank], slices[self._host_rank + 1])
         own = flat[mine]
-        if coding is not None and coding.residuals is not None:
-            first, second = coding.residuals
-            coding = coding._replace(residuals=(first[mine], second[mine]))
+        coding = None if coding is None else coding.of(mine)
         if self._ring is not None and (own.size or self._host_rank == 0):
             self._ring.all_reduce(own, op, signature, coding, (kind, called))
         self._host.all_gather(kind, flat, slices, signature)

@@ -32,6 +32,7 @@ from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.join import join, joined
+from ringreduce.keras.meetings import DiLoCo, LocalSGD
 from ringreduce.keras.mistakes import (
     DataWarning,
     ParityWarning,
@@ -53,6 +54,7 @@ from ringreduce.keras.pipeline import Pipeline
 from ringreduce.keras.saving import load_model
 from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.step import compile_gradients
+from ringreduce.keras.strategies import Accumulate, EveryStep, Strategy
 from ringreduce.keras.tape import DistributedGradientTape
 from ringreduce.keras.tensors import (
     all_gather,
@@ -73,11 +75,13 @@ from ringreduce.keras.tensors import (
 from ringreduce.keras.weighting import step_weight
 from ringreduce.tensorflow import verify_replicas
 from ringreduce.tensorflow.codecs import Compression
+from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.vocabulary.errors import ConfigError
 
 __all__ = ["init", "is_initialized", "local_rank", "local_size", "rank", "shutdown", "size"]
 __all__ += ["evaluate", "fit", "join", "joined", "launch", "permutation", "predict", "shard"]
 __all__ += ["DistributedGradientTape", "DistributedOptimizer", "SyncBatchNormalization"]
+__all__ += ["Accumulate", "DiLoCo", "EveryStep", "LocalSGD", "PowerSGD", "Strategy"]
 __all__ += ["Compression", "callbacks", "compile_gradients", "fold_seeds", "step_weight"]
 __all__ += ["broadcast_variables", "load_model", "on_rank_zero", "verify_replicas"]
 __all__ += ["PartLayer", "Pipeline", "ShardedEmbedding", "in_parts", "look_up", "parts"]

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, map_arrays, rows_of
+from ringreduce.keras.rows import Rows, as_tensor, components, is_uneven, slice_rows
 from ringreduce.tensorflow.agreement import Difference, agree
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -47,7 +47,7 @@ class Arrays:
         class_weight: a weight for each class, by which `sample_weight` is made of `y`.
 
     Attributes:
-        parts: x, (x, y) or (x, y, sample_weight), in tuples and dicts, as numpy arrays.
+        parts: x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
         count: number of rows.
     """
 
@@ -61,7 +61,9 @@ class Arrays:
             sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
         # As Keras does, which takes no weights without targets.
         given = [part for part in (x, y, None if y is None else sample_weight) if part is not None]
-        found = keras.tree.map_structure(_as_numpy, keras.tree.lists_to_tuples(given))
+        found = keras.tree.map_structure(
+            lambda array: Rows(_as_numpy(array)), keras.tree.lists_to_tuples(given)
+        )
         # As Keras does: a list of inputs without y must not look like x and y.
         is_tuple = len(found) > 1 or isinstance(found[0], tuple)
         self.parts: Any = tuple(found) if is_tuple else found[0]
@@ -73,25 +75,11 @@ class Arrays:
     @property
     def spec(self) -> Any:
         """The `tf.TensorSpec` of any number of rows, in the structure of `parts`."""
-        return keras.tree.map_structure(
-            lambda array: (
-                array.spec
-                if isinstance(array, Rows)
-                else tf.TensorSpec((None, *array.shape[1:]), _dtype_of(array))
-            ),
-            self.parts,
-        )
+        return keras.tree.map_structure(lambda array: array.spec, self.parts)
 
     def take(self, rows: np.ndarray) -> Any:
         """Those rows of all arrays, given as indices; floats get Keras's float type."""
-        return keras.tree.map_structure(
-            lambda array: (
-                array[rows]
-                if isinstance(array, Rows)
-                else np.asarray(array[rows], _numpy_dtype_of(array))
-            ),
-            self.parts,
-        )
+        return keras.tree.map_structure(lambda array: array[rows], self.parts)
 
     def batches(
         self,
@@ -150,8 +138,7 @@ def _batches_of(bounds: Any, rows: Any) -> Any:
     """A dataset of the batches in `rows`, of which batch i ends where the next begins."""
 
     def batch(index: Any) -> Any:
-        first, end = bounds[index], bounds[index + 1]
-        return tf.nest.map_structure(lambda part: rows_of(part, first, end), rows)
+        return slice_rows(rows, bounds[index], bounds[index + 1])
 
     return tf.data.Dataset.range(tf.shape(bounds, out_type=tf.int64)[0] - 1).map(batch)
 
@@ -169,17 +156,14 @@ def split(parts: Any, fraction: float) -> tuple[Any, Any]:
             remedy="Pass a fraction that leaves samples on both sides.",
         )
 
-    def rows(first: int, end: int) -> Any:
-        return map_arrays(lambda array: rows_of(array, first, end), parts)
-
-    return rows(0, at), rows(at, count)
+    return slice_rows(parts, 0, at), slice_rows(parts, at, count)
 
 
 def _as_numpy(array: Any) -> Any:
-    """`array` without a copy, where that is possible; ragged and sparse ones as `Rows`."""
+    """`array` as numpy's, without a copy where that is possible; ragged and sparse ones stay."""
     array = as_tensor(array)
     if is_uneven(array):
-        return Rows(array)
+        return array
     if isinstance(array, tf.Tensor):
         array = array.numpy()
     elif hasattr(array, "iloc"):  # pandas, whose Series are columns for Keras
@@ -196,16 +180,6 @@ def _as_numpy(array: Any) -> Any:
             "columns whose types have no common one, such as numbers and bool.",
         )
     return array
-
-
-def _numpy_dtype_of(array: np.ndarray) -> Any:
-    return np.dtype(keras.config.floatx()) if array.dtype.kind == "f" else array.dtype
-
-
-def _dtype_of(array: np.ndarray) -> Any:
-    if array.dtype.kind in "OUS":
-        return tf.string
-    return tf.as_dtype(_numpy_dtype_of(array))
 
 
 def weights_of(y: Any, class_weight: Any) -> np.ndarray:

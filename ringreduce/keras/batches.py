@@ -147,10 +147,8 @@ class Plan:
 def feed_of(parts: Sequence[Any], plan: Plan) -> Feed:
     """The feed of (x, y, sample_weight), of which y and more may lack. Collective for arrays.
 
-    Raises:
-        ConfigError: the form is unknown, or does not go with an argument; a batch has fewer rows
-            than there are ranks.
-        MismatchError: ranks were given different arrays; later, when they read different data.
+    ConfigError if the form is unknown, or does not go with an argument, or a batch has fewer rows
+    than there are ranks; MismatchError if ranks were given different data, also when it is read.
     """
     x, y, sample_weight = (*parts, None, None)[:3]
     if are_arrays(x):

@@ -45,10 +45,9 @@ def shard(
             PyDataset, of which each rank makes its own batches only.
         check: compare what the ranks read: elements of a dataset as they pass (y only, where they
             are (x, y), since x may be random on purpose), arrays by their values now, and of a
-            PyDataset the targets of batch 0 at the beginning of each epoch.
-            A difference ends the job with a MismatchError that says where it is. It costs some
-            microseconds for each element of a dataset, of all ranks. Leave it out where data
-            differs on purpose.
+            PyDataset the targets of batch 0 at the beginning of each epoch. A difference ends the
+            job with a MismatchError that says where it is. Some microseconds for each element of a
+            dataset, of all ranks; leave it out where data differs on purpose.
 
     Returns:
         What `data` was: a dataset, arrays in the same structure, or a PyDataset.
@@ -61,11 +60,8 @@ def shard(
     note_sharding(ring)
     check = check and ring.size > 1
     if isinstance(data, tf.data.Dataset):
-        if ring.size == 1:
-            return data
-        return _shard_dataset(
-            fingerprinted(data, _WHAT, _REMEDY, ring) if check else data, ring, even
-        )
+        whole = fingerprinted(data, _WHAT, _REMEDY, ring) if check else data
+        return data if ring.size == 1 else _shard_dataset(whole, ring, even)
     if isinstance(data, keras.utils.PyDataset):
         return data if ring.size == 1 else _Dealt(data, ring, even, check)
     if not are_arrays(data):

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,8 +34,9 @@ from ringreduce.keras.metric_states import (
 from ringreduce.keras.parts.answering import Answering
 from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.parts.replicas import training_ranks
-from ringreduce.keras.rows import map_arrays, rows_of, tensor_of
+from ringreduce.keras.rows import map_arrays, slice_rows, tensor_of
 from ringreduce.keras.settings import Settings, require_same_settings
+from ringreduce.keras.wrappable import settle
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -83,7 +83,8 @@ def evaluate(
         MismatchError: the ranks passed different numbers of rows, or compiled different metrics.
     """
     ring = communicator or default_communicator()
-    share = _share_of((x, y, sample_weight), batch_size, steps, ring)
+    settle(model)
+    share = _Share((x, y, sample_weight), batch_size, steps, ring)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     run = partial(model.evaluate, batch_size=batch_size, callbacks=callbacks)
     own = dict(zip(("x", "y", "sample_weight"), share.parts, strict=True))
@@ -94,7 +95,7 @@ def evaluate(
     if share.is_empty:
         # Keras cannot evaluate an empty share; the metrics may not even be built.
         model.reset_metrics()
-    answering = Answering(model, ring, partial(_example, x, share))
+    answering = Answering(model, ring, share.example)
     with _averages_of_rank_0(model, ring), share.being_read():
         if not share.is_empty:
             logs = run(**own, verbose=shown, return_dict=True)
@@ -138,27 +139,26 @@ def predict(
         MismatchError: the ranks passed different numbers of rows, or their models differ.
     """
     ring = communicator or default_communicator()
-    share = _share_of((x, None, None), batch_size, steps, ring)
+    settle(model)
+    share = _Share((x, None, None), batch_size, steps, ring)
     shown = verbose if training_ranks(model.weights, ring).rank == 0 else 0
     if share.is_whole:
         return model.predict(x, batch_size=batch_size, verbose=shown, steps=steps)
     with _averages_of_rank_0(model, ring), share.being_read():
-        answering = Answering(model, ring, partial(_example, x, share))
-        batches = _predicted(model, x, share, batch_size, shown)
+        answering = Answering(model, ring, share.example)
+        batches = _predicted(model, share, batch_size, shown)
         answering.finish(with_losses=False)
     flat = [[_checked_rows(output, ring) for output in keras.tree.flatten(b)] for b in batches]
     outputs = [_gathered([batch[i] for batch in flat], ring) for i in range(len(flat[0]))]
     return keras.tree.pack_sequence_as(batches[0], outputs)
 
 
-def _predicted(
-    model: Any, x: Any, share: _Share, batch_size: int | None, verbose: Any
-) -> list[Any]:
+def _predicted(model: Any, share: _Share, batch_size: int | None, verbose: Any) -> list[Any]:
     """The outputs for this rank's share: for each batch of a dataset, or for all rows."""
     own_x = share.parts[0]
     if share.is_empty:
         # Predict anyway, for the outputs' structure, dtypes and shapes.
-        outputs = model.predict_on_batch(_example(x, share))
+        outputs = model.predict_on_batch(share.example())
         return [keras.tree.map_structure(lambda output: output[:0], outputs)]
     if isinstance(own_x, tf.data.Dataset):
         # Batch by batch, to know which rows belong to which batch.
@@ -184,52 +184,62 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
 class _Share:
-    """One rank's data. `is_whole`: leave all to Keras, with one rank or no data on any.
+    """This rank's part of the data to evaluate or predict, of which all pass as much. Collective.
 
-    `feed` makes batches in Python; for arrays it does nothing.
+    Attributes:
+        parts: its x, y and sample_weight.
+        is_empty: whether there are none.
+        is_whole: leave all to Keras, with one rank or no data on any.
     """
 
-    parts: tuple[Any, Any, Any]
-    is_empty: bool = False
-    is_whole: bool = False
-    feed: Feed = field(default_factory=Feed)
+    def __init__(
+        self,
+        whole: tuple[Any, Any, Any],
+        batch_size: int | None,
+        steps: int | None,
+        ring: Communicator,
+    ) -> None:
+        x = self._x = whole[0]
+        self.parts, self.is_empty, self.is_whole = whole, False, True
+        self._feed = Feed()  # Which does nothing, for arrays.
+        if ring.size == 1:
+            return
+        if are_arrays(whole):
+            rows = Arrays(*whole).count
+            if steps is not None:
+                rows = min(rows, steps * (batch_size or BATCH_SIZE))
+            first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
+            self.parts, self.is_empty = slice_rows(whole, first, end), first == end
+            size = {"rows": str(rows)}
+        else:
+            what = "the data to evaluate or predict"
+            feed = feed_of(whole, Plan(ring, what, steps=steps, deal=True, check=False))
+            is_dataset = isinstance(x, tf.data.Dataset)
+            known = x.cardinality() if is_dataset else getattr(x, "num_batches", -1)
+            self._feed, self.parts = feed, (feed.dataset, None, None)
+            self.is_empty = _is_empty(feed.dataset) if feed.is_empty is None else feed.is_empty
+            size = {"batches": str(steps or int(known))}
+        remedy = "Pass the same whole data on every rank; each takes its own share."
+        require_same_settings([Settings("data", size, remedy)], ring)
+        self.is_whole = all(ring.all_gather_object(self.is_empty))
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
         """Within the block `parts` can be read, once."""
-        self.feed.begin(0)
+        self._feed.begin(0)
         try:
             yield
         finally:
-            self.feed.end()
+            self._feed.end()
 
-
-def _share_of(
-    whole: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, ring: Communicator
-) -> _Share:
-    """This rank's part of the data; checks that all ranks passed as many rows. Collective."""
-    if ring.size == 1:
-        return _Share(whole, is_whole=True)
-    x, feed = whole[0], Feed()
-    if not are_arrays(whole):
-        plan = Plan(ring, "the data to evaluate or predict", steps=steps, deal=True, check=False)
-        feed = feed_of(whole, plan)
-        known = x.cardinality() if isinstance(x, tf.data.Dataset) else getattr(x, "num_batches", -1)
-        rows = steps or int(known)
-        parts: Any = (feed.dataset, None, None)
-        is_empty = _is_empty(feed.dataset) if feed.is_empty is None else feed.is_empty
-    else:
-        rows = Arrays(*whole).count
-        if steps is not None:
-            rows = min(rows, steps * (batch_size or BATCH_SIZE))
-        first, end = (rows * r // ring.size for r in (ring.rank, ring.rank + 1))
-        parts, is_empty = map_arrays(lambda part: rows_of(part, first, end), whole), first == end
-    unit = "batches" if isinstance(parts[0], tf.data.Dataset) else "rows"
-    remedy = "Pass the same whole data on every rank; each takes its own share."
-    require_same_settings([Settings("data", {unit: str(rows)}, remedy)], ring)
-    return _Share(parts, is_empty, all(ring.all_gather_object(is_empty)), feed)
+    def example(self) -> Any:
+        """The first row or batch of the whole data, for a rank that has no share."""
+        if self._feed.first is not None:
+            return _inputs_of(self._feed.first)
+        if isinstance(self._x, tf.data.Dataset):
+            return _inputs_of(next(iter(self._x.take(1))))
+        return map_arrays(tensor_of, slice_rows(self._x, 0, 1))
 
 
 def _is_empty(dataset: Any) -> bool:
@@ -241,15 +251,6 @@ def _is_empty(dataset: Any) -> bool:
 
 def _inputs_of(element: Any) -> Any:
     return keras.utils.unpack_x_y_sample_weight(element)[0]
-
-
-def _example(x: Any, share: _Share) -> Any:
-    """The first row or batch of the whole data `x`, for a rank that has no share."""
-    if share.feed.first is not None:
-        return _inputs_of(share.feed.first)
-    if isinstance(x, tf.data.Dataset):
-        return _inputs_of(next(iter(x.take(1))))
-    return map_arrays(lambda part: tensor_of(rows_of(part, 0, 1)), x)
 
 
 def in_order(model: Any, logs: dict[str, Any]) -> list[str]:

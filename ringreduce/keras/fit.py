@@ -76,31 +76,21 @@ def fit(
 
     The callbacks are put into `rr.callbacks.Together`: they see the metrics of all ranks, and only
     rank 0 writes files. Only rank 0 prints; its bar shows its own rows' metrics until the epoch
-    ends.
-
-    ===================  ========================================================================
-    x                    global batches
-    ===================  ========================================================================
-    arrays               `batch_size` rows (32); each rank copies only its rows
-    tf.data.Dataset      its batches, or `batch_size` of its elements; shuffled by its own means,
-                         with a seed
-    keras PyDataset      its batches, which every rank makes; shuffled by the batch
-    generator            its batches, which every rank makes
-    iterable             the same, such as torch's DataLoader
-    ===================  ========================================================================
-
-    Alone it is ``model.fit``, but for the order in which arrays and PyDatasets are shuffled.
+    ends. Alone it is ``model.fit``, but for the order in which arrays and PyDatasets are shuffled.
 
     Args:
         model: compiled, with a `DistributedOptimizer`.
+        x: arrays, with `batch_size` rows in a batch (32), of which each rank copies only its own;
+            a tf.data.Dataset of batches, or of samples and with a `batch_size`, shuffled by its own
+            means, with a seed; or a PyDataset, a generator, or an iterable such as torch's
+            DataLoader, whose batches every rank makes. A PyDataset is shuffled by the batch.
         seed: of the order of arrays and PyDatasets. The same seed gives the same orders.
         backup_dir: a directory that all epochs are backed up to
             (`keras.callbacks.BackupAndRestore`), and that training continues from when the job is
-            started again. Then it ends with the weights of a job that was not disturbed, if nothing
-            but `fit` shuffles.
-        check: compare what ranks read: arrays before training, batches as they are read. Of batches
-            with y that is compared, since x may be random on purpose. And the weights of all ranks
-            after training.
+            started again, to the weights of an undisturbed job if nothing but `fit` shuffles.
+        check: compare what ranks read: arrays before training, batches as they are read, of which
+            only y where there is one, since x may be random on purpose. And the weights of all
+            ranks after training.
         sharded: `x` holds this rank's own batches, a part of the data that no other rank has, such
             as ``ray.train.get_dataset_shard("train").to_tf(...)``: a batched tf.data.Dataset, in
             which ranks may have different numbers of batches and samples, as for `rr.join`. So is
@@ -230,10 +220,9 @@ def fit(
         fold_seeds(model, ring)
         warn_of_differences(model, every)
         if ring.size > 1 and not training.is_even:
-            weigh_steps(model, "samples", ring)
-    answering = []
-    if validation is not None and ring.size > 1:
-        answering = [Answering(model, ring, partial(_example, training.dataset))]
+            is_counted = int(training.dataset.cardinality()) >= 0
+            weigh_steps(model, "samples", ring, is_counted)
+    example = partial(_example, training.dataset)
     return fit_on(
         model,
         training,
@@ -241,7 +230,7 @@ def fit(
         [
             *([Measure(shares, ring, verbose)] if shares.is_measured else []),
             # Before what exchanges metrics when a rank's own validation ends.
-            *answering,
+            *([Answering(model, ring, example)] if validation is not None else []),
             Together(given_callbacks(callbacks, backup_dir), communicator),
             *([VerifyReplicas(None, ring)] if check else []),
         ],

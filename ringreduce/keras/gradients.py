@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
@@ -22,6 +23,7 @@ from ringreduce.keras.weighting import Kind, Weight, weighted
 from ringreduce.tensorflow import GradientBridge, path_of
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.control_flow import vouch_for_branch
+from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.types import ReduceOp
 
 
@@ -88,7 +90,7 @@ def _name(variable: Any, number: int) -> str:
     return path_of(variable) if is_variable else f"source {number}"
 
 
-class Accumulate:
+class Accumulating:
     """Reduces the mean of `steps` steps; in a graph in a branch that all ranks take together.
 
     With `keeps_rows` the mean of a sparse gradient is sparse as well: the rows of any of the steps.
@@ -157,8 +159,8 @@ class _Cycle:
     """Sums since the last reduction: of this rank's weights, the ranks' means, and gradients."""
 
     def __init__(self, variables: int) -> None:
-        self.count = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.own, self.mean = (tf.Variable(0.0, trainable=False) for _ in range(2))
+        self.count = lasting(np.int64(0))
+        self.own, self.mean = lasting(0.0), lasting(0.0)
         # None before a variable's first gradient, which may be in a later step of a cycle.
         self.sums: list[Any] = [None] * variables
 
@@ -172,10 +174,10 @@ class _Sum:
         dtype = tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
         self._start = dtype.min if kind is Kind.MAXIMUM else 0
         start = tf.fill(variable.shape, tf.constant(self._start, dtype))
-        self._total = tf.Variable(start, trainable=False)
+        self._total = lasting(start)
         # Of a table, which rows had a gradient; the sum is 0 in all others.
         none = tf.zeros(variable.shape[0], tf.bool) if has_rows else None
-        self._rows = None if none is None else tf.Variable(none, trainable=False)
+        self._rows = None if none is None else lasting(none)
 
     def add(self, gradient: Any, weight: Any) -> None:
         total = self._total

@@ -10,7 +10,8 @@ factors, and have Horovod's gradients:
     allreduce       the same allreduce                     the same
     alltoall        the same alltoall, back                the same
 
-With a `process_set` this is about its ranks. A `root_rank` is always a rank of the job.
+With a `process_set` this is about its ranks, which take part alone. A `root_rank` is always a rank
+of the job. A `name` is not used.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ringreduce.keras.process_sets import (
 from ringreduce.keras.weighting import times_back
 from ringreduce.pure.payload import checked_counts
 from ringreduce.tensorflow import xla
+from ringreduce.tensorflow.sparse import map_values
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
 
@@ -81,14 +83,10 @@ def DistributedOptimizer(
     """`ringreduce.keras.DistributedOptimizer` with its `options`, and Horovod's at their defaults.
 
     Args:
-        optimizer: the one to wrap.
-        name: not used.
-        process_set: the ranks that take part.
         backward_passes_per_step: `accumulate_steps`; more than 1 only with
             `average_aggregated_gradients`.
         average_aggregated_gradients: apply the mean of the accumulated steps; there is no sum.
         scale_local_gradients: divide gradients of local variables by the number of ranks.
-        options: further ones.
 
     Raises:
         ConfigError: an option of Horovod's has a value that is not supported; says what to use.
@@ -142,8 +140,6 @@ def allreduce(
             are joined whatever it is, and divided for `Average`.
         prescale_factor, postscale_factor: multiply each rank's tensor, and the result; for integers
             in float64. What is no integer then, a mean too, is rounded towards zero.
-        name: not used.
-        process_set: the ranks that take part.
     """
     ring = process_set.communicator
     scaled, how = _scaled(tensor, prescale_factor), reduce_op(op)
@@ -352,8 +348,7 @@ def _reduced(
 
 def _scaled(tensor: Any, factor: float) -> Any:
     if isinstance(tensor, tf.IndexedSlices):
-        values = _scaled(tensor.values, factor)
-        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+        return map_values(lambda values: _scaled(values, factor), tensor)
     tensor = tf.convert_to_tensor(tensor)
     if factor == 1.0:
         return tensor

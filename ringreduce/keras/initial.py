@@ -24,9 +24,9 @@ from ringreduce.keras.parts.replicas import make_alike, model_group
 from ringreduce.keras.seeds import is_seed_state, make_different, seed_states_in_use
 from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
 
 _log = logging.getLogger(__name__)
 
@@ -154,15 +154,13 @@ def give_values(
 
     `group` is the model group. If a rank of it had other values, all of its ranks differed.
     """
-    differed = False
-    if ring.size > 1 and state:
+    if state:
         bridge.broadcast_variables(state, ring)
-    if ring.size > 1 and variables:
-        differed = bridge.broadcast_variables(variables, ring)
+    differed = bridge.broadcast_variables(variables, ring)
     make_alike(state, group)
     if make_alike(variables, group):
         return True
-    return differed if group is None else bool(group.all_reduce(np.array([differed], np.int64))[0])
+    return differed if group is None else count_true(group, differed) > 0
 
 
 def plain_variable(variable: Any) -> Any:
@@ -184,8 +182,7 @@ def _without_others(
     """Gradients whose mean over all ranks is the mean over the ranks where they are usable."""
     if ring.size == 1 and group is None:
         return gradients
-    count = ring.all_reduce(np.array([int(usable)], np.int64), ReduceOp.SUM)
-    useful = int(count[0])
+    useful = count_true(ring, usable)
     if useful == ring.size:
         return gradients
     if not useful:

@@ -3,9 +3,9 @@
     rank 0   batch  batch  batch  batch  batch
     rank 1   batch  batch  batch  empty  empty       weight 0 in the mean; changes nothing
 
-Each step begins with an exchange of each rank's weight. An empty step runs the same graph on a
-sample of zeros: its gradients have weight 0, and its changes of metrics and moving averages are
-undone.
+Each step begins with an exchange of each rank's weight, but where ranks step alone (`LocalSGD`). An
+empty step runs the same graph on a sample of zeros: its gradients have weight 0, and its changes of
+metrics and moving averages are undone.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from ringreduce.keras.settings import Settings, require_same_settings
 from ringreduce.keras.step import Step, WrapOrder, put_around
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
+    is_alone,
     refuse_other_ring,
     require_compiled,
     warn_of_plain_optimizer,
 )
+from ringreduce.tensorflow.variables import lasting
 from ringreduce.vocabulary.errors import ConfigError
 
 WEIGHTINGS = ("samples", "ranks")
@@ -82,8 +84,7 @@ def join(
         MismatchError: the ranks do not use the same weighting.
     """
     ring = communicator or default_communicator()
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
+    _require_same(weighting, ring)
     require_compiled(model, " For a loop of your own use rr.joined(dataset).")
     refuse_other_ring(model, "rr.join", ring)
     empty = empty_batch(dataset)
@@ -97,11 +98,11 @@ def join(
         # have done half of it.
         count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
     note_sharding(ring)
-    longest = _longest(count, weighting, ring)
+    longest = _longest(count, ring)
     warn_of_plain_optimizer(model, "rr.join", ring)
     build(model, empty)
     fold_seeds(model, ring)
-    weigh_steps(model, weighting, ring)
+    weigh_steps(model, weighting, ring, is_counted=longest is not None)
     padded = _without_names(dataset).concatenate(tf.data.Dataset.from_tensors(empty).repeat())
     if longest is not None:
         return padded.take(longest).apply(tf.data.experimental.assert_cardinality(longest))
@@ -133,14 +134,12 @@ def joined(
         An element of the dataset, and its number of samples: 0 for a sample of zeros.
     """
     ring = communicator or default_communicator()
-    if weighting not in WEIGHTINGS:
-        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
+    _require_same(weighting, ring)
     empty = empty_batch(dataset)
     if ring.size == 1:
         for batch in dataset:
             yield batch, _samples(batch)
         return
-    _require_same(weighting, ring)
     batches = iter(dataset)
     while True:
         batch = next(batches, None)
@@ -167,12 +166,14 @@ def _without_names(dataset: Any) -> Any:
 
 
 def _require_same(weighting: str, ring: Communicator) -> None:
+    """Raise, on all ranks, unless all use the same weighting, and there is such a one."""
     require_same_settings([Settings("arguments of rr.join", {"weighting": weighting})], ring)
+    if weighting not in WEIGHTINGS:
+        raise ConfigError(f"weighting is {weighting!r}; accepted: {', '.join(WEIGHTINGS)}")
 
 
-def _longest(count: int, weighting: str, ring: Communicator) -> int | None:
+def _longest(count: int, ring: Communicator) -> int | None:
     """The largest number of batches of any rank; None where a rank does not know its own."""
-    _require_same(weighting, ring)
     counts = ring.all_gather_object(count)
     named = zip(ring.members, counts, strict=True)
     endless = [rank for rank, n in named if n == tf.data.INFINITE_CARDINALITY]
@@ -246,29 +247,34 @@ def build(model: Any, empty: Any) -> None:
 
 # The last logs of each model, by position, dtype and shape.
 _logged: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
-# Models that `join` has prepared, with their weighting.
-_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator]] = weakref.WeakKeyDictionary()
+# Models that `join` has prepared: their weighting, and whether the ring is asked for the mean.
+_followed: weakref.WeakKeyDictionary[Any, tuple[str, Communicator, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def weigh_steps(model: Any, weighting: str, ring: Communicator) -> None:
+def weigh_steps(model: Any, weighting: str, ring: Communicator, is_counted: bool) -> None:
     """From now on training steps of `model` are weighted, and empty ones change nothing.
 
-    `model` and its optimizer are built.
+    `model` and its optimizer are built. With `is_counted` all ranks know when an epoch ends: those
+    that step alone need nothing of others then.
     """
-    if _followed.get(model) == (weighting, ring):
+    how = weighting, ring, not (is_counted and is_alone(model))
+    if _followed.get(model) == how:
         return
-    _followed[model] = (weighting, ring)
+    _followed[model] = how
     # A function traced before has another weighting, or none.
     model.train_function = None
     put_around(model, WrapOrder.WEIGHTED, _followed_step)
 
 
 def _followed_step(model: Any, step: Step, data: Any) -> Any:
-    weighting, ring = _followed[model]
+    weighting, ring, asks = _followed[model]
     samples = count_of(next(part for part in tf.nest.flatten(data) if part is not None))
     has_data = samples > 0
     own = tf.cast(samples if weighting == "samples" else has_data, tf.float32)
-    weight = weighting_module.exchanged(own, ring)
+    mean = tf.constant(1.0)
+    weight = weighting_module.exchanged(own, ring) if asks else weighting_module.Weight(own, mean)
     # Everything waits until a rank is known to have data: at the end of an epoch this step is given
     # up, and must not have been counted, or decayed weights.
     with tf.control_dependencies([weight.mean]), weighting_module.using(weight):
@@ -340,5 +346,5 @@ def _latest(model: Any, place: int, value: Any) -> Any:
     key = place, value.dtype, tuple(value.shape)
     if key not in kept:
         with tf.init_scope():
-            kept[key] = tf.Variable(tf.zeros(value.shape, value.dtype), trainable=False)
+            kept[key] = lasting(tf.zeros(value.shape, value.dtype))
     return kept[key]

@@ -16,6 +16,16 @@ from ringreduce.tensorflow import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
+def joint_in(optimizer: Any) -> str | None:
+    """What in it uses all gradients together, such as ``sgd with a loss scale``; None: nothing."""
+    for one in all_within(optimizer):
+        if isinstance(one, keras.optimizers.LossScaleOptimizer):
+            return f"{one.name} with a loss scale"
+        if getattr(one, "global_clipnorm", None):
+            return f"{one.name} with global_clipnorm"
+    return None
+
+
 class LocalVariables:
     """Variables whose values and gradients are not shared."""
 
@@ -42,17 +52,13 @@ class LocalVariables:
         """ConfigError if `inner`, a built optimizer, uses all gradients together, or lacks one."""
         if not self._variables:
             return
-        for one in all_within(inner):
-            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
-            if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                joint = "a loss scale"
-            if joint:
-                raise ConfigError(
-                    f"has local variables, and {one.name} with {joint}: what it makes of all "
-                    "gradients together would differ between ranks, and shared weights with it",
-                    remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for "
-                    "what is local.",
-                )
+        if joint := joint_in(inner):
+            raise ConfigError(
+                f"has local variables, and {joint}: what it makes of all gradients together would "
+                "differ between ranks, and shared weights with it",
+                remedy="Use clipnorm or clipvalue, mixed_bfloat16, or a second optimizer for what "
+                "is local.",
+            )
         trained = {id(plain_variable(variable)) for variable in private.trained_variables(inner)}
         for key, variable in self._variables.items():
             if key not in trained:

@@ -54,18 +54,13 @@ def states_of(model: Any, batches: int) -> MetricStates:
 def combined_results(
     model: Any, states: MetricStates, communicator: Communicator
 ) -> dict[str, Any]:
-    """The results of `model`'s metrics on the batches of all ranks; equal on all ranks.
+    """The results by name of `model`'s metrics on all ranks' batches, equal on all; none without.
 
     Collective; three short exchanges. Variables with the aggregation "sum" are added, with "mean"
     averaged over the ranks that had batches, with "only_first_replica" taken from the first of
     these. With "none" each rank keeps its own; if a result then differs, it is the mean of the
-    ranks' results. The metrics hold what they held when this returns or raises.
-
-    Returns:
-        Results by name, as in `MetricStates`; none if no rank had a batch.
-
-    Raises:
-        MismatchError: the ranks' metrics differ; on all ranks.
+    ranks' results. The metrics hold what they held when this returns or raises: a MismatchError,
+    on all ranks, if their metrics differ.
     """
     own_layout = [
         [v.path, value.dtype.name, list(value.shape), v.aggregation]

@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
@@ -29,7 +30,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator, is_initialized
 from ringreduce.keras import private, weighting
 from ringreduce.keras.advice import advice_on_option
-from ringreduce.keras.gradients import Accumulate, Reducer
+from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
@@ -49,6 +50,8 @@ from ringreduce.keras.settings import (
     settings_of_model,
     settings_of_optimizer,
 )
+from ringreduce.keras.strategies import Accumulate, EveryStep, Running, Step, Strategy, Use
+from ringreduce.keras.strategy_state import StrategyState
 from ringreduce.keras.touched import touched_rows
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.keras.whole_files import save_whole_files
@@ -56,6 +59,7 @@ from ringreduce.keras.wrappable import all_within, refuse_unusable
 from ringreduce.keras.wrapper import Wrapper, describe, remake
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge
+from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -84,12 +88,12 @@ class DistributedOptimizer(Wrapper):
             batch grows with them.
         communicator: by default the process's, which `init` must have made when the first step
             comes.
+        strategy: when ranks combine what they learn: `EveryStep`, the default, `Accumulate`,
+            `LocalSGD`, `DiLoCo`, or a `Strategy` of one's own.
         bucket_bytes: about how many bytes of gradients are reduced at a time.
-        accumulate_steps: reduce and apply only every so many calls of `apply`, with the mean of all
-            their gradients: as one step with so many times the batch. The step counter counts what
-            is applied. What is left at the end of an epoch counts for the next.
-        compression: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"int8"``: what float32 gradients are
-            while they travel between hosts (`Compression`). Ranks stay bit-identical.
+        accumulate_steps: short for ``strategy=Accumulate(steps)``.
+        compression: ``"none"``, ``"fp16"``, ``"bf16"``, ``"int8"`` or a `PowerSGD`: what float32
+            gradients are while they travel between hosts (`Compression`). Ranks stay bit-identical.
         sparse_as_dense: make sparse gradients (`tf.IndexedSlices`, of embeddings) dense before they
             are reduced. By default only their rows travel, unless the whole is less. Either way
             rows of the same index are added before the optimizer sees them, with one rank too;
@@ -134,10 +138,11 @@ class DistributedOptimizer(Wrapper):
         inner: Any,
         communicator: Communicator | None = None,
         *,
+        strategy: Strategy | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
         accumulate_steps: int = 1,
-        compression: str = "none",
+        compression: str | PowerSGD = "none",
         sparse_as_dense: bool = False,
         update_rows: str = "all",
         local_variables: Sequence[Any] = (),
@@ -149,14 +154,24 @@ class DistributedOptimizer(Wrapper):
             raise TypeError(advice_on_option(name))
         refuse_unusable(inner)
         scalers = [one for one in all_within(inner) if isinstance(one, LossScaleOptimizer)]
-        if compression == "int8" and scalers:
+        if scalers and (compression == "int8" or isinstance(compression, PowerSGD)):
             raise ConfigError(
-                f"got compression='int8' with {scalers[0].name}: what rounding takes in one step "
+                f"got compression={compression!r} with {scalers[0].name}: what it takes in a step "
                 "has another scale in the next",
                 remedy="Use mixed_bfloat16, which needs no scale, or compression='fp16'.",
             )
-        if accumulate_steps < 1:
-            raise ConfigError(f"accumulate_steps is {accumulate_steps}; accepted: 1 and more")
+        if strategy is not None and accumulate_steps != 1:
+            raise ConfigError(
+                f"got strategy={type(strategy).__name__} and accumulate_steps={accumulate_steps}",
+                remedy="Pass one of them: accumulate_steps=k is strategy=rr.Accumulate(k).",
+            )
+        if strategy is None:
+            strategy = EveryStep() if accumulate_steps == 1 else Accumulate(accumulate_steps)
+        if not isinstance(strategy, Strategy):
+            raise ConfigError(
+                f"got {strategy!r} as strategy", remedy="Pass an object, such as rr.LocalSGD(50)."
+            )
+        strategy.check(inner)
         how = gradient_op(op)
         self._touched = touched_rows(update_rows, inner, sparse_as_dense)
         super().__init__(inner)
@@ -169,14 +184,14 @@ class DistributedOptimizer(Wrapper):
         }
         self._bridge = GradientBridge(**self._options)
         self._options |= {
-            "accumulate_steps": accumulate_steps,
+            "strategy": strategy,
             "update_rows": update_rows,
             "scale_local_gradients": scale_local_gradients,
             "op": how,
         }
-        self._accumulate = None
-        if accumulate_steps > 1:
-            self._accumulate = Accumulate(accumulate_steps, self._touched is not None)
+        self._running = strategy.begin(Use(self._ring, self._touched is not None, compression))
+        has_state = type(self._running).state is not Running.state or self._bridge.low_rank
+        self._state = StrategyState(self._state_now, self._load_state) if has_state else None
         if self.built:
             mark_state(inner)
         self._local = LocalVariables()
@@ -253,10 +268,7 @@ class DistributedOptimizer(Wrapper):
         weight = weighting.current()
         options = self._options["op"], self._options["scale_local_gradients"]
         reducer = Reducer(self._bridge, self._ring(), *options)
-        if self._accumulate is not None:
-            self._accumulate.step(grads, known, kinds, weight, reducer, self._apply_means)
-        else:
-            self._apply_means(reducer.reduce(grads, known, kinds, weight), known)
+        self._running.take(Step(grads, known, kinds, weight, reducer, self._apply_means))
 
     def _apply_means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         apply = self._inner.apply
@@ -269,8 +281,65 @@ class DistributedOptimizer(Wrapper):
         super().build_inner(variables)
         mark_state(self._inner)
 
+    @property
+    def strategy_state(self) -> StrategyState | None:
+        """What Keras saves of the strategy and of `PowerSGD`, beside the inner optimizer's."""
+        return self._state
+
+    def _state_now(self) -> dict[str, np.ndarray]:
+        thin, found = self._bridge.low_rank, dict(self._running.state())
+        if thin is not None:
+            found |= thin.state(private.trained_variables(self._inner))
+        return found
+
+    def _load_state(self, state: dict[str, np.ndarray]) -> None:
+        self._running.load(state)
+        if self._bridge.low_rank is not None:
+            self._bridge.low_rank.load(state, private.trained_variables(self._inner))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all ranks' weights are equal: not between meetings of `LocalSGD`."""
+        return self._running.is_settled
+
+    @property
+    def has_met(self) -> bool:
+        """Whether ranks have met in the latest step, and no meeting of them is under way."""
+        return self._running.has_met
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a step needs no other rank, but at meetings."""
+        return self._running.is_alone
+
+    def settle(self) -> None:
+        """Make all ranks' weights equal, by a meeting if the strategy has some. Collective."""
+        self._running.settle()
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """What Keras's `fit` calls at its end: `settle`, and the inner optimizer's."""
+        self.settle()
+        self._inner.finalize_variable_values(var_list)
+
+    def equal_now(self, variables: Sequence[Any]) -> list[Any]:
+        """Those of `variables` that are equal on all ranks at this moment."""
+        if not self.is_settled:
+            return []
+        found = self.shared(variables)
+        if self._running.keeps_state_equal:
+            return found
+        own = {id(each) for each in self._inner.variables}
+        return [each for each in found if id(each) not in own]
+
     def save_own_variables(self, store: Any) -> None:
         """Save the inner optimizer's state, that of parts as wholes."""
+        if not self.is_settled:
+            raise ConfigError(
+                "is saved between two meetings, when each rank has other weights",
+                **self._ring().config.who,
+                remedy="Save at the end of an epoch in rr.fit or rr.callbacks.Together, or call "
+                "optimizer.settle() on all ranks first.",
+            )
         if parts_in(self.variables):
             save_state(self._inner, store)
         else:
@@ -352,7 +421,7 @@ class DistributedOptimizer(Wrapper):
         """What must be equal on all ranks, and is not seen from their gradients."""
         own = {
             name: self._options[name]
-            for name in ("accumulate_steps", "op", "scale_local_gradients", "update_rows")
+            for name in ("strategy", "op", "scale_local_gradients", "update_rows")
         }
         found = {**settings_of_optimizer(self._inner), **settings_in(own)}
         model = model_in_fit()

@@ -27,17 +27,14 @@ from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Togeth
 from ringreduce.keras.evaluation import evaluate, in_order, predict
 from ringreduce.keras.fit import fit_on, given_callbacks
 from ringreduce.keras.initial import broadcast_variables
+from ringreduce.keras.local import joint_in
 from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
 from ringreduce.keras.mistakes import ParityWarning, differences, note_sharding, warn_at_users_line
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage, rows_in
 from ringreduce.keras.weighting import step_weight
-from ringreduce.keras.wrappable import (
-    all_within,
-    refuse_other_optimizer,
-    refuse_other_ring,
-)
+from ringreduce.keras.wrappable import refuse_other_optimizer, refuse_other_ring
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_named
 
@@ -59,18 +56,12 @@ class Pipeline:
     of S stages, and calls the function of no other stage. With more ranks than stages there are
     copies: each trains on its rows of a batch, and ranks with the same stage average gradients. A
     batch is trained as one process would train it, in micro-batches, one forward and one backward
-    in turn (1F1B). With M of them and S stages a step takes about M + S - 1 times as long as the
-    slowest stage needs for one, so choose M several times S, and stages that take equally long.
+    in turn (1F1B): choose several times as many as stages (docs/guides/groups.md).
 
     What looks at a whole batch sees a micro-batch: BatchNormalization, losses that are no mean over
     rows (a warning says so). Penalties, such as regularizers, count on every stage. ``model.save``,
-    ``load_weights`` and the like are those of this rank's stage, a plain Keras model, so each
-    stage needs a file name of its own::
-
-        rr.on_rank_zero(
-            lambda: pipeline.model.save(f"stage{pipeline.stage}.keras"),
-            communicator=pipeline.replicas,
-        )
+    ``load_weights`` and the like are those of this rank's stage, a plain Keras model: save it on
+    the first of `replicas`, under a name that has `stage` in it.
 
     Args:
         stages: a function for each stage, which returns a model, or layers in a list. The first one
@@ -142,16 +133,12 @@ class Pipeline:
         }
         own = judged if self._stage.is_last else {}
         self.model.compile(optimizer=chosen, run_eagerly=True, **own)
-        for one in all_within(self.model.optimizer):
-            joint = "global_clipnorm" if getattr(one, "global_clipnorm", None) else None
-            if isinstance(one, keras.optimizers.LossScaleOptimizer):
-                joint = "a loss scale"
-            if joint:
-                raise ConfigError(
-                    f"got {one.name} with {joint}: each stage would go by its own gradients",
-                    **self._ring.config.who,
-                    remedy="Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale.",
-                )
+        if joint := joint_in(self.model.optimizer):
+            raise ConfigError(
+                f"got {joint}: each stage would go by its own gradients",
+                **self._ring.config.who,
+                remedy="Use clipnorm or clipvalue; mixed_bfloat16 needs no loss scale.",
+            )
         refuse_other_ring(self.model, "rr.Pipeline", self.replicas)
         refuse_other_optimizer(self.model, self.replicas)
         self._stage.prepare(self.micro_batches)
@@ -174,14 +161,12 @@ class Pipeline:
         seed: int = 0,
         check: bool = True,
     ) -> Any:
-        """Train as `rr.fit` does: every rank passes the whole data, and **batches are global**.
+        """Train as `rr.fit` does with these arguments: on whole data, with **global batches**.
 
         Rows of each batch are a multiple of `micro_batches` times the copies: drop what is left at
         the end. Only rank 0 prints. Callbacks see the logs of the whole model on all ranks; those
         that write files act on rank 0, ModelCheckpoint on the first rank of each stage, whose path
         has ``pipeline.stage`` in it.
-
-        Args: as for `rr.fit`.
 
         Returns:
             The `keras.callbacks.History`, equal on all ranks.

@@ -6,6 +6,8 @@ This file changes nothing in Keras. A name that a later version has moved is rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -26,6 +28,8 @@ _DATA_ADAPTERS = "keras.src.trainers.data_adapters"
 registered_names = named("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES", _missing)
 # The `tf.TensorSpec` of a list of batches, with any number of rows.
 spec_of_batches = named(f"{_DATA_ADAPTERS}.data_adapter_utils", "get_tensor_spec", _missing)
+# What Keras saves as a group of its own.
+KerasSaveable = named("keras.src.saving.keras_saveable", "KerasSaveable", _missing)
 # Makes a tf.data.Dataset of a PyDataset, with its workers; to be told of epochs.
 adapter_of_py_dataset = named(f"{_DATA_ADAPTERS}.py_dataset_adapter", "PyDatasetAdapter", _missing)
 
@@ -56,19 +60,19 @@ for _owner, _names in (
             raise _missing(f"{_owner.__name__}.{_name}")
 
 
-def trained_variables(optimizer: Any) -> list[Any]:
-    """What a built optimizer is built for."""
-    return optimizer._trainable_variables  # type: ignore[no-any-return]
+# What a built optimizer is built for.
+trained_variables: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
+# By a variable's key, its place in each of `lists_of_state` of a built optimizer.
+places_in_lists: Callable[[Any], dict[Any, int]] = attrgetter("_trainable_variables_indices")
+# A layer's variables that were trainable when they were made, and may be frozen now.
+made_to_be_trained: Callable[[Any], list[Any]] = attrgetter("_trainable_variables")
+# The epoch that BackupAndRestore has told a model's `fit` to begin with.
+initial_epoch_of: Callable[[Any], int | None] = attrgetter("_initial_epoch")
 
 
 def key_of(optimizer: Any, variable: Any) -> Any:
     """By which a built optimizer finds what it keeps for `variable`."""
     return optimizer._var_key(variable)
-
-
-def places_in_lists(optimizer: Any) -> dict[Any, int]:
-    """By a variable's key, its place in each of `lists_of_state`."""
-    return optimizer._trainable_variables_indices  # type: ignore[no-any-return]
 
 
 def lists_of_state(optimizer: Any) -> dict[str, list[Any]]:
@@ -97,16 +101,6 @@ def layers_of(model: Any) -> list[Any]:
 def has_layers(layer: Any) -> bool:
     """Whether other layers are within it."""
     return bool(layer._layers)
-
-
-def made_to_be_trained(layer: Any) -> list[Any]:
-    """Its variables that were trainable when they were made, and may be frozen now."""
-    return layer._trainable_variables  # type: ignore[no-any-return]
-
-
-def initial_epoch_of(model: Any) -> int | None:
-    """The epoch that BackupAndRestore has told `fit` to begin with."""
-    return model._initial_epoch  # type: ignore[no-any-return]
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:

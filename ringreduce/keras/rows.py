@@ -67,24 +67,33 @@ def map_arrays(function: Callable[[Any], Any], parts: Any) -> Any:
     return keras.tree.map_structure(lambda part: None if part is None else function(part), parts)
 
 
+def slice_rows(parts: Any, first: Any, end: Any) -> Any:
+    """Rows `first` to `end` of every array or tensor in `parts`; None stays."""
+    return map_arrays(lambda array: rows_of(array, first, end), parts)
+
+
 class Rows:
-    """A ragged or sparse tensor with what `Arrays` uses of a numpy array; floats of Keras's type.
+    """The rows of a numpy array, not copied, or a ragged or sparse tensor; floats of Keras's type.
 
     Attributes:
         spec: of any number of rows.
     """
 
-    def __init__(self, tensor: Any) -> None:
-        if tensor.dtype.is_floating:
-            tensor = tf.cast(tensor, keras.config.floatx())
-        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-        shape = [None, *tensor.shape[1:]]
+    def __init__(self, array: Any) -> None:
+        kind, shape = tf.as_dtype(array.dtype), [None, *array.shape[1:]]
+        kind = tf.as_dtype(keras.config.floatx()) if kind.is_floating else kind
+        self.shape, self.dtype = array.shape, array.dtype
+        if isinstance(array, np.ndarray):
+            self._tensor, self.nbytes = array, array.nbytes
+            self.spec: Any = tf.TensorSpec(shape, kind)
+            return
+        self._tensor = tensor = tf.cast(array, kind) if kind.is_floating else array
         if _is_ragged(tensor):
-            self.spec: Any = tf.RaggedTensorSpec(
-                shape, tensor.dtype, tensor.ragged_rank, tensor.row_splits.dtype
+            self.spec = tf.RaggedTensorSpec(
+                shape, kind, tensor.ragged_rank, tensor.row_splits.dtype
             )
         else:
-            self.spec = tf.SparseTensorSpec(shape, tensor.dtype)
+            self.spec = tf.SparseTensorSpec(shape, kind)
             self._tensor = tensor = tf.sparse.reorder(tensor)
             self._entries = tf.RaggedTensor.from_value_rowids(
                 tf.range(tf.size(tensor.values)), tensor.indices[:, 0], self.shape[0]
@@ -95,6 +104,11 @@ class Rows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: Any) -> Any:
+        if isinstance(self._tensor, np.ndarray):
+            is_text = self.spec.dtype == tf.string
+            return np.asarray(
+                self._tensor[rows], None if is_text else self.spec.dtype.as_numpy_dtype
+            )
         if isinstance(rows, slice):
             rows = np.arange(len(self))[rows]
         if _is_ragged(self._tensor):

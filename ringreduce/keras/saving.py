@@ -8,7 +8,7 @@ installed, and those of plain Keras load here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -109,14 +109,16 @@ class _Loading:
                 )
             # Keras exports some under another name, which it writes into files.
             exported = {name for name in dir(keras.layers) if getattr(keras.layers, name) is plain}
-            found.update(dict.fromkeys({plain.__name__, *exported}, self._choosing(plain)))
-        if any(issubclass(one, PartLayer) for one, _ in self._replaced.values()):
-            # Its state is in pieces too, so it is wrapped before that is loaded.
+            found.update(dict.fromkeys({plain.__name__, *exported}, _making(plain, self._layer)))
+        has_parts = any(issubclass(one, PartLayer) for one, _ in self._replaced.values())
+        if has_parts or {"strategy", "compression"} & self._options.keys():
+            # It may have state of its own, or its state is in pieces, so it is wrapped before that
+            # is loaded.
             for name in dir(keras.optimizers):
                 one = getattr(keras.optimizers, name)
                 is_class = isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
                 if is_class and name not in ("Optimizer", "LossScaleOptimizer"):
-                    found[name] = self._wrapping(one)
+                    found[name] = _making(one, self._optimizer)
         return found
 
     def require_all(self) -> None:
@@ -129,30 +131,24 @@ class _Loading:
                 remedy="Name layers as the file does: model.summary() lists them.",
             )
 
-    def _choosing(self, plain: Any) -> Any:
-        loading = self
+    def _layer(self, plain: Any, config: Any, *arguments: Any) -> Any:
+        for key in (config.get("name"), plain):
+            one, own = self._replaced.get(key, (None, {}))
+            if one is not None and issubclass(one, plain):
+                self._found.add(key)
+                layer = one.from_config({**config, **own}, *arguments)
+                layer.communicator = own.get("communicator", self._communicator)
+                return layer
+        return plain.from_config(config, *arguments)
 
-        class Choosing(plain):
-            @classmethod
-            def from_config(cls, config: Any, *arguments: Any) -> Any:
-                for key in (config.get("name"), plain):
-                    one, own = loading._replaced.get(key, (None, {}))
-                    if one is not None and issubclass(one, plain):
-                        loading._found.add(key)
-                        layer = one.from_config({**config, **own}, *arguments)
-                        layer.communicator = own.get("communicator", loading._communicator)
-                        return layer
-                return plain.from_config(config, *arguments)
+    def _optimizer(self, plain: Any, *arguments: Any, **options: Any) -> Any:
+        inner = plain.from_config(*arguments, **options)
+        return DistributedOptimizer(inner, self._communicator, **self._options)
 
-        return Choosing
 
-    def _wrapping(self, plain: Any) -> Any:
-        loading = self
-
-        class Wrapping(plain):
-            @classmethod
-            def from_config(cls, config: Any, *arguments: Any, **options: Any) -> Any:
-                inner = plain.from_config(config, *arguments, **options)
-                return DistributedOptimizer(inner, loading._communicator, **loading._options)
-
-        return Wrapping
+def _making(plain: Any, make: Callable[..., Any]) -> Any:
+    """A stand-in for `plain`, of which `make` returns what a configuration is for."""
+    members = {
+        "from_config": classmethod(lambda _, *args, **options: make(plain, *args, **options))
+    }
+    return type(plain.__name__, (plain,), members)

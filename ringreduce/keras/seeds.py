@@ -58,12 +58,12 @@ def make_different(states: Sequence[Any], communicator: Communicator) -> None:
     lower = [value for theirs in gathered[: communicator.rank] for value in theirs]
     for state, value in zip(states, own, strict=True):
         if value in lower:
-            state.assign(np.array([_folded(value, communicator.rank), value[1]], np.int64))
+            state.assign(np.array([folded(*value, communicator.rank), value[1]], np.int64))
 
 
-def _folded(value: Sequence[int], rank: int) -> int:
-    """Another seed, from 0 to 2^31 - 1."""
-    text = f"{value[0]} {value[1]} {rank}".encode()
+def folded(*numbers: int) -> int:
+    """A seed made of `numbers`, from 0 to 2^31 - 1."""
+    text = " ".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.rows import count_of, rows_of
+from ringreduce.keras.rows import count_of, slice_rows
 from ringreduce.pure.pipeline import schedule
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import dtype_named
@@ -26,16 +26,10 @@ Spec = tuple[tuple[int, ...], str]
 
 
 class Stage:
-    """The stage of this rank, whose number is that of the rank in `chain`.
+    """The stage of this rank, with a functional or sequential `model`.
 
-    Collective: stages are made one after the other, since each learns what it receives.
-
-    Attributes:
-        model: of Keras, functional or sequential.
-        number: from 0 on.
-
-    Raises:
-        ConfigError: on all ranks: a stage has no layers, or does not fit the one before it.
+    Collective: stages are made one after the other, since each learns what it receives. ConfigError
+    on all ranks if one has no layers, or does not fit the one before it.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], chain: Communicator) -> None:
@@ -126,9 +120,9 @@ class Stage:
         for is_forward, number in schedule(self.number, self._stages, count):
             if is_forward:
                 own = number * size, (number + 1) * size
-                inputs = _rows(x, *own) if self.is_first else activations.take()
+                inputs = slice_rows(x, *own) if self.is_first else activations.take()
                 if self.is_last:
-                    judged = inputs, _rows(y, *own), _rows(sample_weight, *own)
+                    judged = inputs, slice_rows(y, *own), slice_rows(sample_weight, *own)
                     left[number], logs = self._gradients(*judged)
                 else:
                     outputs, left[number] = self._taped(inputs)
@@ -266,12 +260,6 @@ def _joined(one: Any, other: Any) -> Any:
 def rows_in(x: Any) -> int:
     """The number of rows of a batch."""
     return int(count_of(next(part for part in keras.tree.flatten(x) if part is not None)))
-
-
-def _rows(whole: Any, first: int, end: int) -> Any:
-    return keras.tree.map_structure(
-        lambda part: None if part is None else rows_of(part, first, end), whole
-    )
 
 
 def _graph(function: Callable[..., Any]) -> Any:

@@ -18,6 +18,7 @@ from ringreduce.keras.parts.part import is_own_piece
 from ringreduce.keras.weighting import Kind, gradient_op
 from ringreduce.pure.buckets import BUCKET_BYTES
 from ringreduce.tensorflow import GradientBridge, path_of
+from ringreduce.tensorflow.low_rank import PowerSGD
 from ringreduce.tensorflow.sparse import as_gradient
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
@@ -63,7 +64,7 @@ class DistributedGradientTape:
         watch_accessed_variables: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         check_numerics: str = "off",
-        compression: str = "none",
+        compression: str | PowerSGD = "none",
         sparse_as_dense: bool = False,
         local_variables: Sequence[Any] = (),
         scale_local_gradients: bool = False,
@@ -81,9 +82,10 @@ class DistributedGradientTape:
                 "got a tape, and options for making one",
                 remedy="Make the tape with persistent and watch_accessed_variables.",
             )
-        if compression == "int8":
+        if compression == "int8" or isinstance(compression, PowerSGD):
             raise ConfigError(
-                "got compression='int8' for a tape, which keeps nothing for the next step",
+                f"got compression={compression!r} for a tape, which keeps nothing for the next "
+                "step",
                 remedy="Use DistributedOptimizer with a plain tape, or 'bf16'.",
             )
         self._tape, self._communicator = tape, communicator
@@ -91,12 +93,7 @@ class DistributedGradientTape:
         self._scale_local = scale_local_gradients
         self._options = bucket_bytes, check_numerics, compression, sparse_as_dense
         # Used unless an earlier tape had the same options.
-        self._bridge = GradientBridge(
-            bucket_bytes,
-            check_numerics=check_numerics,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-        )
+        self._bridge = GradientBridge(*self._options)
 
     def __enter__(self) -> DistributedGradientTape:
         self._tape.__enter__()

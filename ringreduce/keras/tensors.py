@@ -103,18 +103,12 @@ def _moved(tensor: Any, collective: Callable[[Any], Any]) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
-    """Join the tensors of all ranks along the first dimension, in rank order.
+    """Join the tensors of all ranks along the first dimension, in rank order; equal on all ranks.
 
-    The tensors are anything `tf.convert_to_tensor` takes. First dimensions may be zero, and differ
-    between ranks except under ``jit_compile=True``; the others and the dtype may not. A tensor
-    without dimensions counts as one of shape (1,). The gradient of a rank's rows is the sum of all
-    ranks' gradients of them.
-
-    Returns:
-        A new tensor of shape (sum of first dimensions, ...), equal on all ranks.
-
-    Raises:
-        As `all_reduce`.
+    Tensors are as for `all_reduce`. First dimensions may be zero, and differ between ranks except
+    under ``jit_compile=True``; the others and the dtype may not. A tensor without dimensions counts
+    as one of shape (1,). The result is new, of shape (sum of first dimensions, ...). The gradient
+    of a rank's rows is the sum of all ranks' gradients of them. Raises as `all_reduce`.
     """
     ring = communicator or default_communicator()
     return _carried(tensor, lambda value: collectives.all_gather(value, ring))
@@ -122,15 +116,11 @@ def all_gather(tensor: Any, communicator: Communicator | None = None) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = None) -> Any:
-    """The tensor that rank `root` passed, on every rank.
+    """The tensor that rank `root` passed, on every rank: new, of the same shape and dtype.
 
-    The tensor is anything `tf.convert_to_tensor` takes, of equal shape and dtype on all ranks;
-    `root` is equal too. The root only sends, and may learn only in its next call that another rank
-    passed a different one. The gradient is the sum of all ranks' gradients on `root`, and zeros
-    elsewhere.
-
-    Returns:
-        A new tensor of the same shape and dtype.
+    The tensor is as for `all_reduce`, of equal shape and dtype on all ranks; `root` is equal too.
+    The root only sends, and may learn only in its next call that another rank passed a different
+    one. The gradient is the sum of all ranks' gradients on `root`, and zeros elsewhere.
 
     Raises:
         As `all_reduce`; ArrayError also when `root` is no rank.
@@ -143,15 +133,11 @@ def broadcast(tensor: Any, root: int = 0, communicator: Communicator | None = No
 def reduce_scatter(
     tensor: Any, op: ReduceOp | str = ReduceOp.SUM, communicator: Communicator | None = None
 ) -> Any:
-    """Reduce a tensor over all ranks and leave each rank its own rows of the result.
+    """Reduce a tensor over all ranks and leave each rank its own rows of the result, in new memory.
 
     Rank r gets the r-th of `size` parts along the first dimension. Their lengths differ by at most
-    one, longer ones first; with fewer rows than ranks the last are empty. The tensor is anything
-    `tf.convert_to_tensor` takes, with a dimension or more, of equal shape and dtype on all ranks.
-    The gradient is the gathered gradients of all parts.
-
-    Returns:
-        A new tensor of shape (own rows, ...).
+    one, longer ones first; with fewer rows than ranks the last are empty. The tensor is as for
+    `all_reduce`, with a dimension or more. The gradient is the gathered gradients of all parts.
 
     Raises:
         As `all_reduce`; ArrayError also for a tensor without dimensions.
@@ -169,8 +155,8 @@ def all_to_all(tensor: Any, counts: Any = None, *, communicator: Communicator | 
     experts, and a second call brings the answers back. The gradient goes the same way back.
 
     Args:
-        tensor: anything `tf.convert_to_tensor` takes, with a dimension or more. Only first
-            dimensions may differ between ranks, and only with `counts`.
+        tensor: as for `all_reduce`, with a dimension or more. Only first dimensions may differ
+            between ranks, and only with `counts`.
         counts: how many rows are for each rank, a list or a tensor of whole numbers that add up to
             the first dimension; then all ranks pass some. None: the same number for each. Under
             ``jit_compile=True``, which fixes all shapes, only None: pad the parts to one length.
@@ -226,12 +212,9 @@ def scatter(
     The gradient is the gathered gradients of all parts on `root`, and zeros elsewhere.
 
     Args:
-        tensor: as for `broadcast`, of equal shape and dtype on all ranks, whose values matter on
-            `root` alone; with a dimension or more, along which it is cut.
+        tensor: as for `broadcast`; its values matter on `root` alone. It has a dimension or more,
+            along which it is cut. The result is a new one of shape (own rows, ...).
         counts: rows for each rank, equal on all ranks; None: the same number for each.
-
-    Returns:
-        A new tensor of shape (own rows, ...).
 
     Raises:
         As `broadcast`; ArrayError also when the rows cannot be divided so.
@@ -248,7 +231,7 @@ def send(tensor: Any, to: int, *, tag: int = 0, communicator: Communicator | Non
     both send before they receive may wait for each other: exchange with `all_to_all`.
 
     Args:
-        tensor: anything `tf.convert_to_tensor` takes, of a dtype as for `all_reduce`.
+        tensor: as for `all_reduce`.
         tag: a number that the receiver passes too, 0 to 2**63 - 1.
 
     Returns:

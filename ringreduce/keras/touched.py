@@ -10,25 +10,10 @@ So clipping, decay, the schedule, the step counter and a loss scale are Keras's 
 optimizers that work element by element. The rejected alternative, an update of our own for each of
 them, would have to follow every change of theirs.
 
-What it means, row by row: a row is *touched* in a step if its gradient, the mean over all ranks, is
-not 0 in every element. So it does not matter whether rows or whole tables travelled, and a rank
-without rows of the batch touches nothing.
-
-- Momentum and other averages of a row that is not touched stay as they are, and do not move it: as
-  in torch's SparseAdam and TensorFlow Addons' LazyAdam. Keras's dense update lets them decay and
-  moves such rows further. So a rare row is moved by old momentum when it comes back, and its second
-  moment forgets per touch instead of per step. Where rows are rare and momentum or `beta_2` is
-  large, training can converge differently: lower them, or use Adagrad or SGD without momentum. For
-  these two, without decay, "touched" is the same as "all", exactly.
-- Bias correction (Adam, Adamax, Nadam) counts the optimizer's steps and not the touches of a row,
-  like SparseAdam's. So the first step of a row that comes late is as large as in the dense update,
-  3.2 learning rates with Keras's values, (1 - beta_1) / sqrt(1 - beta_2), but momentum adds none.
-- `weight_decay` takes from touched rows only, once per touch (Loshchilov and Hutter's AdamW decays
-  every weight in every step): rare rows are decayed less. Ftrl's regularization likewise; it also
-  leaves rows that were never touched as they are, where its dense update makes them 0.
-- `clipnorm`, `global_clipnorm` and `clipvalue` are as for the dense update: rows without a gradient
-  add nothing to a norm.
-- The learning rate is the present step's.
+A row is *touched* in a step if its gradient, the mean over all ranks, is not 0 in every element. So
+it does not matter whether rows or whole tables travelled, and a rank without rows of the batch
+touches nothing. docs/guides/keras.md says what that means for momentum, decay, bias correction,
+clipping and the learning rate, row by row, and how training may differ.
 """
 
 from __future__ import annotations

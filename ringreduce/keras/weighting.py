@@ -15,6 +15,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.tensorflow.python_calls import call
+from ringreduce.tensorflow.sparse import map_values
 from ringreduce.tensorflow.xla import is_compiling
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp, reduce_op
@@ -53,8 +54,7 @@ def weighted(gradient: Any, kind: Kind, own: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        values = weighted(gradient.values, kind, own)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return map_values(lambda values: weighted(values, kind, own), gradient)
     if kind is Kind.MAXIMUM:
         return tf.where(own > 0, gradient, tf.constant(gradient.dtype.min, gradient.dtype))
     return tf.math.multiply_no_nan(gradient, tf.cast(own, gradient.dtype))

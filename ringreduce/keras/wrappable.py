@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -95,14 +96,28 @@ def build_optimizer_here(model: Any) -> None:
     build(model.trainable_variables)
 
 
+def settle(model: Any) -> None:
+    """Make weights equal on all ranks where they step alone between meetings. Collective."""
+    for wrapper in _wrappers_in(model):
+        wrapper.settle()
+
+
+def is_alone(model: Any) -> bool:
+    """Whether `model` has optimizers, none of which needs other ranks in each step."""
+    found = _wrappers_in(model)
+    return bool(found) and all(wrapper.is_alone for wrapper in found)
+
+
 def is_distributed(model: Any) -> bool:
     """Whether an optimizer of `model` averages gradients."""
     return bool(_wrappers_in(model))
 
 
 def _wrappers_in(model: Any) -> list[Wrapper]:
-    """The distributed optimizers of `model`; a GAN has several, as attributes."""
-    return [v for v in (model.optimizer, *vars(model).values()) if isinstance(v, Wrapper)]
+    """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
+    held = [getattr(model, "optimizer", None), *vars(model).values()]
+    lists = [one for one in held if isinstance(one, (list, tuple))]
+    return [one for one in (*held, *itertools.chain(*lists)) if isinstance(one, Wrapper)]
 
 
 def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> None:

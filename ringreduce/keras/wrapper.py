@@ -31,6 +31,8 @@ class Wrapper(keras.optimizers.Optimizer):
     # A subclass has a property and a method of these names.
     communicator: Any
     around: Callable[[Any], Wrapper]
+    settle: Callable[[], None]
+    is_alone: Any
 
     def __init__(self, inner: Any) -> None:
         # Not the base's: variables and options are those of `inner`.

@@ -39,17 +39,13 @@ _NUMBERING = re.compile(r"_\d+(?=[_/:]|$)")
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """A gradient as all ranks must see it; `present` is False if the variable has none.
+    """A gradient as all ranks must see it."""
 
-    A `sparse` one consists of some rows of the whole and is in no bucket. `path` is the variable's
-    name, compared without the numbers of automatic names.
-    """
-
-    path: str
+    path: str  # the variable's name, compared without the numbers of automatic names
     shape: tuple[int, ...]
     dtype: str
-    present: bool = True
-    sparse: bool = False
+    present: bool = True  # False: the variable has none
+    sparse: bool = False  # it consists of some rows of the whole and is in no bucket
 
     @property
     def count(self) -> int:
@@ -78,15 +74,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included.
-
-    A bucket that is `in_place` is one gradient, reduced in the memory that it has already.
-    """
+    """Gradients in one contiguous buffer of `count` elements of `dtype`, padding included."""
 
     dtype: str
     count: int
     slots: tuple[Slot, ...]
-    in_place: bool = False
+    in_place: bool = False  # it is one gradient, reduced in the memory that it has already
 
 
 @dataclass(frozen=True)
@@ -109,19 +102,14 @@ class BucketPlan:
         in_place_bytes: int | None = None,
         compression: str = "none",
     ) -> BucketPlan:
-        """Pack `gradients` into buckets of about `bucket_bytes`.
+        """Pack `gradients`, in the order of the variables, into buckets of about `bucket_bytes`.
 
-        Args:
-            gradients: in the order of the variables; sparse or absent ones take no room.
-            itemsizes: bytes of an element of each dtype that occurs.
-            bucket_bytes: a bucket is closed when the next gradient would exceed this; a larger
-                gradient has its own bucket.
-            first_bytes: the same for the first bucket, by default equal: a small one starts early.
-            compiled: the plan is for steps that XLA compiles. This must be equal on all ranks, or
-                they would round differently; so it is part of the signature.
-            in_place_bytes: gradients of at least this size have their own bucket and are reduced in
-                place. None: none are.
-            compression: how they travel between hosts, equal on all ranks.
+        Sparse or absent ones take no room. A bucket is closed when the next gradient would exceed
+        its limit, for the first one `first_bytes`, so that it starts early; a larger gradient has
+        its own bucket. Those of at least `in_place_bytes` have too, and are reduced in place; None:
+        none are. `itemsizes` are of each dtype that occurs. Steps that XLA compiles round
+        differently, so `compiled` must be equal on all ranks, as `compression` between hosts must:
+        both are part of the signature.
         """
         done: list[Bucket] = []
         open_slots: dict[str, list[Slot]] = {}

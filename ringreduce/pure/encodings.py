@@ -52,13 +52,17 @@ class Coding(NamedTuple):
     """How a collective's values travel between hosts.
 
     Attributes:
-        residuals: float32, of the shape of the values: of what this rank, or its host, contributes,
+        residuals: float32 of shape (2, n) for n values: of what this rank, or its host, contributes
             and of the results that this rank sends. They are changed unless a result is not finite.
             None: what rounding takes is lost.
     """
 
     encoding: Encoding
-    residuals: tuple[np.ndarray, np.ndarray] | None = None
+    residuals: np.ndarray | None = None
+
+    def of(self, part: slice) -> Coding:
+        """That of a part of the values."""
+        return self if self.residuals is None else Coding(self.encoding, self.residuals[:, part])
 
 
 class Half:

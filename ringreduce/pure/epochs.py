@@ -21,21 +21,14 @@ def own_rows(count: int, rank: int, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of `count` units.
-
-    Attributes:
-        seed: of all passes; None: units stay in their order.
-        steps: of an epoch, at most.
-        unit: units that belong to one step, such as the rows of a batch; the last of a pass may
-            have fewer.
-        first: the epoch with which the first pass begins.
-    """
+    """The order of `count` units."""
 
     count: int
+    # Units that belong to one step, such as the rows of a batch; the last of a pass may have fewer.
     unit: int
-    steps: int
-    seed: int | None = None
-    first: int = 0
+    steps: int  # of an epoch, at most
+    seed: int | None = None  # of all passes; None: units stay in their order
+    first: int = 0  # the epoch with which the first pass begins
 
     @property
     def steps_of_pass(self) -> int:

@@ -228,8 +228,9 @@ def quantize(values: Any, residuals: Any, scales: Any, numbers: Any) -> None:
         scale = _as_float(largest) / np.float32(127)
         if largest >= np.uint32(0x7F800000):
             written[:] = 1
-        elif largest < np.uint32(0x01000000):
-            # Below 2e-38 a scale has no reciprocal. Such values stay residuals.
+        elif largest < np.uint32(0x04000000):
+            # Below 1.5e-36, 2 ** -119, the scale is subnormal and may have no finite reciprocal.
+            # Such values stay residuals.
             scale = np.float32(0)
             written[:] = 0
         else:

@@ -25,14 +25,11 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Membership:
-    """The members of a group: ranks of the job, each once, in the order of their places.
-
-    Its ring is formed in the `epoch`-th way, counted from 0.
-    """
+    """The members of a group: ranks of the job, each once, in the order of their places."""
 
     members: tuple[int, ...]
     group: int = 0
-    epoch: int = 0
+    epoch: int = 0  # how often its ring has been formed anew
 
     @property
     def size(self) -> int:

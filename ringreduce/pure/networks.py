@@ -50,10 +50,8 @@ class Local(NamedTuple):
 def offered(found: Sequence[Local], patterns: Sequence[Pattern]) -> list[Local]:
     """The addresses in `found` that other hosts may use.
 
-    Without a pattern that includes, all usable ones but those of `BRIDGES`.
-
-    Raises:
-        ValueError: a pattern that includes matches no usable address, or none is left.
+    Without a pattern that includes, all usable ones but those of `BRIDGES`. Raises ValueError if
+    such a pattern matches no usable address, or none is left.
     """
     usable = [each for each in found if each.is_usable]
     including = [pattern for pattern in patterns if not pattern.excludes]

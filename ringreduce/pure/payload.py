@@ -60,11 +60,7 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> list[int]:
 
 
 def checked_root(root: Any, size: int, who: dict[str, Any]) -> int:
-    """`root` as a plain int, since it is hashed and compared as text.
-
-    Raises:
-        ArrayError: it is no rank of a communicator of `size`; `who` is this rank in its text.
-    """
+    """`root` as a plain int, to be hashed; ArrayError, on rank `who`, if it is no rank."""
     number = _whole(root)
     if not 0 <= number < size:
         group = f" in a group of {size}" if size != who["size"] else ""
@@ -99,11 +95,7 @@ def checked_tag(tag: Any, who: dict[str, Any]) -> int:
 def checked_counts(
     counts: Sequence[int] | None, rows: int, size: int, who: dict[str, Any]
 ) -> list[int]:
-    """How many of `rows` are for each of `size` ranks: `counts`, or the same number for each.
-
-    Raises:
-        ArrayError: that is not possible; `who` is this rank in its text.
-    """
+    """How many of `rows` are for each of `size` ranks: `counts`, or as many each; or ArrayError."""
     if counts is None:
         if rows % size:
             raise ArrayError(

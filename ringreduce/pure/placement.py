@@ -20,12 +20,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """The hosts of all ranks of a job.
+    """The hosts of all ranks of a job."""
 
-    `hosts` are the ranks of each group that shares memory, ascending; groups by first rank. A rank
-    that shares memory with no other is a group by itself.
-    """
-
+    # The ranks of each group that shares memory, ascending; groups by first rank. A rank that
+    # shares memory with no other is a group by itself.
     hosts: tuple[tuple[int, ...], ...]
 
     @property
@@ -96,10 +94,7 @@ def _subnets(networks: Sequence[str]) -> dict[object, object]:
 
 
 def place(hosts: Sequence[str], memory: Sequence[str]) -> Placement:
-    """Group ranks with the same name in `hosts` and the same text in `memory`.
-
-    An empty text is that of a rank that cannot share memory.
-    """
+    """Group ranks with the same name in `hosts` and text in `memory`; empty: it shares none."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, (host, domain) in enumerate(zip(hosts, memory, strict=True)):
         alone = (str(rank),)

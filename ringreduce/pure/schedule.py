@@ -50,19 +50,13 @@ class Action(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's part in a collective.
+    """One rank's part in a collective."""
 
-    Attributes:
-        first: chunk sent before anything is received, or -1 for none.
-        chunks: chunk received in each step.
-        actions: for each step, a sum of REDUCE, FINISH and FORWARD.
-        offset: the number of this rank's step 0 in frames. It is 0 except in a broadcast, where
-            each rank starts one step after the rank before it.
-    """
-
-    first: int
-    chunks: tuple[int, ...]
-    actions: tuple[int, ...]
+    first: int  # chunk sent before anything is received, or -1 for none
+    chunks: tuple[int, ...]  # chunk received in each step
+    actions: tuple[int, ...]  # for each step, a sum of REDUCE, FINISH and FORWARD
+    # The number of this rank's step 0 in frames. It is 0 except in a broadcast, where each rank
+    # starts one step after the rank before it.
     offset: int = 0
 
     def describe_step(self, step: int) -> str:

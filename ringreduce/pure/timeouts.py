@@ -15,16 +15,9 @@ class Limit(NamedTuple):
 
 
 class Timeouts:
-    """The limits of one rank's waits.
+    """The limits of one rank's waits without progress.
 
-    Args:
-        timeout_s: longest wait without progress.
-        busy_timeout_s: the same while the rank that is waited for is busy; the larger of the two
-            counts.
-
-    Attributes:
-        is_busy: the rank that holds up the present call is alive and in user code. The watcher sets
-            it; the thread that waits reads it.
+    `busy_timeout_s` holds while the rank that is waited for is busy, if it is larger.
     """
 
     def __init__(self, timeout_s: float, busy_timeout_s: float) -> None:
@@ -32,6 +25,8 @@ class Timeouts:
         self._longest = Limit("RINGREDUCE_TIMEOUT_S", timeout_s)
         if busy_timeout_s > timeout_s:
             self._longest = Limit("RINGREDUCE_BUSY_TIMEOUT_S", busy_timeout_s)
+        # That rank is alive and in user code; the watcher sets it, and the thread that waits reads
+        # it.
         self.is_busy = False
 
     def look(self) -> None:
@@ -43,9 +38,8 @@ class Timeouts:
     def reached(self, waited_s: float, idle_s: float) -> Limit | None:
         """The limit that a wait has reached; None: it goes on.
 
-        Args:
-            waited_s: for how long there has been no progress.
-            idle_s: the end of that, since the rank that is waited for was last known to be busy.
+        There has been no progress for `waited_s`, and at their end, for `idle_s`, the rank that is
+        waited for was not known to be busy.
         """
         if idle_s >= self.timeout_s:
             return Limit("RINGREDUCE_TIMEOUT_S", self.timeout_s)

@@ -170,10 +170,7 @@ def advice(received: Header, expected: Header) -> str | None:
 
 
 def disagreement(received: Header, expected: Header, name: Callable[[int], str]) -> str:
-    """Describe what two ranks disagree on, as the one that expected `expected`.
-
-    `name` gives the name of the rank in a header.
-    """
+    """What two ranks disagree on, as the one that expected `expected`; `name` names a rank."""
     sender, due = name(received.rank), name(expected.rank)
     ours, theirs = expected.describe(), received.describe()
     if expected.kind in SENDS:

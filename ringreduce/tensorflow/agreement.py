@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.vocabulary.errors import MismatchError
 
@@ -24,23 +26,21 @@ def agree(
     operation: str,
     signature: int = 0,
 ) -> list[Any]:
-    """Gather a description from every rank; return all of them, in rank order, if they agree.
+    """Gather each rank's `own` description; return all, in rank order, if they agree.
 
-    Args:
-        own: this rank's description, as `Communicator.all_gather_object` takes it.
-        differ: how the descriptions of two ranks differ: gets the first rank of the job in
-            `communicator`, its description, a rank, and that one's.
-        operation: for the error.
-        signature: 64 bits that say what is described.
-
-    Raises:
-        MismatchError: some differ; on all ranks.
+    `differ` says how the descriptions of two ranks differ, which are named by their ranks in the
+    job; `signature`, 64 bits, what is described. MismatchError, on all ranks, if some differ.
     """
     gathered = communicator.all_gather_object(own, signature=signature)
     named = list(zip(communicator.members, gathered, strict=True))
     found = (differ(*named[0], *each) for each in named)
     refuse(communicator, next(filter(None, found), None), operation)
     return gathered
+
+
+def count_true(communicator: Communicator, own: bool) -> int:
+    """On how many ranks `own` is true. Collective: one short exchange."""
+    return int(communicator.all_reduce(np.array([own], np.int64))[0])
 
 
 def refuse(communicator: Communicator, found: Difference | None, operation: str) -> None:

@@ -20,6 +20,7 @@ from ringreduce.pure.buckets import FIRST_BUCKET_BYTES, BucketPlan, GradientSpec
 from ringreduce.tensorflow import failures, ops, xla
 from ringreduce.tensorflow.codecs import Codec
 from ringreduce.tensorflow.control_flow import refuse_unreachable
+from ringreduce.tensorflow.low_rank import LowRank, PowerSGD
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.tensorflow.plans import AgreedPlans, BucketReducer
 from ringreduce.tensorflow.residuals import Residuals
@@ -48,14 +49,16 @@ class GradientBridge:
         self,
         bucket_bytes: int,
         check_numerics: str = "off",
-        compression: str = "none",
+        compression: str | PowerSGD = "none",
         sparse_as_dense: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes is {bucket_bytes}; accepted: 1 and more")
         self._bucket_bytes = bucket_bytes
-        self._codec, self._sparse_as_dense = Codec(compression), sparse_as_dense
-        self._residuals = Residuals() if self._codec == "int8" else None
+        self._sparse_as_dense = sparse_as_dense
+        self._codec = compression if isinstance(compression, PowerSGD) else Codec(compression)
+        self._low_rank = LowRank(compression) if isinstance(compression, PowerSGD) else None
+        self._residuals = Residuals(2) if self._codec == "int8" else None
         self._numerics = NumericsCheck(check_numerics)
         # The plans are for the communicator that was used last.
         self._agreed: AgreedPlans | None = None
@@ -108,6 +111,11 @@ class GradientBridge:
             for number, gradient in enumerate(given)
         ]
 
+    @property
+    def low_rank(self) -> LowRank | None:
+        """What `PowerSGD` keeps; None without."""
+        return self._low_rank
+
     def own(self, gradient: Any) -> Any:
         """This rank's gradient in the form that `mean` returns; nothing travels."""
         return merged(as_tensors(gradient, self._sparse_as_dense))
@@ -123,6 +131,9 @@ class GradientBridge:
         if self._agreed is None or self._agreed.communicator is not communicator:
             self._agreed = AgreedPlans(communicator, self._bucket_bytes)
             self._routes.clear()
+            for kept in (self._residuals, self._low_rank):
+                if kept is not None:
+                    communicator.count_residuals(kept)
             is_within = communicator.transport == "shm" and communicator not in _told
             if self._codec != "none" and is_within and communicator.rank == 0:
                 _told.add(communicator)
@@ -133,13 +144,15 @@ class GradientBridge:
                 )
         specs = tuple(map(_spec_of, gradients, paths))
         way = "eager" if tf.executing_eagerly() else "XLA" if xla.is_compiling() else "graph"
-        owners = () if self._residuals is None else tuple(map(id, variables))
+        keeps = self._residuals is not None or self._low_rank is not None
+        owners = tuple(map(id, variables)) if keeps else ()
         key = specs, way, owners
         if key not in self._routes:
             compiled_over = communicator.transport if way == "XLA" else None
             plan = self._plan(specs, gradients, compiled_over)
             coded = None if self._residuals is None else self._residuals.of(plan, variables)
-            reducer = BucketReducer(plan, self._agreed, self._numerics, coded)
+            thin = None if self._low_rank is None else self._low_rank.of(plan, variables)
+            reducer = BucketReducer(plan, self._agreed, self._numerics, coded, thin)
             present = [gradients[index] for index in plan.present]
             self._routes[key] = plan, self._route(way, reducer, present)
         return self._routes[key]

@@ -17,7 +17,8 @@ class Codec(str):
     def __new__(cls, name: str) -> Codec:
         """The compression of that name."""
         if name not in _DTYPES:
-            raise ConfigError(f"compression is {name!r}; accepted: {', '.join(_DTYPES)}")
+            accepted = f"{', '.join(_DTYPES)}, or a PowerSGD object"
+            raise ConfigError(f"compression is {name!r}; accepted: {accepted}")
         return super().__new__(cls, name)
 
     def encoded(self, gradient: Any) -> Any:

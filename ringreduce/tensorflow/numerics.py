@@ -59,7 +59,13 @@ class NumericsCheck:
             "logarithm of, and at the learning rate.",
         )
 
-    def check_mean(self, communicator: Communicator, elements: np.ndarray, parts: Parts) -> None:
+    def check_mean(
+        self,
+        communicator: Communicator,
+        elements: np.ndarray,
+        parts: Parts,
+        compression: str = "none",
+    ) -> None:
         """Check this rank's share of the means in `elements`, in mode "raise" only.
 
         In other modes the rank with the bad gradient has reported it; this costs nearly as much as
@@ -71,12 +77,13 @@ class NumericsCheck:
         own = bounds[communicator.rank], bounds[communicator.rank + 1]
         found = _found(elements, parts, *own)
         if found is not None:
+            encoded = "" if compression == "none" else f", or compression={compression}"
             self._report(
                 communicator,
                 None,
                 # All gradients were finite: `check_own` would have ended this step.
                 f"has {found} as the mean of all ranks' gradients in step {self._step}, though "
-                f"each rank's was finite: their sum overflows {elements.dtype.name}",
+                f"each rank's was finite: their sum overflows {elements.dtype.name}{encoded}",
                 "Look at the learning rate, and clip what grows.",
             )
 

@@ -69,8 +69,6 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
 
 def custom_calls_missing() -> str | None:
     """Register the custom calls; None if that worked, else the reason it did not."""
-    if native.library() is None:
-        return native.why_missing()
     header = os.path.join(tf.sysconfig.get_include(), "xla", "ffi", "api", "c_api.h")
     try:
         with open(header, encoding="utf-8") as file:

@@ -12,6 +12,7 @@ from ringreduce.pure.buckets import BucketPlan, GradientSpec, first_difference
 from ringreduce.pure.encodings import Coding, encoding_of
 from ringreduce.pure.wire import signature_of
 from ringreduce.tensorflow.agreement import Difference, agree
+from ringreduce.tensorflow.low_rank import LowRankReducer
 from ringreduce.tensorflow.numerics import NumericsCheck
 from ringreduce.vocabulary.errors import MismatchError
 from ringreduce.vocabulary.types import ReduceOp
@@ -110,7 +111,8 @@ def _buckets(ours: BucketPlan, theirs: BucketPlan) -> tuple[str, str]:
 class BucketReducer:
     """Reduces the buckets of one plan in place, in the thread that calls it.
 
-    `residuals` returns those of a bucket; None: what rounding takes is lost.
+    `residuals` returns those of a bucket; None: what rounding takes is lost. `thin` reduces buckets
+    between hosts where compression is by `PowerSGD`.
     """
 
     def __init__(
@@ -118,11 +120,12 @@ class BucketReducer:
         plan: BucketPlan,
         agreed: AgreedPlans,
         numerics: NumericsCheck,
-        residuals: Callable[[int], tuple[np.ndarray, np.ndarray]] | None = None,
+        residuals: Callable[[int], np.ndarray] | None = None,
+        thin: LowRankReducer | None = None,
     ) -> None:
         self.communicator, self._agreed = agreed.communicator, agreed
         self._encodes = plan.compression != "none" and self.communicator.transport != "shm"
-        self._residuals = residuals
+        self._residuals, self._thin = residuals, thin if self._encodes else None
         self.plan, self.numerics = plan, numerics
         self._parts = [
             [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
@@ -133,6 +136,8 @@ class BucketReducer:
         """Begin a step: `require` that all ranks have this plan."""
         self._agreed.require(self.plan)
         self.numerics.begin_step()
+        if self._thin is not None:
+            self._thin.begin_step()
 
     def reduce(self, bucket: int, values: np.ndarray) -> None:
         """Replace a bucket's `values` with their mean; every rank reduces buckets in order.
@@ -140,10 +145,20 @@ class BucketReducer:
         `values` has the shape (count,), is contiguous, and has the bucket's dtype. Raises as
         `Communicator.all_reduce` and `NumericsCheck`.
         """
-        parts, plan, coding = self._parts[bucket], self.plan, None
+        parts = self._parts[bucket]
         self.numerics.check_own(self.communicator, values, parts)
-        if self._encodes and values.dtype == np.float32:
-            residuals = None if self._residuals is None else self._residuals(bucket)
-            coding = Coding(encoding_of(plan.compression), residuals)
-        self.communicator.all_reduce(values, ReduceOp.MEAN, signature=plan.signature, coding=coding)
-        self.numerics.check_mean(self.communicator, values, parts)
+        encodes = self._encodes and values.dtype == np.float32
+        if encodes and self._thin is not None:
+            self._thin.reduce(bucket, values, self._mean)
+        else:
+            self._mean(values, self._coding(bucket) if encodes else None)
+        compression = self.plan.compression if encodes else "none"
+        self.numerics.check_mean(self.communicator, values, parts, compression)
+
+    def _mean(self, values: np.ndarray, coding: Coding | None = None) -> None:
+        signature = self.plan.signature
+        self.communicator.all_reduce(values, ReduceOp.MEAN, signature=signature, coding=coding)
+
+    def _coding(self, bucket: int) -> Coding:
+        residuals = None if self._residuals is None else self._residuals(bucket)
+        return Coding(encoding_of(self.plan.compression), residuals)

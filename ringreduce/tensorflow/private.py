@@ -47,6 +47,9 @@ WhileBodyFuncGraph = named(_CONTROL_FLOW, "WhileBodyFuncGraph")
 WhileCondFuncGraph = named(_CONTROL_FLOW, "WhileCondFuncGraph")
 _LoopGradient = named("tensorflow.python.ops.while_v2", "_WhileBodyGradFuncGraph")
 
+# What `tf.Variable` makes, outside of strategies and functions.
+Variable = named("tensorflow.python.ops.resource_variable_ops", "ResourceVariable")
+
 _graph_stack = named("tensorflow.python.framework.ops", "_default_graph_stack")
 
 # What is traced within such a context counts as compiled by XLA.

@@ -41,9 +41,8 @@ def call(
         results: static shape and dtype of each; at least one.
         of_gradient: as for `refuse_unreachable`.
 
-    Raises:
-        ConfigError: not all ranks could take part here.
-        RingReduceError: eagerly, what `run` raised; from a graph when it is run.
+    ConfigError where not all ranks could take part. Other errors are those of `run`: eagerly here,
+    from a graph when it is run.
     """
     failures.watch(communicator)
     if tf.executing_eagerly():

@@ -13,28 +13,30 @@ import numpy as np
 
 from ringreduce.pure.buckets import BucketPlan
 
-# Of what this rank, or its host, contributes, and of the results that this rank sends.
-Pair = tuple[np.ndarray, np.ndarray]
-
 
 class Residuals:
-    """Used by one thread at a time."""
+    """Changed by one thread at a time.
 
-    def __init__(self) -> None:
+    With `arrays` 2, of int8, they are of what this rank or its host contributes, and of the results
+    that it sends.
+    """
+
+    def __init__(self, arrays: int) -> None:
+        self._arrays = arrays
         # By the variable's identity, flat. The variable is kept, so that no other gets that.
-        self._stored: dict[int, tuple[Any, Pair]] = {}
-        self._laid_out: list[tuple[Any, Pair]] = []
+        self._stored: dict[int, tuple[Any, np.ndarray]] = {}
+        self._laid_out: list[tuple[Any, np.ndarray]] = []
         self._used_by: object = None
-        self._buckets: list[Pair] = []
+        self._buckets: list[np.ndarray] = []
 
-    def of(self, plan: BucketPlan, variables: Sequence[Any]) -> Callable[[int], Pair]:
-        """A function that returns a bucket's residuals, float32 of shape (count,), to be changed.
+    def of(self, plan: BucketPlan, variables: Sequence[Any]) -> Callable[[int], np.ndarray]:
+        """A function that returns a bucket's, float32 of shape (arrays, count), to be changed.
 
         `variables` are those of the plan's gradients.
         """
         me = object()
 
-        def residuals(bucket: int) -> Pair:
+        def residuals(bucket: int) -> np.ndarray:
             if self._used_by is not me:
                 self._put_away()
                 self._lay_out(plan, variables)
@@ -43,16 +45,22 @@ class Residuals:
 
         return residuals
 
+    def squared_norm(self) -> float:
+        """The sum of all squares; in any thread, of values that may be changing."""
+        stored = [each for _, each in [*self._stored.values()]]
+        parts = [part for each in (*stored, *self._buckets) for part in each]
+        return float(sum(np.dot(part, part) for part in parts))
+
     def _put_away(self) -> None:
-        for variable, (first, second) in self._laid_out:
-            self._stored[id(variable)] = variable, (first.copy(), second.copy())
+        for variable, parts in self._laid_out:
+            self._stored[id(variable)] = variable, parts.copy()
 
     def _lay_out(self, plan: BucketPlan, variables: Sequence[Any]) -> None:
         self._laid_out, self._buckets = [], []
         for bucket in plan.buckets:
-            pair = np.zeros((2, bucket.count), np.float32)
-            self._buckets.append((pair[0], pair[1]))
+            whole = np.zeros((self._arrays, bucket.count), np.float32)
+            self._buckets.append(whole)
             for slot in bucket.slots:
-                variable, parts = variables[slot.gradient], pair[:, slot.start :][:, : slot.count]
+                variable, parts = variables[slot.gradient], whole[:, slot.start :][:, : slot.count]
                 _, parts[:] = self._stored.pop(id(variable), (variable, 0))
-                self._laid_out.append((variable, (parts[0], parts[1])))
+                self._laid_out.append((variable, parts))

@@ -47,29 +47,25 @@ class PackedRoute:
     def __init__(self, reducer: BucketReducer, present: Sequence[Any]) -> None:
         self._reducer = reducer
         self._plan, self._communicator = reducer.plan, reducer.communicator
-        buckets = self._plan.buckets
         dtypes = {g.dtype.name: np.dtype(g.dtype.as_numpy_dtype) for g in present}
-        nbytes = [bucket.count * dtypes[bucket.dtype].itemsize for bucket in buckets]
-        memory = [
-            None if bucket.in_place else self._communicator.empty(size, np.uint8)
-            for bucket, size in zip(buckets, nbytes, strict=True)
-        ]
-        layouts = []
-        for whole, size, bucket in zip(memory, nbytes, buckets, strict=True):
+        layouts: list[Layout] = []
+        for bucket in self._plan.buckets:
             each = dtypes[bucket.dtype].itemsize
+            size = bucket.count * each
+            memory = None if bucket.in_place else self._communicator.empty(size, np.uint8)
             spans = [(slot.start * each, slot.count * each) for slot in bucket.slots]
-            layouts.append(Layout(whole, size, spans))
+            layouts.append(Layout(memory, size, spans))
         engine = self._communicator.engine
         assert engine.native is not None
         self._number = engine.native.register(layouts)
+        buckets = self._plan.buckets
 
         def reduce(item: BucketItem) -> None:
-            bucket = item.bucket
-            if (whole := memory[bucket]) is None:
-                whole = item.view(nbytes[bucket])
-            if bucket == 0:
+            layout = layouts[item.bucket]
+            whole = item.view(layout.nbytes) if layout.memory is None else layout.memory
+            if item.bucket == 0:
                 reducer.begin_step()
-            reducer.reduce(bucket, whole.view(dtypes[buckets[bucket].dtype]))
+            reducer.reduce(item.bucket, whole.view(dtypes[buckets[item.bucket].dtype]))
 
         engine.serve(self._number, reduce)
         weakref.finalize(self, engine.forget, self._number).atexit = False

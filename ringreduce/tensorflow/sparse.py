@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,19 +38,11 @@ _Rows = tuple[np.ndarray, np.ndarray]
 
 
 def as_gradient(gradient: Any, variable: Any) -> Any:
-    """`gradient` as a tensor, `tf.IndexedSlices` of tensors, or None.
+    """`gradient`, whatever converts to one, as a tensor, `tf.IndexedSlices` of tensors, or None.
 
-    A gradient from another `tf.function` may have lost its static shape and gets that of
-    `variable`: a tensor whose shape varied there, or slices whose `dense_shape` is a computed
-    tensor.
-
-    Args:
-        gradient: whatever TensorFlow converts to a tensor, also as parts of `tf.IndexedSlices`.
-            Values without a TensorFlow dtype get that of `variable`.
-        variable: the `tf.Variable`, `keras.Variable` or tensor that it is the gradient of.
-
-    Raises:
-        ConfigError: TensorFlow cannot convert it.
+    Values without a TensorFlow dtype get that of `variable`, the variable or tensor that it is the
+    gradient of. A gradient of another `tf.function` that has lost its static shape, in a tensor or
+    in `dense_shape`, gets the variable's. ConfigError if TensorFlow cannot convert it.
     """
     if gradient is None:
         return None
@@ -78,19 +70,24 @@ def as_gradient(gradient: Any, variable: Any) -> Any:
         ) from error
 
 
+def map_values(function: Callable[[Any], Any], gradient: Any) -> Any:
+    """`function` of a tensor, or slices with `function` of the values of `tf.IndexedSlices`."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(gradient)
+    return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+
+
 def _as_tensor(value: Any, dtype: Any) -> Any:
     is_typed = isinstance(value, tf.Tensor) or hasattr(value, "__tf_tensor__")
     return tf.convert_to_tensor(value, None if is_typed else dtype)
 
 
 def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
-    """A gradient as `GradientBridge` takes it: a tensor, or `tf.IndexedSlices` with its shape.
+    """What `as_gradient` returns as `GradientBridge` takes it, slices with their `dense_shape`.
 
-    Args:
-        gradient: what `as_gradient` returns.
-        sparse_as_dense: make sparse gradients dense. Those of dtypes other than floats, which are
-            not merged here, become dense anyway; so do all in what XLA compiles: XLA fixes all
-            shapes, and the number of rows depends on the batch.
+    With `sparse_as_dense` sparse ones become dense. So do those of dtypes other than floats, which
+    are not merged here, and all in what XLA compiles: XLA fixes all shapes, and the number of rows
+    depends on the batch.
     """
     if gradient is None:
         return None
@@ -101,9 +98,8 @@ def as_tensors(gradient: Any, sparse_as_dense: bool) -> Any:
 
 
 def merged(gradient: Any) -> Any:
-    """What `as_tensors` returns, with indices rising and unique: rows of one index are added.
+    """What `as_tensors` returns, with indices rising and unique, as after a reduction.
 
-    This does for gradients that do not travel what every rank does before its rows travel.
     Optimizers that square rows or take their signs give another result when an index is repeated.
     """
     if not isinstance(gradient, tf.IndexedSlices):
@@ -128,9 +124,7 @@ def mean_of_slices(
     stay. Whether they are all of the table's rows or fewer may change from step to step, equally on
     all ranks.
 
-    Raises:
-        ArrayError: an index is outside the table; on all ranks.
-        RingReduceError: eagerly, what went wrong; from a graph when it is run.
+    ArrayError, on all ranks, if an index is outside the table.
     """
     if not slices:
         return []

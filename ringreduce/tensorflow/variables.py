@@ -14,7 +14,9 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.pure.buckets import GradientSpec, first_difference
+from ringreduce.pure.payload import checked_root
 from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow import private
 from ringreduce.tensorflow.agreement import Difference, agree, refuse
 from ringreduce.vocabulary.words import named
 
@@ -27,6 +29,9 @@ def broadcast_variables(
     A variable, `tf.Variable` or `keras.Variable`, is assigned only where its value differs. Raises
     as `broadcast_values`.
     """
+    checked_root(root, communicator.size, communicator.config.who)
+    if communicator.size == 1:
+        return False
     own = [value_of(variable) for variable in variables]
     found = broadcast_values([path_of(variable) for variable in variables], communicator, root, own)
     differed = False
@@ -99,6 +104,16 @@ def is_initialized(variable: Any) -> bool:
     """
     plain = variable if isinstance(variable, tf.Variable) else variable.value
     return bool(tf.raw_ops.VarIsInitializedOp(resource=plain.handle))
+
+
+def lasting(value: Any) -> Any:
+    """A variable that outlives the function being traced; `value` is from outside of that.
+
+    A function whose first trace has created a `tf.Variable`, be it in `tf.init_scope`, is traced
+    again, which takes as long.
+    """
+    with tf.init_scope():
+        return private.Variable(value, trainable=False)
 
 
 def value_of(variable: Any) -> np.ndarray:

@@ -85,14 +85,11 @@ def wait(
     kept: Sequence[Any] = (),
     last: bool = True,
 ) -> list[Any]:
-    """Add the call that waits for a bucket; return its results, and a token.
+    """Add the call that waits for a bucket; return its `results`, of these shapes and dtypes.
 
-    Args:
-        results: shape and dtype of each.
-        tokens: of all starts of the step, so that XLA cannot put a wait before a start, and of
-            waits that must end first.
-        kept: the gradient that is reduced in XLA's memory, if `start` returned it.
-        last: XLA must keep this call even if nothing uses its results.
+    The last one is a token. `tokens` are those of all starts of the step, so that XLA cannot put a
+    wait before a start, and of waits that must end first; `kept` is the gradient that `start`
+    returned, if it did. With `last` XLA must keep this call even if nothing uses its results.
     """
     operands = [*kept, *tokens]
     return _call("wait", plan, bucket, operands, results, bool(kept), has_effect=last)

@@ -116,7 +116,7 @@ ring = join()
 data = np.zeros(4 << 20, np.float32)
 kept = np.zeros((2, data.size), np.float32)
 def call():
-    ring.all_reduce(data, coding=Coding(encoding_of("int8"), (kept[0], kept[1])))
+    ring.all_reduce(data, coding=Coding(encoding_of("int8"), kept))
     say("round")
 attempt("result", lambda: until_error(call))
 hold()

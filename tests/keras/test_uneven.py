@@ -3,6 +3,7 @@
 import pytest
 
 from tests.facts import facts_of
+from tests.scope import in_full
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
 
@@ -20,6 +21,11 @@ WAYS = {
     "sharded": 5,
     "sharded unknown": 5,
 }
+RARE = ("one execution", "joined twice", "sharded unknown")
+ON_RANKS = [
+    *((SIZE, case) for case in WAYS if case not in RARE),
+    *(in_full(2, case) for case in WAYS),
+]
 EMPTY = ("empty infinity", "empty infinity normalized")
 
 
@@ -30,19 +36,26 @@ def facts():
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*WAYS, "parts", "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"],
+    "case", ["parts", "synchronized", "batches", *EMPTY, "accumulated", "eager loop", "graph loop"]
 )
 def test_ranks_end_bit_identical(facts, case):
     digests = {facts[case][rank]["digest"] for rank in range(SIZE)}
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("case", WAYS)
-def test_all_train_as_one_process_on_the_batches_of_all(facts, case):
-    for rank in range(SIZE):
-        assert facts[case][rank]["difference"] < 2e-6
-        assert facts[case][rank]["moved"] > 0.1
+@pytest.mark.parametrize(("size", "case"), ON_RANKS)
+def test_all_train_as_one_process_on_the_batches_of_all(size, case):
+    found = [facts_of("uneven", size)[case][rank] for rank in range(size)]
+    assert len({fact["digest"] for fact in found}) == 1
+    for fact in found:
+        assert fact["difference"] < 2e-6
+        assert fact["moved"] > 0.1
+
+
+@pytest.mark.parametrize("case", ["known", "unknown", "by ranks", "adam", "sharded"])
+def test_a_step_is_traced_once(facts, case):
+    """What it keeps from step to step is no variable of its trace."""
+    assert [facts[case][rank]["traces"] for rank in range(SIZE)] == [1] * SIZE
 
 
 def test_normalization_over_all_ranks_leaves_out_who_has_no_data(facts):
@@ -68,13 +81,14 @@ def test_loops_and_accumulation_weight_by_samples_too(facts, case):
     assert facts[case][0]["difference"] < 2e-6
 
 
-@pytest.mark.parametrize("case", WAYS)
-def test_epochs_end_together(facts, case):
+@pytest.mark.parametrize(("size", "case"), ON_RANKS)
+def test_epochs_end_together(size, case):
     """After the longest rank's 5 batches, and nothing counts the step that found no data."""
-    for rank in range(SIZE):
-        assert facts[case][rank]["counts"] == [WAYS[case]] * 2
-        assert facts[case][rank]["iterations"] == 10
-        assert len(facts[case][rank]["loss"]) == 2
+    for rank in range(size):
+        fact = facts_of("uneven", size)[case][rank]
+        assert fact["counts"] == [WAYS[case]] * 2
+        assert fact["iterations"] == 10
+        assert len(fact["loss"]) == 2
 
 
 def test_empty_steps_leave_no_trace_in_metrics_and_moving_averages(facts):

@@ -15,11 +15,12 @@ import keras
 import numpy as np
 import pandas
 import tensorflow as tf
-from shared import built, difference, digest, error_of, say
+from shared import built, difference, digest, error_of, keep_graphs, say
 
 import ringreduce
 import ringreduce.keras as rr
 
+keep_graphs()
 comm = rr.init()
 BATCH, EPOCHS = 16, 2
 # Not on 2 ranks, to save time.
@@ -95,7 +96,9 @@ def fitted(case, given, alone=None, **options):
     history = rr.fit(model, **given, epochs=EPOCHS, verbose=0)
     facts = {"digest": digest(model.get_weights()), "history": history_of(history)}
     if alone is not None:
-        plain, untrained = (model_of(distributed=False, **options) for _ in range(2))
+        # Its few steps take less time than tracing them.
+        plain = model_of(distributed=False, run_eagerly=True)
+        untrained = model_of(distributed=False)
         expected = plain.fit(**alone, shuffle=False, epochs=EPOCHS, verbose=0)
         facts["expected"] = history_of(expected)
         facts["difference"] = difference(model, plain)
@@ -162,7 +165,7 @@ def compiled():
 
 
 def shuffled():
-    """The order is that of one process."""
+    """The order is that of one process; steps are eager, since it is made outside of them."""
     alone = ringreduce.Communicator(ringreduce.Config(rank=0, size=1))
     x, y = arrays(93)
     for name, data in {
@@ -171,9 +174,10 @@ def shuffled():
     }.items():
         if is_left_out(name):
             continue
-        model, single, other = (model_of() for _ in range(3))
+        model, single, other = (model_of(run_eagerly=True) for _ in range(3))
         history = rr.fit(model, **data, epochs=EPOCHS, verbose=0)
-        single.compile(rr.DistributedOptimizer(keras.optimizers.SGD(0.01), alone), loss="mse")
+        optimizer = rr.DistributedOptimizer(keras.optimizers.SGD(0.01), alone)
+        single.compile(optimizer, loss="mse", run_eagerly=True)
         rr.fit(single, **data, epochs=EPOCHS, verbose=0, communicator=alone)
         rr.fit(other, **data, epochs=EPOCHS, verbose=0, seed=1)
         say(
@@ -237,7 +241,7 @@ def measured_shares():
             return inputs
 
     model = model_of(Told())
-    plain = model_of(keras.layers.Identity(), distributed=False)
+    plain = model_of(keras.layers.Identity(), distributed=False, run_eagerly=True)
     printed = io.StringIO()
     given = {"x": x, "y": y, "batch_size": BATCH, "epochs": 3, "shuffle": False}
     with contextlib.redirect_stdout(printed):
@@ -253,7 +257,7 @@ def callbacks(folder):
     logs = []
     stop = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, min_delta=1e9)
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, log: logs.append(dict(log)))
-    model = model_of()
+    model = model_of(run_eagerly=True)
     history = rr.fit(model, x, y, epochs=9, verbose=0, callbacks=[stop, note], validation_split=0.2)
     say("callbacks", logs=logs, history=history_of(history))
 
@@ -262,9 +266,8 @@ def callbacks(folder):
             if epoch == 2:
                 raise RuntimeError("fails here")
 
-    whole, again = model_of(), model_of()
+    whole, first, again = (model_of(run_eagerly=True) for _ in range(3))
     rr.fit(whole, x, y, epochs=4, verbose=0)
-    first = model_of()
     try:
         rr.fit(first, x, y, epochs=4, verbose=0, callbacks=Fails(), backup_dir=folder)
     except RuntimeError:
@@ -281,7 +284,7 @@ def saved(folder):
     """All ranks save into the same file, at once."""
     folder = comm.broadcast_object(folder)
     x, y = arrays(93)
-    model = model_of(keras.layers.Dense(500))
+    model = model_of(keras.layers.Dense(500), run_eagerly=True)
     rr.fit(model, x, y, verbose=0)
     path = os.path.join(folder, "model.keras")
     broken = 0
@@ -312,9 +315,9 @@ def warned(case, action):
 def warnings_of_differences():
     x, y = arrays(93)
     layers = keras.layers.BatchNormalization(name="norm"), keras.layers.Dropout(0.5, name="drop")
-    model = model_of(*layers)
+    model = model_of(*layers, run_eagerly=True)
     warned("parity", lambda: [rr.fit(model, x, y, verbose=0) for _ in range(2)])
-    model = model_of(rr.SyncBatchNormalization())
+    model = model_of(rr.SyncBatchNormalization(), run_eagerly=True)
     warned("no parity", lambda: rr.fit(model, x, y, verbose=0))
     frozen = keras.layers.Dense(4, name="frozen", trainable=False)
     model = model_of(frozen)
@@ -357,7 +360,7 @@ def refusals():
             return super().__getitem__(index)
 
     try:
-        rr.fit(model_of(), Broken(x, y), shuffle=False, verbose=0)
+        rr.fit(model_of(run_eagerly=True), Broken(x, y), shuffle=False, verbose=0)
     except KeyError as error:
         say("broken", text=str(error))
 
@@ -367,7 +370,7 @@ def whole_data():
     x, y = arrays(93)
     model = model_of()
     warned("whole data", lambda: model.fit(x, y, verbose=0))
-    warned("once", lambda: model_of().fit(x, y, verbose=0))
+    warned("once", lambda: model_of(run_eagerly=True).fit(x, y, verbose=0))
 
 
 def different_arrays():

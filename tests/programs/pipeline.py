@@ -14,11 +14,12 @@ import warnings
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import digest, error_of, say
+from shared import digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 
+keep_graphs()
 comm = rr.init()
 STAGES = 3 if comm.size == 3 else 2
 WIDTH = 4
@@ -34,7 +35,10 @@ def dense(number, **options):
 
 
 def made(make=dense, micro_batches=4, **options):
-    """A pipeline of stages that `make` makes, and the same in plain Keras, with its weights."""
+    """A pipeline of stages that `make` makes, and the same in plain Keras, with its weights.
+
+    The twin's few steps are eager: they take less time than tracing them.
+    """
     keras.utils.set_random_seed(1)
     functions = [lambda number=number: make(number, **options) for number in range(STAGES)]
     pipeline = rr.Pipeline(functions, micro_batches)
@@ -75,7 +79,7 @@ def exact(micro_batches):
     twin.set_weights(before)
     x, y = np.random.default_rng(7).integers(-1, 2, (2, 32, WIDTH)).astype("float32")
     pipeline.compile(keras.optimizers.SGD(0.125), "mse")
-    twin.compile(keras.optimizers.SGD(0.125), "mse")
+    twin.compile(keras.optimizers.SGD(0.125), "mse", run_eagerly=True)
     pipeline.fit(x, y, batch_size=32, verbose=0)
     twin.fit(x, y, batch_size=32, shuffle=False, verbose=0)
     moved = [
@@ -90,6 +94,7 @@ def trained():
     pipeline, twin = made(**options)
     for one in (pipeline, twin):
         one.compile(keras.optimizers.SGD(0.1, momentum=0.5), "mse", metrics=["mae"])
+    twin.run_eagerly = True
     x, y = data(80)
     weights = np.arange(1, 81, dtype="float32") / 40
     own, whole = data(21, seed=1), (x, y)
@@ -141,6 +146,8 @@ def of_dataset():
     dataset = tf.data.Dataset.from_tensor_slices((ids, targets)).batch(8)
     for one in (pipeline, twin):
         one.compile(keras.optimizers.SGD(0.05), "mse")
+    twin.run_eagerly = True
+    for one in (pipeline, twin):
         one.fit(dataset.shuffle(5, seed=1), epochs=2, verbose=0)
     say("dataset", apart=apart(pipeline, twin), predicted=pipeline.predict(dataset).shape)
 
@@ -158,6 +165,7 @@ def unequal():
     dataset = tf.data.Dataset.from_tensor_slices((x.reshape(-1, 2, 2), y)).batch(9)
     for one in (pipeline, twin):
         one.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    twin.run_eagerly = True
     history = pipeline.fit(dataset, epochs=2, verbose=0).history
     expected = twin.fit(dataset, epochs=2, verbose=0).history
     apart_by = max(map(difference, history.values(), expected.values()))

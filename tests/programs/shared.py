@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import tensorflow as tf
@@ -9,7 +10,16 @@ import tensorflow as tf
 import ringreduce.keras as rr
 from ringreduce import RingReduceError
 
-__all__ = ["built", "difference", "digest", "error_of", "say"]
+__all__ = ["built", "difference", "digest", "error_of", "keep_graphs", "say"]
+
+
+def keep_graphs():
+    """Run graphs as they are traced, under `make check`: TensorFlow takes long to rewrite them.
+
+    For programs that make many, and are not about what is in them.
+    """
+    if os.environ.get("KEEP_GRAPHS") == "1":
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
 def say(case, **facts):

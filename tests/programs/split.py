@@ -13,11 +13,12 @@ import tempfile
 import keras
 import numpy as np
 import tensorflow as tf
-from shared import digest, error_of, say
+from shared import digest, error_of, keep_graphs, say
 
 import ringreduce.keras as rr
 from ringreduce.keras.parts.part import part_of, parts_in
 
+keep_graphs()
 comm = rr.init()
 SIZE = 2
 group, data = comm.split(comm.rank // SIZE), comm.split(comm.rank % SIZE)
@@ -59,7 +60,9 @@ def split(optimizer=None, seed=3, model_group=group, average=data):
 def plain(optimizer=None, seed=3):
     keras.utils.set_random_seed(seed)
     model = mlp(keras.layers.Dense, keras.layers.Dense)
-    model.compile(optimizer=optimizer or SGD(0.02, momentum=0.5), loss="mse", metrics=["mae"])
+    chosen = optimizer or SGD(0.02, momentum=0.5)
+    # Its few steps take less time than tracing them.
+    model.compile(optimizer=chosen, loss="mse", metrics=["mae"], run_eagerly=True)
     return model
 
 
@@ -133,7 +136,7 @@ def attention(folder):
     def unsplit():
         twin = attentive(False)
         first = twin(x[:4]).numpy().tolist()
-        twin.compile(optimizer=SGD(0.1), **options)
+        twin.compile(optimizer=SGD(0.1), run_eagerly=True, **options)
         twin.fit(batches, epochs=2, verbose=0, shuffle=False)
         return first, [each.tolist() for each in wholes(twin)]
 

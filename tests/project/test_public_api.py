@@ -57,6 +57,7 @@ COMMUNICATOR = [
     "close",
     "closed",
     "config",
+    "count_residuals",
     "empty",
     "engine",
     "epoch",

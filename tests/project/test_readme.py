@@ -39,7 +39,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 6
+    assert SHOWN.count("```python") == len(PROGRAMS) == 7
 
 
 def test_the_readme_is_short():
@@ -74,13 +74,14 @@ def test_the_first_example_ends_with_equal_weights_on_four_workers(train):
     [
         ("full.py", 2, r"loss over all of it: (\S+)"),
         ("forms.py", 2, r"rank \d: loss (\S+)"),
+        ("vote.py", 2, r"rank \d: loss (\S+)"),
         in_full("experts.py", 3, r"rank \d: loss (\S+)"),
     ],
 )
 def test_an_example_says_the_same_on_all_ranks(tmp_path, name, workers, loss):
     file = tmp_path / name
     file.write_text(PROGRAMS[name])
-    result = run_job(workers, [str(file)])
+    result = run_job(workers, [str(file)], directory=tmp_path)  # Where it saves its model.
     assert result.exit_code == 0, result.errors
     losses = re.findall(loss, result.output)
     assert len(losses) == workers

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import __main__ as main
-from bench.simulate import chart, check, fit, model, run, scale, training
+from bench import chart
+from bench.simulate import check, fit, model, run, scale, training
 from bench.simulate.model import Link, Memory
 from bench.simulate.training import Conditions, Model
 from ringreduce.collectives.ring import Ring

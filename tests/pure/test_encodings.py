@@ -90,3 +90,15 @@ def test_int8_of_the_smallest_and_largest_blocks(large):
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, values, atol=max(2.5e-38, large / 200))
     np.testing.assert_allclose(found + residuals, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.3, 3e-37, 3e-38])
+def test_what_is_left_of_a_gradient_that_became_zero_stays_finite(value):
+    """It shrinks by a factor of some 250 in each step, through every size that floats have."""
+    values = values_of(300) * np.float32(value)
+    residuals = np.zeros_like(values)
+    for _ in range(40):
+        _, found = coded("int8", values, residuals)
+        assert np.isfinite(found).all()
+        assert np.isfinite(residuals).all()
+        values = np.zeros_like(values)

@@ -211,7 +211,7 @@ SCENARIOS = {
     ),
     "accumulated steps": (
         "fit(make(accumulate_steps=3 if ODD else 2))",
-        ("accumulate_steps is 2 on rank 0 and 3 on rank 1",),
+        ("strategy.steps is 2 on rank 0 and 3 on rank 1",),
     ),
     "activation": (
         "fit(make(activation='tanh' if ODD else 'relu'))",

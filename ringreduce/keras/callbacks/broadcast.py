@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
@@ -14,8 +13,8 @@ from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
 from ringreduce.keras.wrappable import build_optimizer_here
+from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
 
 
 class Broadcast(keras.callbacks.Callback):
@@ -63,8 +62,7 @@ class Broadcast(keras.callbacks.Callback):
             )
         if ring.size == 1:
             return
-        own = np.array([int(bool(self.model.built))], np.int64)
-        built = int(ring.all_reduce(own, ReduceOp.SUM)[0])
+        built = count_true(ring, self.model.built)
         self._is_due = built < ring.size
         if self._is_due and self._root:
             raise ConfigError(
@@ -126,6 +124,8 @@ class VerifyReplicas(keras.callbacks.Callback):
 
     def _verify(self) -> None:
         state = _shared_state(self.model, self.model.trainable_variables)
+        equal_now = getattr(self.model.optimizer, "equal_now", None)
+        state = state if equal_now is None else equal_now(state)
         bridge.verify_replicas(state, self._communicator)
         self._verify_group()
 
@@ -143,8 +143,7 @@ def broadcast_state(
     # Not `model.variables`, which has the states of random generators.
     state = _shared_state(model, model.weights)
     shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
-    if communicator.size > 1:
-        bridge.broadcast_variables(shared, communicator, root)
+    bridge.broadcast_variables(shared, communicator, root)
     make_alike(shared, model_group(shared))
 
 

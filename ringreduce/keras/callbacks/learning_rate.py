@@ -180,10 +180,9 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def agree_on_learning_rate(model: Any, communicator: Communicator) -> None:
     """Give the optimizer rank 0's learning rates, where they are variables. Collective."""
-    if communicator.size > 1:
-        variables = getattr(model.optimizer, "variables", ())
-        rates = [variable for variable in variables if variable.name == "learning_rate"]
-        bridge.broadcast_variables(rates, communicator)
+    variables = getattr(model.optimizer, "variables", ())
+    rates = [variable for variable in variables if variable.name == "learning_rate"]
+    bridge.broadcast_variables(rates, communicator)
 
 
 def _momenta_of(optimizer: Any) -> list[Any]:

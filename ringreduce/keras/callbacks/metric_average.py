@@ -46,12 +46,10 @@ class MetricAverage(keras.callbacks.Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._in_epoch = False
-        self._batches = 0
+        self._in_epoch, self._batches = False, 0
+        # None until fit validates, and has validated.
         self._training: MetricStates | None = None
-        # None until fit validates.
-        self._validation_batches: int | None = None
-        self._validation = MetricStates()
+        self._validation: MetricStates | None = None
 
     # States are copied when they are complete, and travel only at the end of the epoch: another
     # callback may evaluate on one rank alone.
@@ -73,23 +71,23 @@ class MetricAverage(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Copy the training metrics, which Keras resets after this to validate."""
         if self._in_epoch:
-            self._training = states_of(self.model, self._batches)
-            self._validation_batches = 0
+            self._training, self._batches = states_of(self.model, self._batches), 0
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the batch."""
-        if self._validation_batches is not None:
-            self._validation_batches += 1
+        if self._training is not None:
+            self._batches += 1
 
     def on_test_end(self, logs: Any = None) -> None:
         """Copy the validation metrics."""
-        if self._validation_batches is not None:
-            self._validation = states_of(self.model, self._validation_batches)
+        if self._training is not None:
+            self._validation = states_of(self.model, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the values in `logs`."""
         training = self._training or states_of(self.model, self._batches)
-        validation, validated = self._validation, self._validation_batches
+        validated = None if self._validation is None else self._validation.batches
+        validation = self._validation or MetricStates()
         self._forget()
         ring = self._communicator or default_communicator()
         if ring.size == 1:

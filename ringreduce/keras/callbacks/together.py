@@ -22,6 +22,7 @@ from ringreduce.keras.seeds import fold_seeds
 from ringreduce.keras.wrappable import (
     build_optimizer_here,
     refuse_other_ring,
+    settle,
     warn_of_plain_optimizer,
 )
 from ringreduce.vocabulary.errors import ConfigError
@@ -119,12 +120,14 @@ class StopTogether(keras.callbacks.Callback):
     `Together` does that itself.
 
     Collective, after every batch (with ``steps_per_execution`` as often as Keras reports one) and
-    epoch: 8 bytes each, tens of microseconds within a host.
+    epoch: 8 bytes each, tens of microseconds within a host. Where ranks step alone (`LocalSGD`) it
+    asks after their meetings alone.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         super().__init__()
         self._communicator = self._ring = communicator
+        self._wants = False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Find out which ranks train."""
@@ -132,7 +135,10 @@ class StopTogether(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Agree whether this was the last batch."""
-        self._agree()
+        if getattr(self.model.optimizer, "has_met", True):
+            self._agree()
+        elif self.model.stop_training:
+            self._wants, self.model.stop_training = True, False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Agree whether this was the last epoch."""
@@ -141,8 +147,9 @@ class StopTogether(keras.callbacks.Callback):
     def _agree(self) -> None:
         ring = self._ring or default_communicator()
         if ring.size > 1:
-            wants = np.array([int(bool(self.model.stop_training))], np.int64)
+            wants = np.array([int(bool(self.model.stop_training or self._wants))], np.int64)
             ring.all_reduce(wants, ReduceOp.MAX)
+            self._wants = False
             if wants[0]:
                 self.model.stop_training = True
 
@@ -163,6 +170,7 @@ class Together(_Forwarding):
       as with TerminateOnNaN, which sees only its own rank's loss.
     - Before each epoch random generators of the model that are in the same state on several ranks
       get other seeds (`fold_seeds`), so that dropout differs between ranks.
+    - At the end of an epoch and before validation ranks that step alone (`LocalSGD`) meet.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
       only, and so do the callbacks of W&B, MLflow, Neptune, Comet, ClearML, Aim, DVCLive and the
@@ -192,7 +200,9 @@ class Together(_Forwarding):
         ]
 
     def run(self, hook: str, *arguments: Any, **options: Any) -> None:
-        """Call a hook of each, in order."""
+        """Call a hook of each, in order; weights are equal where callbacks look at them."""
+        if hook in ("on_epoch_end", "on_test_begin", "on_train_end"):
+            settle(self.model)
         for member in self._members:
             getattr(member, hook)(*arguments, **options)
 

@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras.parts.part import is_own_piece
+from ringreduce.tensorflow.agreement import count_true
 from ringreduce.tensorflow.python_calls import call
-from ringreduce.vocabulary.types import ReduceOp
 
 _prepared: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
 
@@ -50,7 +50,7 @@ class Answering(keras.callbacks.Callback):
         if not self._is_needed:
             return
         example = None
-        while _meet(self._ring, False):
+        while count_true(self._ring, False):
             example = self._example() if example is None else example
             self._model(example, training=False)
             if with_losses:
@@ -61,23 +61,17 @@ class Answering(keras.callbacks.Callback):
         self.finish(with_losses=True)
 
 
-def _meet(ring: Communicator, has_batch: bool) -> bool:
-    """Whether a rank has a batch. Collective."""
-    found = np.array([has_batch], np.int64)
-    ring.all_reduce(found, ReduceOp.MAX)
-    return bool(found[0])
-
-
 def _meeting(step: Callable[..., Any], model: Any, ring: Communicator) -> Callable[[Any], Any]:
     owner = weakref.ref(model)
+
+    def meet(_: Any) -> list[Any]:
+        return [np.int32(count_true(ring, True))]
 
     def met(data: Any) -> Any:
         # It waits for the batch, and the step's own calls follow in order.
         first = next(part for part in tf.nest.flatten(data) if part is not None)
         rows = tf.shape(first)[0]
-        call(
-            ring, "begin a batch", lambda _: [np.int32(_meet(ring, True))], [rows], [((), tf.int32)]
-        )
+        call(ring, "begin a batch", meet, [rows], [((), tf.int32)])
         return step(owner(), data)
 
     return met

@@ -104,18 +104,13 @@ class ShardedEmbedding(PartLayer, keras.layers.Embedding):
         return found if self.combiner is None else self._combined(inputs, found, weights)
 
     def _combined(self, ids: Any, vectors: Any, weights: Any) -> Any:
-        flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
-        own = tf.ones_like(flat, vectors.dtype)
-        if weights is not None:
-            is_ragged = isinstance(weights, tf.RaggedTensor)
-            own = tf.cast(weights.flat_values if is_ragged else weights, vectors.dtype)
+        flat = _flat(ids)
+        own = tf.cast(tf.ones_like(flat) if weights is None else _flat(weights), vectors.dtype)
         if self.mask_zero:
             own *= tf.cast(flat != 0, own.dtype)
         if isinstance(ids, tf.RaggedTensor):
             own = ids.with_flat_values(own)
-            total = tf.reduce_sum(vectors * tf.expand_dims(own, -1), -2)
-        else:
-            total = tf.reduce_sum(vectors * own[..., None], -2)
+        total = tf.reduce_sum(vectors * tf.expand_dims(own, -1), -2)
         if self.combiner == "sum":
             return total
         powers = own if self.combiner == "mean" else own * own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.parts.part import Part, give_whole, mark, parts_in, whole_of
+from ringreduce.keras.seeds import folded
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -96,17 +96,11 @@ class PartLayer(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Save wholes, as Keras's layer saves its variables."""
-        if not parts_in(self.weights):
-            super().save_own_variables(store)
-            return
         for number, variable in enumerate(_own_variables(self)):
             store[str(number)] = whole_of(variable)
 
     def load_own_variables(self, store: Any) -> None:
         """Take this rank's pieces of the wholes in a file."""
-        if not parts_in(self.weights):
-            super().load_own_variables(store)
-            return
         self._check_load_own_variables(store)
         for number, variable in enumerate(_own_variables(self)):
             give_whole(variable, store[str(number)])
@@ -193,9 +187,8 @@ def seeded(
     config = given.get_config()
 
     def numbered(number: int) -> Callable[..., Any]:
-        text = f"{seed} {number}".encode()
-        folded = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
-        return type(given).from_config({**config, "seed": folded if folds else seed})  # type: ignore[no-any-return]
+        own = folded(seed, number) if folds else seed
+        return type(given).from_config({**config, "seed": own})  # type: ignore[no-any-return]
 
     return numbered
 

@@ -34,16 +34,11 @@ def rows_of_all(
     dtype: Any,
     ring: Communicator,
 ) -> list[Any]:
-    """Of each of `tables` the rows with `ids`, wherever they are. Collective.
+    """Of each of `tables` the rows with `ids`, int tensors of any shape, wherever they are.
 
-    Args:
-        tables: this rank's rows, dealt out: row i is on rank i mod size. `tf.Variable`.
-        ids: int tensors of any shape.
-        rows, names: of the whole tables.
-        dtype: of what travels, and of the result.
-
-    Returns:
-        Tensors of the shapes of `ids` and a row; their gradients are the tables' slices.
+    Collective. `tables` are this rank's, dealt out: row i is on rank i mod size; `rows` and `names`
+    are those of the whole ones. `dtype` is that of what travels, and of the result: tensors of the
+    shapes of `ids` and a row, whose gradients are the tables' slices.
 
     Raises:
         ArrayError: on all ranks, before anything is used: an id is outside of a table.

@@ -88,10 +88,14 @@ _marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def mark(variable: Any, part: Part) -> Any:
-    """Make a Keras variable a part, and return it. All ranks of the group mark in one order."""
-    number = next(_numbers)
-    setattr(variable, _NAME, (part, number))
-    _marked[number] = variable
+    """Make a Keras variable a part, and return it; a plain one, where a rank has the whole.
+
+    All ranks of the group mark in one order.
+    """
+    if part.communicator.size > 1:
+        number = next(_numbers)
+        setattr(variable, _NAME, (part, number))
+        _marked[number] = variable
     return variable
 
 
@@ -101,21 +105,26 @@ def part_of(variable: Any) -> Part | None:
     return None if found is None else found[0]
 
 
+def pieces_in(variables: Iterable[Any]) -> list[tuple[Any, Part]]:
+    """Those of `variables` that are parts, each with how it is divided."""
+    return [(v, part) for v in variables if (part := part_of(v)) is not None]
+
+
 def parts_in(variables: Iterable[Any]) -> list[Any]:
-    """Those of `variables` that are parts of a group of several ranks."""
-    return [v for v in variables if (part := part_of(v)) and part.communicator.size > 1]
+    """Those of `variables` that are parts."""
+    return [variable for variable, _ in pieces_in(variables)]
 
 
 def is_of_split_layer(variable: Any) -> bool:
     """Whether the ranks of its group, which read the same rows, have other pieces of it."""
     part = part_of(variable)
-    return part is not None and part.communicator.size > 1 and part.of_same_rows
+    return part is not None and part.of_same_rows
 
 
 def is_own_piece(variable: Any) -> bool:
     """Whether its gradients are of all ranks' rows, and are not averaged."""
     part = part_of(variable)
-    return part is not None and part.communicator.size > 1 and not part.of_same_rows
+    return part is not None and not part.of_same_rows
 
 
 def whole_of(variable: Any) -> np.ndarray:
@@ -125,7 +134,7 @@ def whole_of(variable: Any) -> np.ndarray:
         ConfigError: they do not wait.
     """
     part = part_of(variable)
-    if part is None or part.communicator.size == 1:
+    if part is None:
         return np.asarray(variable)
     if waiting_ranks() is None:
         raise ConfigError(
@@ -148,7 +157,7 @@ def give_whole(variable: Any, value: Any) -> None:
     `value` is an array, or what is indexed like one.
     """
     part = part_of(variable)
-    if part is None or part.communicator.size == 1:
+    if part is None:
         variable.assign(np.asarray(value))
         return
     if tuple(value.shape) != part.shape:

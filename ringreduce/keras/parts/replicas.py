@@ -13,22 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ringreduce import tensorflow as bridge
 from ringreduce.communicator.communicator import Communicator
-from ringreduce.keras.parts.part import is_of_split_layer, part_of
+from ringreduce.keras.parts.part import is_of_split_layer, pieces_in
+from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.errors import ConfigError
-from ringreduce.vocabulary.types import ReduceOp
 
 
 def model_group(variables: Iterable[Any]) -> Communicator | None:
     """The group that holds the pieces of split layers among `variables`; None: there are none."""
     groups: dict[tuple[int, ...], Communicator] = {}
-    for variable in filter(is_of_split_layer, variables):
-        part = part_of(variable)
-        assert part is not None
-        groups.setdefault(part.communicator.members, part.communicator)
+    for _, part in pieces_in(variables):
+        if part.of_same_rows:
+            groups.setdefault(part.communicator.members, part.communicator)
     if len(groups) > 1:
         first = next(iter(groups.values()))
         raise ConfigError(
@@ -74,5 +71,4 @@ def make_alike(variables: Sequence[Any], group: Communicator | None) -> bool:
     """
     if group is None:
         return False
-    differed = bridge.broadcast_variables(alike(variables), group)
-    return bool(group.all_reduce(np.array([differed], np.int64), ReduceOp.MAX)[0])
+    return count_true(group, bridge.broadcast_variables(alike(variables), group)) > 0

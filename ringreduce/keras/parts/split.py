@@ -117,10 +117,8 @@ class ColumnParallelDense(_SplitDense):
     All ranks of the group have the same input. The output is this rank's units, for a
     `RowParallelDense`; between the two may be what works on each unit by itself. It is drawn as the
     unsplit layer with the same seed, saved as `keras.layers.Dense` with the whole weights, and
-    ``rr.load_model(path, replace={"name of the layer": rr.ColumnParallelDense})`` divides it again.
-
-    Train with ``DistributedOptimizer(..., communicator=data)``, where `data` are the ranks with the
-    same piece; alone, ``data = comm.split(comm.rank)``.
+    `rr.load_model` divides it again. Train with ``DistributedOptimizer(..., communicator=data)``,
+    where `data` are the ranks with the same piece (docs/guides/groups.md).
 
     Args:
         units, arguments, options: as for `keras.layers.Dense`; no constraint, LoRA or quantization.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ringreduce.keras.parts.part import Part, part_of, parts_in
+from ringreduce.keras.parts.part import Part, parts_in, pieces_in
 from ringreduce.keras.wrappable import state_for
 from ringreduce.tensorflow.variables import path_of
 
@@ -29,9 +29,8 @@ def summary(model: Any) -> str:
     rows = [["part", "whole", "on each rank", "axis", "MiB", "of MiB"]]
     optimizer = getattr(model, "optimizer", None)
     total = [0.0, 0.0]
-    for variable in parts_in(model.weights):
-        part = part_of(variable)
-        assert part is not None
+    parts = pieces_in(model.weights)
+    for variable, part in parts:
         kept = 1
         if optimizer is not None and optimizer.built:
             kept += len(parts_in(state_for(optimizer, variable)))
@@ -47,9 +46,7 @@ def summary(model: Any) -> str:
         for row in rows
     ]
     text = "\n".join(lines)
-    parts = parts_in(model.weights)
-    first = part_of(parts[0]) if parts else None
-    if first is None or first.communicator.rank == 0:
+    if not parts or parts[0][1].communicator.rank == 0:
         print(text, flush=True)
     return text
 

@@ -15,57 +15,53 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.parts.part import give_whole, mark, part_of, parts_in, whole_of
+from ringreduce.keras.parts.part import Part, give_whole, mark, part_of, pieces_in, whole_of
 from ringreduce.keras.wrappable import ELEMENTWISE, all_within, state_for, works_by_element
 from ringreduce.tensorflow.collectives import all_reduce
+from ringreduce.tensorflow.sparse import map_values
 from ringreduce.tensorflow.variables import path_of
 from ringreduce.vocabulary.errors import ConfigError
 
 
 def check_parts(inner: Any, variables: Sequence[Any], ring: Communicator) -> None:
     """ConfigError if `inner`, averaging over `ring`, cannot train those of `variables` in parts."""
-    parts = parts_in(variables)
+    parts = pieces_in(variables)
     for one in all_within(inner) if parts else ():
         if not works_by_element(one):
+            first, _ = parts[0]
             raise ConfigError(
-                f"has {path_of(parts[0])} in pieces, and {one.name} ({type(one).__name__}) looks "
+                f"has {path_of(first)} in pieces, and {one.name} ({type(one).__name__}) looks "
                 "at whole variables, or is not known",
                 **ring.config.who,
                 remedy=f"Use {', '.join(ELEMENTWISE)} or another that works element by element.",
             )
-    for variable in parts:
-        part = part_of(variable)
-        assert part is not None
-        _check_groups(variable, part.communicator, part.of_same_rows, ring)
+    for variable, part in parts:
+        _check_groups(variable, part, ring)
 
 
-def _check_groups(
-    variable: Any, group: Communicator, of_same_rows: bool, ring: Communicator
-) -> None:
-    members, averaging = list(group.members), list(ring.members)
-    if not of_same_rows and members != averaging:
+def _check_groups(variable: Any, part: Part, ring: Communicator) -> None:
+    members, averaging = list(part.communicator.members), list(ring.members)
+    if not part.of_same_rows and members != averaging:
         raise ConfigError(
             f"averages over ranks {averaging}, while {path_of(variable)} is in pieces on ranks "
             f"{members}",
             **ring.config.who,
             remedy="Pass the layer and the optimizer one communicator.",
         )
-    if of_same_rows and len(common := sorted(set(members) & set(averaging))) > 1:
+    if part.of_same_rows and len(common := sorted(set(members) & set(averaging))) > 1:
         raise ConfigError(
             f"averages over ranks {averaging}, among which {common} hold different pieces of "
             f"{path_of(variable)}",
             **ring.config.who,
             remedy="Average over ranks with the same pieces: data = comm.split(comm.rank % "
-            f"{group.size}) with {group.size} pieces in neighbouring ranks, and "
+            f"{len(members)}) with {len(members)} pieces in neighbouring ranks, and "
             "DistributedOptimizer(..., communicator=data).",
         )
 
 
 def mark_state(inner: Any) -> None:
     """Make what `inner`, which is built, keeps for parts, parts as well."""
-    for variable in parts_in(private.trained_variables(inner)):
-        part = part_of(variable)
-        assert part is not None
+    for variable, part in pieces_in(private.trained_variables(inner)):
         for state in state_for(inner, variable):
             if part_of(state) is None:
                 mark(state, part)
@@ -94,7 +90,7 @@ def joint(
         for n, variable in enumerate(variables)
         if gradients[n] is not None and not getattr(variable, "overwrite_with_gradient", False)
     ]
-    parts = [n for n in used if parts_in([variables[n]])]
+    parts = {n: part for n in used if (part := part_of(variables[n])) is not None}
     clips = [one for one in all_within(inner) if one.clipnorm or one.global_clipnorm]
     scaled = [
         one for one in all_within(inner) if isinstance(one, keras.optimizers.LossScaleOptimizer)
@@ -103,15 +99,15 @@ def joint(
         apply(gradients, variables)
         return
     squares: list[Any] = [_square(g) if n in used else None for n, g in enumerate(gradients)]
-    for number in parts:
-        part = part_of(variables[number])
-        assert part is not None
+    for number, part in parts.items():
         squares[number] = all_reduce(squares[number], part.communicator)
     # An infinity in one rank's piece makes this so on all ranks, which then skip the step alike.
     gone = tf.add_n([squares[number] * 0 for number in parts])
     if scaled:
         first = used[0]
-        gradients[first] = _map(gradients[first], lambda each: each + tf.cast(gone, each.dtype))
+        gradients[first] = map_values(
+            lambda values: values + tf.cast(gone, values.dtype), gradients[first]
+        )
     for one in clips:
         gradients = _clipped(one, gradients, squares, scaled)
     with _unclipped(clips):
@@ -134,7 +130,7 @@ def _clipped(
         if norm is None:
             return gradient
         factor = most / tf.maximum(norm, most)
-        return _map(gradient, lambda values: values * tf.cast(factor, values.dtype))
+        return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
     return [times(gradient, norm) for gradient, norm in zip(gradients, norms, strict=True)]
 
@@ -156,10 +152,3 @@ def _square(gradient: Any) -> Any:
     """The sum of squares, in float32. Rows of slices are unique here."""
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-
-
-def _map(gradient: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = function(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return function(gradient)

@@ -26,13 +26,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart. The y axis is logarithmic if `is_log_y`, else it is a share from 0 to 100 %."""
+    """A chart.
+
+    Attributes:
+        is_log_y: whether the y axis is logarithmic; else it is a share, in the range `shares`.
+        x_ticks: where the x axis has numbers; by default at each x.
+    """
 
     title: str
     x_label: str
     y_label: str
     series: Sequence[Series]
     is_log_y: bool = False
+    shares: tuple[float, float] = (0, 1)
+    x_ticks: Sequence[float] = ()
 
 
 def draw(panels: Sequence[Panel], columns: int = 2) -> str:
@@ -52,15 +59,17 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> str:
 
 def _panel(panel: Panel) -> list[str]:
     points = [point for series in panel.series for point in series.points]
-    at_x = _scale([x for x, _ in points], LEFT, WIDTH - RIGHT)
+    ends = [*(x for x, _ in points), *panel.x_ticks]
+    at_x = _scale(ends, LEFT, WIDTH - RIGHT)
     if panel.is_log_y:
         ticks = _powers(min(y for _, y in points), max(y for _, y in points))
         at_y = _scale(ticks, HEIGHT - BOTTOM, TOP)
     else:
-        ticks = [0, 0.2, 0.4, 0.6, 0.8, 1]
+        low, high = panel.shares
+        ticks = [low + (high - low) * fifth / 5 for fifth in range(6)]
 
         def at_y(y: float) -> float:
-            return HEIGHT - BOTTOM - y * (HEIGHT - BOTTOM - TOP)
+            return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
 
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts = [
@@ -74,7 +83,7 @@ def _panel(panel: Panel) -> list[str]:
         label = f"{tick:g}" if panel.is_log_y else f"{tick:.0%}"
         parts.append(_line(LEFT, at_y(tick), WIDTH - RIGHT, at_y(tick)))
         parts.append(_text(LEFT - 5, at_y(tick) + 4, label, "end"))
-    for tick in sorted({x for x, _ in points}):
+    for tick in sorted(panel.x_ticks or {x for x, _ in points}):
         parts.append(_line(at_x(tick), HEIGHT - BOTTOM, at_x(tick), HEIGHT - BOTTOM + 4))
         parts.append(_text(at_x(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle"))
     labels = []

@@ -1,0 +1,374 @@
+"""Strategies by which each rank steps alone, and ranks meet every so many steps.
+
+At a meeting the ranks average how far each has come since the last one:
+
+    anchor  --- steps of rank 0 --->  weights of rank 0      change 0 = anchor - weights
+            --- steps of rank 1 --->  weights of rank 1      change 1
+
+    anchor := what `outer` makes of the mean change;  weights := anchor
+
+With overlap the mean arrives K steps after the meeting began; what a rank has learned meanwhile
+stays: weights := weights + new anchor - weights at the meeting's begin.
+
+Sources: McMahan et al., "Communication-efficient learning of deep networks from decentralized
+data", AISTATS 2017; Stich, "Local SGD converges fast and communicates little", ICLR 2019; Douillard
+et al., "DiLoCo", 2023, and "Streaming DiLoCo with overlapping communication", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.keras.strategies import Running, Step, Strategy, Use
+from ringreduce.keras.weighting import Kind, weighted
+from ringreduce.keras.wrappable import all_within
+from ringreduce.pure.encodings import Coding, encoding_of
+from ringreduce.pure.wire import signature_of
+from ringreduce.tensorflow.control_flow import vouch_for_branch
+from ringreduce.tensorflow.low_rank import PowerSGD
+from ringreduce.tensorflow.python_calls import call
+from ringreduce.tensorflow.variables import lasting
+from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.types import ReduceOp
+
+# What is reduced at a time: the engine may do other work in between.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Let each rank step alone, and average weights every `every` steps.
+
+    Args:
+        every: steps between meetings; 1 or more. An epoch's end, validation and the end of training
+            are meetings too.
+        overlap: steps for which training goes on while a meeting is under way; less than `every`.
+
+    The wrapped optimizer's state is each rank's own. In unequal batches ranks count by samples.
+    """
+
+    every: int
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"every is {self.every}; accepted: 1 and more")
+        if not 0 <= self.overlap < self.every:
+            raise ConfigError(
+                f"overlap is {self.overlap}; accepted: 0 to every - 1, {self.every - 1}"
+            )
+
+    def check(self, inner: Any) -> None:
+        """Refuse what needs equal gradients on all ranks."""
+        name = type(self).__name__
+        for one in all_within(inner):
+            if isinstance(one, keras.optimizers.LossScaleOptimizer):
+                raise ConfigError(
+                    f"got {one.name} with strategy={name}, whose ranks would skip other steps",
+                    remedy="Use mixed_bfloat16, which needs no loss scale.",
+                )
+            if getattr(one, "use_ema", False):
+                raise ConfigError(
+                    f"got {one.name} with use_ema and strategy={name}: averages of weights would "
+                    "differ between ranks",
+                    remedy="Leave use_ema out.",
+                )
+
+    def begin(self, use: Use) -> Running:
+        """See `Strategy`."""
+        return _Alone(self, use)
+
+    def made_outer(self) -> Any:
+        """An optimizer that gets mean changes as gradients; None: they are subtracted."""
+        return None
+
+
+@dataclass(frozen=True)
+class DiLoCo(LocalSGD):
+    """`LocalSGD` whose mean change is a gradient for an optimizer of its own.
+
+    Args:
+        outer: a Keras optimizer, which is copied; by default SGD(0.7, momentum=0.9, nesterov=True).
+    """
+
+    outer: Any = None
+
+    def made_outer(self) -> Any:
+        """A copy of `outer`."""
+        if self.outer is None:
+            return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        return type(self.outer).from_config(self.outer.get_config())
+
+
+class _Alone(Running):
+    keeps_state_equal = False
+    is_alone = True
+
+    def __init__(self, strategy: LocalSGD, use: Use) -> None:
+        self._strategy, self._use = strategy, use
+        if isinstance(use.compression, PowerSGD):
+            raise ConfigError(
+                f"got PowerSGD with strategy={type(strategy).__name__}",
+                remedy="Use compression='int8' or 'bf16' for meetings.",
+            )
+        # One optimizer may be applied to several sets of variables, each with its own meetings.
+        self._rounds: dict[tuple[int, ...], _Round] = {}
+        # Of rounds that have not begun.
+        self._loaded: dict[str, np.ndarray] = {}
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return all(bool(one.is_settled.numpy()) for one in self._rounds.values())
+
+    @property
+    def has_met(self) -> bool:  # type: ignore[override]
+        every, overlap = self._strategy.every, self._strategy.overlap
+        counts = [int(one.count.numpy()) for one in self._rounds.values()]
+        return all(count >= every and count % every == overlap for count in counts)
+
+    def take(self, step: Step) -> None:
+        mine = self._round_of(step)
+        tf.cond(mine.is_settled, mine.begin, _nothing)
+        gradients, own = step.gradients, tf.constant(1.0)
+        if step.weight is not None:
+            own = step.weight.own
+            gradients = [weighted(each, Kind.LOCAL, tf.math.sign(own)) for each in gradients]
+        step.apply([step.reducer.bridge.own(each) for each in gradients], step.variables)
+        mine.own.assign_add(own)
+        number, overlap = mine.count.assign_add(1), self._strategy.overlap
+        place = number % self._strategy.every
+        if overlap:
+            is_due = tf.logical_and(tf.equal(place, overlap), number > self._strategy.every)
+            tf.cond(is_due, mine.merge, _nothing)
+            tf.cond(tf.equal(place, 0), mine.meet, _nothing)
+        else:
+            tf.cond(tf.equal(place, 0), mine.meet_and_merge, _nothing)
+
+    def settle(self) -> None:
+        for mine in self._rounds.values():
+            if not bool(mine.is_settled.numpy()):
+                mine.settle(self._strategy.every)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            f"outer.{place}.{number}": np.asarray(variable)
+            for place, each in enumerate(self._rounds.values())
+            for number, variable in enumerate(each.outer_state)
+        }
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        self._loaded = dict(state)
+        for place, each in enumerate(self._rounds.values()):
+            self._load_round(place, each)
+
+    def _load_round(self, place: int, mine: _Round) -> None:
+        for number, variable in enumerate(mine.outer_state):
+            if (value := self._loaded.pop(f"outer.{place}.{number}", None)) is None:
+                continue
+            if tuple(variable.shape) != value.shape:
+                raise ConfigError(
+                    f"loads state of {type(self._strategy).__name__} of shape {value.shape} for a "
+                    f"variable of shape {tuple(variable.shape)}",
+                    remedy="Use the outer optimizer and the model that were saved.",
+                )
+            variable.assign(value)
+
+    def _round_of(self, step: Step) -> _Round:
+        for variable, kind in zip(step.variables, step.kinds, strict=True):
+            if kind not in (Kind.MEAN, Kind.LOCAL):
+                raise ConfigError(
+                    f"got {variable.name} with strategy={type(self._strategy).__name__}: a piece "
+                    "of a table or layer, or a scale of 8-bit floats, is of all ranks in each step",
+                    remedy="Train such models with rr.EveryStep().",
+                )
+        key = tuple(map(id, step.variables))
+        if key not in self._rounds:
+            shared = [
+                variable
+                for variable, kind in zip(step.variables, step.kinds, strict=True)
+                if kind is Kind.MEAN
+            ]
+            # Outside of the function that is being traced, since it outlives that.
+            with tf.init_scope():
+                overlaps = self._strategy.overlap > 0
+                outer = self._strategy.made_outer()
+                self._rounds[key] = _Round(shared, outer, overlaps, self._use)
+                self._load_round(len(self._rounds) - 1, self._rounds[key])
+        return self._rounds[key]
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Round:
+    """What ranks have between meetings, for one set of variables.
+
+    Attributes:
+        count, own: steps since the ranks were settled; this rank's samples since the last meeting.
+        outer_state: the outer optimizer's variables.
+    """
+
+    def __init__(self, variables: Sequence[Any], outer: Any, overlaps: bool, use: Use) -> None:
+        self._variables, self._outer, self._overlaps = variables, outer, overlaps
+        self._ring = use.communicator
+        self._meeting: _Meeting | None = None
+        self._compression = str(use.compression)
+        self.is_settled = lasting(True)
+        self.count, self.own = lasting(np.int64(0)), lasting(0.0)
+        values = [tf.cast(tf.convert_to_tensor(each), _wide(each)) for each in variables]
+        # Equal on all ranks.
+        self._anchors = [lasting(each) for each in values]
+        # This rank's weights when the meeting under way began.
+        self._sent = [lasting(each) for each in values if overlaps]
+        if outer is not None:
+            outer.build(self._anchors)
+        self.outer_state = [] if outer is None else list(outer.variables)
+
+    def begin(self) -> None:
+        """Take the weights as they are: they may have been loaded."""
+        for anchor, variable in zip(self._anchors, self._variables, strict=True):
+            anchor.assign(tf.cast(tf.convert_to_tensor(variable), anchor.dtype))
+        self.is_settled.assign(False)
+        self.count.assign(0)
+        self.own.assign(0.0)
+
+    def meet(self) -> None:
+        """Begin a meeting."""
+        vouch_for_branch()
+        changes = []
+        for number, (anchor, variable) in enumerate(
+            zip(self._anchors, self._variables, strict=True)
+        ):
+            value = tf.cast(tf.convert_to_tensor(variable), anchor.dtype)
+            if self._overlaps:
+                self._sent[number].assign(value)
+            changes.append(tf.cast(anchor - value, tf.float32))
+        given = [*changes, tf.convert_to_tensor(self.own)]
+        call(self._ring(), "begin a meeting", self._made().begin, given, [((), tf.int32)])
+        self.own.assign(0.0)
+
+    def merge(self) -> None:
+        """Wait for its end, and use the mean change; what was learned meanwhile stays."""
+        self._move_anchors()
+        for anchor, sent, variable in zip(self._anchors, self._sent, self._variables, strict=True):
+            value = tf.cast(tf.convert_to_tensor(variable), anchor.dtype) + (anchor - sent)
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def meet_and_merge(self) -> None:
+        """Both at once: weights are equal then."""
+        self.meet()
+        self._move_anchors()
+        self._use_anchors()
+
+    def settle(self, every: int) -> None:
+        """Make weights equal. Eager; collective.
+
+        Ranks that have made no step since a meeting begin no other: an outer optimizer with
+        momentum would move weights that nobody has changed.
+        """
+        if self._made().is_under_way:
+            self.merge()
+        if int(self.count.numpy()) % every:
+            self.meet()
+            self._move_anchors()
+        self._use_anchors()
+        self.is_settled.assign(True)
+
+    def _use_anchors(self) -> None:
+        for anchor, variable in zip(self._anchors, self._variables, strict=True):
+            variable.assign(tf.cast(anchor, variable.dtype))
+
+    def _move_anchors(self) -> None:
+        vouch_for_branch()
+        shapes = [(anchor.shape, tf.float32) for anchor in self._anchors]
+        means = call(self._ring(), "end a meeting", self._made().end, [], shapes)
+        means = [
+            tf.cast(mean, anchor.dtype) for mean, anchor in zip(means, self._anchors, strict=True)
+        ]
+        if self._outer is not None:
+            self._outer.apply(means, self._anchors)
+            return
+        for anchor, mean in zip(self._anchors, means, strict=True):
+            anchor.assign_sub(mean)
+
+    def _made(self) -> _Meeting:
+        if self._meeting is None:
+            self._meeting = _Meeting(
+                self._ring(), [tuple(each.shape) for each in self._anchors], self._compression
+            )
+        return self._meeting
+
+
+def _wide(variable: Any) -> Any:
+    return tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32
+
+
+class _Meeting:
+    """Averages changes in the engine's thread; one meeting at a time.
+
+    It owns the memory of the changes. `begin` and `end` are called on all ranks after equally many
+    steps.
+    """
+
+    def __init__(
+        self, ring: Communicator, shapes: Sequence[tuple[int, ...]], compression: str
+    ) -> None:
+        self._ring, self._shapes = ring, shapes
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        self._memory = np.zeros(sum(sizes), np.float32)
+        self._ends = np.cumsum(sizes)
+        self._signature = signature_of("meeting", sizes, compression)
+        self._coding = None
+        if compression != "none" and ring.transport != "shm":
+            encoding = encoding_of(compression)
+            size = self._memory.size
+            kept = np.zeros((2, size), np.float32) if encoding.has_residuals else None
+            self._coding = Coding(encoding, kept)
+            ring.count_residuals(self)
+        self._work: Any = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has begun, and not ended."""
+        return self._work is not None
+
+    def begin(self, *given: np.ndarray) -> list[Any]:
+        """Begin with this rank's changes, and its weight."""
+        *changes, own = given
+        for part, change in zip(self._parts(), changes, strict=True):
+            part[:] = change.reshape(-1)
+        weight = float(own)
+        self._work = self._ring.engine.submit(lambda: self._meet(weight))
+        return [np.int32(0)]
+
+    def end(self) -> list[np.ndarray]:
+        """Wait for the mean changes."""
+        work, self._work = self._work, None
+        work.wait()
+        found = zip(self._parts(), self._shapes, strict=True)
+        return [part.reshape(shape).copy() for part, shape in found]
+
+    def squared_norm(self) -> float:
+        """Of residuals."""
+        kept = None if self._coding is None else self._coding.residuals
+        return 0.0 if kept is None else float(np.dot(kept.ravel(), kept.ravel()))
+
+    def _parts(self) -> list[np.ndarray]:
+        return np.split(self._memory, self._ends[:-1])
+
+    def _meet(self, own: float) -> None:
+        ring, memory = self._ring, self._memory
+        total = ring.all_reduce(np.array([own]), signature=self._signature)[0]
+        memory *= np.float32(own * ring.size / total if total else 0.0)
+        for start in range(0, memory.size, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            coding = None if self._coding is None else self._coding.of(part)
+            ring.all_reduce(memory[part], ReduceOp.MEAN, signature=self._signature, coding=coding)

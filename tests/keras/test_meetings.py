@@ -1,0 +1,138 @@
+"""Ranks that step alone and meet, against a simulation in numpy: on a real ring of three."""
+
+import pytest
+
+from tests.facts import facts_in, facts_of
+from tests.jobs import run_job
+from tests.scope import in_full
+
+pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+RANKS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return facts_of("meetings", 3)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "jit"])
+@pytest.mark.parametrize("name", ["local", "local, overlapped", "diloco", "diloco, overlapped"])
+def test_it_is_what_the_simulation_gives(facts, name, way):
+    found = [facts[f"{name} {way}"][rank] for rank in RANKS]
+    assert max(fact["off"] for fact in found) < 2e-6
+    assert len({fact["digest"] for fact in found}) == 1
+
+
+@pytest.mark.parametrize("way", ["graph", "eager"])
+@pytest.mark.parametrize("name", ["local", "diloco, overlapped"])
+def test_ranks_count_by_samples_and_may_settle_in_between(facts, name, way):
+    found = [facts[f"{name}, uneven {way}"][rank] for rank in RANKS]
+    assert max(fact["off"] for fact in found) < 2e-6
+    assert len({fact["digest"] for fact in found}) == 1
+
+
+@pytest.mark.parametrize("name", ["diloco", "diloco, overlapped"])
+def test_settling_right_after_a_meeting_is_no_second_one(facts, name):
+    """Which the outer optimizer's momentum would take for a step."""
+    found = [facts[f"{name}, at once eager"][rank] for rank in RANKS]
+    assert max(fact["off"] for fact in found) < 2e-6
+    assert len({fact["digest"] for fact in found}) == 1
+
+
+def test_a_meeting_in_each_step_is_an_average_of_gradients(facts):
+    assert [facts["one"][rank]["equal"] for rank in RANKS] == [True] * 3
+
+
+def test_a_round_begins_with_weights_that_were_loaded(facts):
+    assert [facts["loaded"][rank]["values"] for rank in RANKS] == [[5.0]] * 3
+
+
+def test_fit_ends_each_epoch_and_itself_with_equal_weights(facts):
+    found = [facts["fitted"][rank] for rank in RANKS]
+    assert len({fact["digest"] for fact in found}) == 1
+    assert found[0]["losses"] == found[1]["losses"] == found[2]["losses"]
+    # One rank stops in its fifth epoch; the others go with it.
+    assert found[0]["epochs"] == 5
+    assert found[0]["losses"][-1] < found[0]["losses"][0] / 2
+    assert found[0]["seen"][-1] == pytest.approx(found[0]["evaluated"], rel=1e-5)
+
+
+def test_the_outer_optimizer_is_saved(facts):
+    first, *others = (facts["saved"][rank] for rank in RANKS)
+    assert len(set(first["first"])) == len(set(first["digests"])) == 1
+    assert first["forgetful"] != first["digests"][0]
+    for other in others:
+        assert other["digests"] == first["digests"]
+
+
+def test_ranks_that_step_alone_ask_nothing_of_others(facts):
+    fact = facts["asked"][0]
+    # Three meetings, and what an epoch needs; else two calls in each of 61 steps.
+    assert fact["alone"] < 40 < 122 <= fact["each step"]
+    for rank in RANKS:
+        assert facts["asked"][rank]["alone digest"] == fact["alone digest"]
+
+
+@pytest.mark.parametrize("name", ["local", "diloco"])
+def test_a_job_that_is_started_again_goes_on_after_the_last_epoch(facts, name):
+    found = [facts[f"resumed {name}"][rank] for rank in RANKS]
+    for fact in found:
+        assert fact["epochs"] == [2]
+        assert fact["digest"] == fact["loaded"] == fact["undisturbed"]
+    assert len({(fact["digest"], fact["loaded"]) for fact in found}) == 1
+
+
+def test_early_stopping_ends_all_with_the_best_epochs_weights(facts):
+    for rank in RANKS:
+        fact = facts["early"][rank]
+        assert fact["epochs"] == [0, 1, 2, 3]
+        assert fact["digest"] == fact["best"] == facts["early"][0]["best"]
+
+
+def test_one_that_stops_between_meetings_takes_all_with_it_at_the_next(facts):
+    for rank in RANKS:
+        fact = facts["stopped"][rank]
+        assert fact["batches"] == [0, 1, 2]
+        assert fact["settled"]
+        assert fact["digest"] == facts["stopped"][0]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("when", "compression", "transport"),
+    [
+        ("between", "none", "auto"),
+        ("under way", "int8", "zmq"),
+        in_full("between", "bf16", "zmq"),
+        in_full("under way", "none", "auto"),
+    ],
+)
+def test_a_rank_killed_between_meetings_or_in_one_is_named(when, compression, transport):
+    environment = {"RINGREDUCE_TRANSPORT": transport}
+    arguments = ["tests/programs/lost_meeting.py", when, compression]
+    result = run_job(3, arguments, environment=environment)
+    found = {fact["rank"]: fact for fact in facts_in(result.output)}
+    assert sorted(found) == [0, 2], result.errors
+    for fact in found.values():
+        assert fact["error"] == "PeerLostError", fact
+        assert "rank 1" in fact["text"]
+        # In the call that waits for what the killed rank has not sent.
+        assert fact["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("none", "every is 0"),
+        ("overlap", "overlap is 3; accepted: 0 to every - 1, 2"),
+        ("two", "accumulate_steps=k is strategy=rr.Accumulate(k)"),
+        ("scaled", "needs no loss scale"),
+        ("ema", "Leave use_ema out"),
+        ("no strategy", "Pass an object, such as rr.LocalSGD(50)"),
+        ("save", "call optimizer.settle() on all ranks first"),
+    ],
+)
+def test_what_cannot_be_is_refused(facts, case, text):
+    for rank in RANKS:
+        assert facts[f"refused {case}"][rank]["error"] == "ConfigError"
+        assert text in facts[f"refused {case}"][rank]["text"]
