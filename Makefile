@@ -45,8 +45,9 @@ PYTEST := $(BIN)/python -m pytest
 IN_TWO := -n 2 --dist loadfile --durations=10
 AGAIN := --last-failed --last-failed-no-failures none
 
-# Waits of faults pass in a fraction of their time; XLA compiles at once rather than well.
-QUICK := RINGREDUCE_TIME_SCALE=0.4 XLA_FLAGS=--xla_backend_optimization_level=0
+# Waits of faults pass in a fraction of their time; XLA compiles at once rather than well, and
+# TensorFlow leaves the graphs of tests/programs that ask for it as they are.
+QUICK := RINGREDUCE_TIME_SCALE=0.4 XLA_FLAGS=--xla_backend_optimization_level=0 KEEP_GRAPHS=1
 
 check: $(VENV)/.installed
 	$(QUICK) $(PYTEST) $(IN_TWO) -m "not full" || $(QUICK) $(PYTEST) -m "not full" $(AGAIN)

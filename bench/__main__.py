@@ -231,6 +231,75 @@ def train(
         )
 
 
+@app.command()
+def strategies(
+    model: Annotated[str, typer.Option(help="Whose speed: mlp, cnn or transformer.")] = "mlp",
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=16, help="Ranks.")] = 2,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Each worker on its own host with a link of this rate, such as 1gbit. Needs root.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Turns of each system: 5, or trainings for --accuracy: 1."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps in a turn.")] = 10,
+    every: Annotated[int, typer.Option(min=2, help="Steps between two meetings.")] = 50,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="Instead of speed: seconds until an accuracy.")
+    ] = False,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Instead of speed: final accuracies, in pairs of N equal seeds."
+        ),
+    ] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this system, such as int8; may be repeated."),
+    ] = None,
+    plot: Annotated[str | None, typer.Option(metavar="DIR", help="Draw SVGs here.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Fewer bytes, fewer meetings, and a parameter server: speed and accuracy, alternating."""
+    from bench.strategies import run as running
+    from bench.strategies import seeds as paired
+    from bench.strategies.ways import EVERY_STEP, RING_AND_SERVERS, WAYS
+
+    if model not in (known := ("mlp", "cnn", "transformer")):
+        raise typer.BadParameter(f"{model!r} is no model; {', '.join(known)} are")
+    if unknown := sorted(set(only or ()) - {way.name for way in WAYS}):
+        names = ", ".join(way.name for way in WAYS)
+        raise typer.BadParameter(f"{unknown[0]!r} is no system; {names} are")
+    if seeds == 1 or seeds < 0:
+        raise typer.BadParameter(f"{seeds} seeds have no spread; 2 and more have")
+    if seeds and only:
+        if EVERY_STEP not in only:
+            raise typer.BadParameter(f"seeds are compared with {EVERY_STEP}: add it to --only")
+        if left := sorted(set(only) - {way.name for way in paired.WAYS}):
+            raise typer.BadParameter(f"{left[0]!r} takes no part in --seeds")
+    if plot and not accuracy:
+        if seeds:
+            raise typer.BadParameter("--seeds has nothing to draw")
+        compared = set(only or RING_AND_SERVERS) & set(RING_AND_SERVERS)
+        if not link or EVERY_STEP not in compared or len(compared) < 2:
+            raise typer.BadParameter(f"speed is drawn with --link, {EVERY_STEP} and a server")
+    settings = running.Settings(
+        names=only,
+        workers=workers,
+        rate=rate_of(link) if link else None,
+        rounds=rounds or (1 if accuracy else 5),
+        every=every,
+        plot=plot,
+        json_file=json_file,
+    )
+    with unavailable_is_an_answer():
+        running.run(settings, model=model, steps=steps, learns=accuracy, seed_count=seeds)
+
+
 def _chosen(text: str, known: tuple[str, ...]) -> list[str]:
     """Those in `text`, separated by commas."""
     names = text.split(",")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+# Distinct random batches, which are repeated.
+BATCHES = 8
+
 
 def make(name: str) -> keras.Model:
     """An uncompiled model of that name."""

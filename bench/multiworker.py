@@ -2,6 +2,7 @@
 
 ``python -m bench.multiworker ...`` with TF_CONFIG. Keras 3's `fit` does not work under this
 strategy (keras#20585), so that the steps are a loop of our own, as TensorFlow's guide has it.
+Orders are those of `bench.strategies.worker`, and of ``bench train``, which name no `do`.
 """
 
 from __future__ import annotations
@@ -10,21 +11,65 @@ import argparse
 import json
 import os
 import time
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from bench import models
-from bench.train_worker import BATCHES
+from bench.strategies.curve import Curve
+from bench.strategies.tasks import optimizer, task
 from bench.turns import Line
+
+
+class Replicated:
+    """A model under the strategy, with this worker's part of each batch."""
+
+    def __init__(
+        self, strategy: Any, rank: int, workers: int, name: str, *, seed: int = 1, steps: int = 0
+    ) -> None:
+        chosen = task(name)
+        keras.utils.set_random_seed(seed)
+        self.data = chosen.data(seed, steps)
+        share = self.data.inputs.shape[1] // workers
+        own = slice(rank * share, (rank + 1) * share)
+        arrays = (self.data.inputs[:, own], self.data.labels[:, own])
+        batches = tf.data.Dataset.from_tensor_slices(arrays).repeat()
+        # How many losses the workers' batches have together.
+        count = arrays[1][0].size * workers
+        with strategy.scope():
+            self.model = model = chosen.make()
+            own_optimizer = optimizer(chosen.optimizer)
+            own_optimizer.build(model.trainable_variables)
+            loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+        self._batches = strategy.distribute_datasets_from_function(lambda _: batches)
+
+        def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True)) / count
+            gradients = tape.gradient(loss, model.trainable_variables)
+            own_optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        @tf.function
+        def step(batch: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+            losses = strategy.run(replica_step, args=batch)
+            return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+        logits = tf.function(lambda inputs: model(inputs, training=False))
+        self.predict = lambda inputs: logits(inputs).numpy()
+        self._step = step
+
+    def steps(self, count: int) -> Any:
+        """Train `count` steps from the first batch on, as `fit` begins; yields each loss."""
+        data = iter(self._batches)
+        for _ in range(count):
+            yield float(self._step(next(data)).numpy())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=models.MODELS, required=True)
     parser.add_argument("--workers", type=int, required=True)
-    parser.add_argument("--global-batch", type=int, required=True)
     arguments = parser.parse_args()
 
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -32,42 +77,34 @@ def main() -> None:
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
-    keras.utils.set_random_seed(1)
-    inputs, labels = models.batches(arguments.model, BATCHES, arguments.global_batch)
-    share = arguments.global_batch // arguments.workers
-    own = slice(rank * share, (rank + 1) * share)
-    batches = tf.data.Dataset.from_tensor_slices((inputs[:, own], labels[:, own])).repeat()
-    with strategy.scope():
-        model = models.make(arguments.model)
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    distributed = strategy.distribute_datasets_from_function(lambda _: batches)
-
-    def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True)) / arguments.global_batch
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    @tf.function
-    def step(batch: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        losses = strategy.run(replica_step, args=batch)
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
-
+    place = strategy, rank, arguments.workers
+    kept: dict[str, Replicated] = {}
     line = Line(rank, transport=None)
     for order in line.orders():
+        if order.get("do") == "learn":
+            keras.backend.clear_session()
+            made = Replicated(*place, order["task"], seed=order["seed"], steps=order["steps"])
+            curve = Curve(made.predict, made.data, order["every"])
+            for number, _ in enumerate(made.steps(order["steps"]), start=1):
+                curve.after(number)
+            line.answer(curve=curve.points, accuracy=curve.tested())
+            continue
+        if order["model"] not in kept:
+            kept[order["model"]] = Replicated(*place, order["model"])
         ends, losses = [], []
-        data = iter(distributed)  # From the first batch on, as `fit` begins.
-        for _ in range(order["steps"] + 1):
-            losses.append(step(next(data)).numpy())
+        for loss in kept[order["model"]].steps(order["steps"] + 1):
             ends.append(time.perf_counter())
-        # As for the others: without the first step, whose start is unknown.
-        seconds = np.diff(ends).tolist()
-        # Their mean, as `fit` has it.
-        loss = float(np.mean(losses))
-        line.answer(seconds=seconds, communication_s=0.0, waiting_s=0.0, loss=loss)
+            losses.append(loss)
+        line.answer(
+            # As for the others: without the first step, whose start is unknown.
+            seconds=np.diff(ends).tolist(),
+            began=ends[0],
+            ended=ends[-1],
+            communication_s=0.0,
+            waiting_s=0.0,
+            # Their mean, as `fit` has it.
+            loss=float(np.mean(losses)),
+        )
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ def shaped(count: int, rate: str, latency_ms: float = 0) -> Iterator[list[Host]]
         yield hosts
 
 
+def at_switch(hosts: Sequence[Host]) -> tuple[str, ...]:
+    """The prefix of a command where port p0 leads to the first of `hosts`; without latency."""
+    return ("ip", "netns", "exec", f"{hosts[0].name.removesuffix('h0')}s")
+
+
 def _bridge(hosts: Sequence[Host], switch: str, tbf: str) -> None:
     """Connect the hosts by a switch whose ports are shaped."""
     _run(f"ip -n {switch} link add br0 type bridge")

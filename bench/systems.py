@@ -127,18 +127,26 @@ def _openmpi(hosts: Sequence[Host]) -> list[Process]:
     return [Process([*command, *WORKER, "openmpi"], QUIET)]
 
 
-def tf_processes(command: Sequence[str], hosts: Sequence[Host]) -> list[Process]:
-    """`command` as the workers of a TensorFlow cluster, with as many threads as ringreduce's."""
-    ports = free_ports(len(hosts))
-    addresses = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
-    cluster = {"worker": addresses}
-    tasks = [{"type": "worker", "index": rank} for rank in range(len(hosts))]
-    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+def tf_processes(
+    command: Sequence[str], hosts: Sequence[Host], server: Host | None = None
+) -> list[Process]:
+    """`command` as the workers of a TensorFlow cluster, with as many threads as ringreduce's.
+
+    With `server`, first as its coordinator and its parameter server, both on that host.
+    """
+    placed = [("worker", rank, host) for rank, host in enumerate(hosts)]
+    if server is not None:
+        placed = [("chief", 0, server), ("ps", 0, server), *placed]
+    cluster: dict[str, list[str]] = {}
+    for (kind, _, host), port in zip(placed, free_ports(len(placed)), strict=True):
+        cluster.setdefault(kind, []).append(f"{host.address}:{port}")
     environment = worker_environment(Config(), default_threads(len(hosts))) | QUIET
-    return [
-        Process([*host.prefix, *command], environment | {"TF_CONFIG": config})
-        for host, config in zip(hosts, configs, strict=True)
-    ]
+    processes = []
+    for kind, index, host in placed:
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        variables = environment | {"TF_CONFIG": json.dumps(config)}
+        processes.append(Process([*host.prefix, *command], variables))
+    return processes
 
 
 def _tf_ring(hosts: Sequence[Host]) -> list[Process]:

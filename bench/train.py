@@ -122,10 +122,10 @@ def run(
             systems = [system(name, model, hosts, transport, bucket_bytes) for name in names]
             start(turns, systems, measured)
             for name in names:
-                turns.ask(name, {"steps": WARMUP_STEPS})
+                turns.ask(name, {"model": model, "steps": WARMUP_STEPS})
             for _ in track(range(rounds), "turns", console=Console(stderr=True), transient=True):
                 for name in names:
-                    measured[name].add(turns.ask(name, {"steps": steps}))
+                    measured[name].add(turns.ask(name, {"model": model, "steps": steps}))
         except SystemFailed as failure:
             sys.exit(f"bench: {failure}; its output is above")
     rows = [row(name, model, workers, link, measured[name]) for name in names]
@@ -143,7 +143,7 @@ def system(
     kind, _, compression = name.removesuffix(JIT).partition(CODED)
     options = ["--model", model, "--workers", str(workers), "--global-batch", str(GLOBAL_BATCH)]
     if kind == MULTIWORKER:
-        command = [sys.executable, "-m", "bench.multiworker", *options]
+        command = [sys.executable, "-m", "bench.multiworker", "--workers", str(workers)]
         return System(name, tf_processes(command, hosts), lines=workers)
     options += ["--bucket-bytes", str(bucket_bytes), "--compression", compression or "none"]
     command = [sys.executable, "-m", "bench.train_worker", kind, *options]

@@ -19,8 +19,6 @@ from bench import models
 from bench.turns import Line
 from ringreduce import Communicator
 
-BATCHES = 8  # distinct batches, repeated
-
 
 class StepClock(keras.callbacks.Callback):
     """Seconds of each training step, from batch end to batch end, and the ring's time in it."""
@@ -74,7 +72,7 @@ def main() -> None:
         names = [f"CPU:{i}" for i in range(arguments.workers)]
         strategy = tf.distribute.MirroredStrategy(names).scope()
     keras.utils.set_random_seed(1)
-    inputs, labels = models.batches(arguments.model, BATCHES, arguments.global_batch)
+    inputs, labels = models.batches(arguments.model, models.BATCHES, arguments.global_batch)
     share = arguments.global_batch // comm.size
     own = slice(comm.rank * share, (comm.rank + 1) * share)
     data = tf.data.Dataset.from_tensor_slices((inputs[:, own], labels[:, own])).repeat()
