@@ -157,11 +157,12 @@ class _Alone(Running):
                 mine.settle(self._strategy.every)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {
+        begun = {
             f"outer.{place}.{number}": np.asarray(variable)
             for place, each in enumerate(self._rounds.values())
             for number, variable in enumerate(each.outer_state)
         }
+        return {**self._loaded, **begun}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         self._loaded = dict(state)

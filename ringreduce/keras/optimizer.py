@@ -261,6 +261,8 @@ class DistributedOptimizer(Wrapper):
             state = self.shared(self._inner.variables)
             grads = self._initial.give(self.shared(every), grads, kinds, ring, state, settings)
             if self._initial.are_given:
+                with tf.init_scope():
+                    self.broadcast_state()
                 self._look_at_fit(every)
         if self._touched is not None:
             self._touched.look_at(self._inner, grads, known, self._ring())
@@ -296,6 +298,20 @@ class DistributedOptimizer(Wrapper):
         self._running.load(state)
         if self._bridge.low_rank is not None:
             self._bridge.low_rank.load(state, private.trained_variables(self._inner))
+
+    def broadcast_state(self, root: int = 0) -> None:
+        """Give all ranks what rank `root` has of the strategy and `PowerSGD`. Collective."""
+        ring = self._ring()
+        if self._state is None or ring.size == 1:
+            return
+        own = self._state_now() if ring.rank == root else {}
+        layout = {name: (value.dtype.name, value.shape) for name, value in own.items()}
+        found = {}
+        for name, (dtype, shape) in ring.broadcast_object(layout, root).items():
+            found[name] = np.array(own[name]) if name in own else np.empty(shape, dtype)
+            ring.broadcast(found[name].reshape(-1), root)
+        if ring.rank != root and found:
+            self._load_state(found)
 
     @property
     def is_settled(self) -> bool:

@@ -98,22 +98,22 @@ def build_optimizer_here(model: Any) -> None:
 
 def settle(model: Any) -> None:
     """Make weights equal on all ranks where they step alone between meetings. Collective."""
-    for wrapper in _wrappers_in(model):
+    for wrapper in wrappers_in(model):
         wrapper.settle()
 
 
 def is_alone(model: Any) -> bool:
     """Whether `model` has optimizers, none of which needs other ranks in each step."""
-    found = _wrappers_in(model)
+    found = wrappers_in(model)
     return bool(found) and all(wrapper.is_alone for wrapper in found)
 
 
 def is_distributed(model: Any) -> bool:
     """Whether an optimizer of `model` averages gradients."""
-    return bool(_wrappers_in(model))
+    return bool(wrappers_in(model))
 
 
-def _wrappers_in(model: Any) -> list[Wrapper]:
+def wrappers_in(model: Any) -> list[Wrapper]:
     """The distributed optimizers of `model`; a GAN has several, as attributes or in a list."""
     held = [getattr(model, "optimizer", None), *vars(model).values()]
     lists = [one for one in held if isinstance(one, (list, tuple))]
@@ -128,7 +128,7 @@ def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> Non
     if not is_initialized() or communicator is default_communicator():
         return
     layers = [v for v in private.layers_of(model) if isinstance(v, SyncBatchNormalization)]
-    averaging: list[Any] = [*_wrappers_in(model), *layers]
+    averaging: list[Any] = [*wrappers_in(model), *layers]
     for one in averaging:
         if one.communicator is None:
             name = "DistributedOptimizer" if isinstance(one, Wrapper) else "SyncBatchNormalization"
@@ -142,7 +142,7 @@ def refuse_other_ring(model: Any, where: str, communicator: Communicator) -> Non
 
 def refuse_other_optimizer(model: Any, communicator: Communicator) -> None:
     """ConfigError if an optimizer averages over other ranks than `rr.fit` compares in the end."""
-    for one in _wrappers_in(model):
+    for one in wrappers_in(model):
         own = one.communicator
         if own is not None and list(own.members) != list(communicator.members):
             raise ConfigError(

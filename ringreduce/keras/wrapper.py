@@ -32,6 +32,7 @@ class Wrapper(keras.optimizers.Optimizer):
     communicator: Any
     around: Callable[[Any], Wrapper]
     settle: Callable[[], None]
+    broadcast_state: Callable[[int], None]
     is_alone: Any
 
     def __init__(self, inner: Any) -> None:

@@ -12,7 +12,7 @@ from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
 from ringreduce.keras.initial import plain_variable
 from ringreduce.keras.parts.replicas import alike, make_alike, model_group
-from ringreduce.keras.wrappable import build_optimizer_here
+from ringreduce.keras.wrappable import build_optimizer_here, wrappers_in
 from ringreduce.tensorflow.agreement import count_true
 from ringreduce.vocabulary.errors import ConfigError
 
@@ -145,6 +145,8 @@ def broadcast_state(
     shared = [variable for variable in state if id(plain_variable(variable)) not in kept]
     bridge.broadcast_variables(shared, communicator, root)
     make_alike(shared, model_group(shared))
+    for wrapper in wrappers_in(model):
+        wrapper.broadcast_state(root)
 
 
 def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
