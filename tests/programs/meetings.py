@@ -248,13 +248,21 @@ def outer_saved():
     other.load_weights(path)
     go_on()
     rr.fit(again, x, x[:, :1], 4 * SIZE, initial_epoch=2, epochs=4, **options)
+    # Rank 0 alone loads, and saves it again before a step.
+    one = made()
+    go_on = fit(one, 2, 4)
+    if comm.rank == 0:
+        one.load_weights(path)
+        one.save(path)
+        one.load_weights(path)
+    go_on()
     forgetful = made()
     forgetful.load_weights(path)
     fit(forgetful, 2, 4)()
     say(
         "saved",
         first=[first, plain],
-        digests=[digest(each.weights) for each in (whole, again, other)],
+        digests=[digest(each.weights) for each in (whole, again, other, one)],
         forgetful=digest(forgetful.weights),
     )
 
