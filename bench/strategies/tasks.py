@@ -91,7 +91,7 @@ def _digits(seed: int, steps: int) -> Data:
     return Data(pixels[taken], labels[taken], pixels[tested], labels[tested])
 
 
-class _Causal(keras.layers.Layer):
+class Causal(keras.layers.Layer):
     """A pre-norm block of width 128 in which a place sees those before it."""
 
     def __init__(self) -> None:
@@ -107,8 +107,11 @@ class _Causal(keras.layers.Layer):
         return x + self.narrow(self.wide(self.norms[1](x)))
 
 
-class _Places(keras.layers.Layer):
-    """Adds a learned vector for each place."""
+class Places(keras.layers.Layer):
+    """Adds a learned vector for each place.
+
+    Its name becomes one of operations, which may not begin with an underscore.
+    """
 
     def build(self, shape: tuple[int, ...]) -> None:
         self.places = self.add_weight(shape=shape[1:], initializer="random_normal")
@@ -120,9 +123,9 @@ class _Places(keras.layers.Layer):
 def _text_transformer() -> keras.Model:
     """Two blocks of width 128 on 48 characters: 0.43 M parameters."""
     inputs = keras.Input((_WINDOW,), dtype="int32")
-    x = _Places()(keras.layers.Embedding(128, 128)(inputs))
+    x = Places()(keras.layers.Embedding(128, 128)(inputs))
     for _ in range(2):
-        x = _Causal()(x)
+        x = Causal()(x)
     return keras.Model(inputs, keras.layers.Dense(128)(keras.layers.LayerNormalization()(x)))
 
 

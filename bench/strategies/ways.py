@@ -61,6 +61,7 @@ WAYS = (
     Way("local", RING, "local"),
     Way("diloco", RING, "diloco"),
     Way("diloco-overlap", RING, "diloco", overlaps=True),
+    Way("diloco-int8", RING, "diloco", "int8", overlaps=True),
     Way("multiworker", MULTIWORKER),
     Way(SYNCHRONOUS, SERVER),
     Way("server-async", SERVER),
