@@ -16,11 +16,11 @@ import typer
 from ringreduce._version import __version__
 from ringreduce.commands.launch.conclusion import TRACEBACKS
 from ringreduce.commands.launch.display import OUTPUTS
-from ringreduce.commands.launch.hosts import Host, parse_hosts, share_out
+from ringreduce.commands.launch.hosts import parse_hosts, share_out
 from ringreduce.commands.launch.nodes import node_of
 from ringreduce.commands.launch.plan import Plan
 from ringreduce.commands.launch.program import check_program
-from ringreduce.commands.launch.spread import read_hostfile, spread_over
+from ringreduce.commands.launch.spread import Spread, read_hostfile, spread_over
 from ringreduce.commands.launch.supervisor import supervise
 from ringreduce.vocabulary.config import SETTINGS, TIMES, Config, Setting
 from ringreduce.vocabulary.errors import RingReduceError
@@ -93,6 +93,29 @@ def _of_hosts(metavar: str, help: str, *flags: str, shown: str = "none") -> Any:
     return _option(Setting(help), metavar, *flags, rich_help_panel="Several hosts", shown=shown)
 
 
+_HOSTS = _of_hosts(
+    "HOST:SLOTS,...",
+    "Hosts, and how many workers each has. They are reached by ssh, and have the same folder, "
+    "Python and ringreduce.",
+    "-H",
+    "--hosts",
+    shown="this one",
+)
+_HOSTFILE = _of_hosts("FILE", "A file with a host on each line, as HOST slots=N or HOST:N.")
+_RENDEZVOUS = _of_hosts(
+    "HOST:PORT",
+    "Where the ranks meet: an address of the first host that all hosts reach, and a port, "
+    "which only -H and --hostfile can do without.",
+    shown="the first host's name, any free port",
+)
+_SSH = _of_hosts(
+    "COMMAND",
+    "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
+    shown="ssh",
+)
+_PYTHON = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path")
+
+
 def _worker_count(text: str) -> int:
     if text.startswith("p"):
         raise typer.BadParameter(
@@ -142,17 +165,8 @@ def run(
         shown="1, or all slots of the hosts",
         parser=_worker_count,
     ),
-    hosts: str | None = _of_hosts(
-        "HOST:SLOTS,...",
-        "Hosts, and how many workers each has. They are reached by ssh, and have the same folder, "
-        "Python and ringreduce.",
-        "-H",
-        "--hosts",
-        shown="this one",
-    ),
-    hostfile: Path | None = _of_hosts(
-        "FILE", "A file with a host on each line, as HOST slots=N or HOST:N."
-    ),
+    hosts: str | None = _HOSTS,
+    hostfile: Path | None = _HOSTFILE,
     nnodes: int | None = _number_of_hosts(
         "N",
         "Hosts, on each of which this command is run; -n counts one host's workers.",
@@ -209,27 +223,16 @@ def run(
         "A variable for the workers; NAME alone: as it is here. Other hosts get those of "
         "ringreduce, and PYTHONPATH, in any case.",
     ),
-    rendezvous: str | None = _of_hosts(
-        "HOST:PORT",
-        "Where the ranks meet: an address of the first host that all hosts reach, and a port, "
-        "which only -H and --hostfile can do without.",
-        shown="the first host's name, any free port",
-    ),
-    ssh: str | None = _of_hosts(
-        "COMMAND",
-        "The command that reaches hosts, with options: 'ssh -p 2222 -i key'.",
-        shown="ssh",
-    ),
-    python: str | None = _of_hosts("PROGRAM", "Python on the hosts.", shown="this one's path"),
+    rendezvous: str | None = _RENDEZVOUS,
+    ssh: str | None = _SSH,
+    python: str | None = _PYTHON,
 ) -> None:
     """Start the workers, and leave with the job's exit code."""
     program = ["-m"] * module + [script, *(arguments or [])]
     spread = node = None
     if hosts is not None or hostfile is not None:
         _refuse("not with", ("--nnodes", nnodes), ("--node-rank", node_rank), ("--stdin", stdin))
-        shares = share_out(_hosts(hosts, hostfile), workers)
-        spread = spread_over(shares, ssh, python, rendezvous)
-        size = sum(share.count for share in shares)
+        spread, size = _spread(hosts, hostfile, workers, ssh, python, rendezvous)
         variables = forwarded_environment(env or ())
     else:
         _refuse("only with", ("--ssh", ssh), ("--python", python))
@@ -281,11 +284,15 @@ def _refuse(when: str, *options: tuple[str, object]) -> None:
             raise typer.BadParameter(f"{when} -H or --hostfile", param_hint=name)
 
 
-def _hosts(names: str | None, file: Path | None) -> list[Host]:
-    """The hosts of -H or of --hostfile."""
+def _spread(
+    names: str | None, file: Path | None, workers: int | None, *how: str | None
+) -> tuple[Spread, int]:
+    """The hosts of -H or of --hostfile, with `spread_over`'s other arguments; number of ranks."""
     if names is not None and file is not None:
         raise typer.BadParameter("give it or --hostfile, not both", param_hint="-H")
-    return read_hostfile(file) if file is not None else parse_hosts(names or "")
+    hosts = read_hostfile(file) if file is not None else parse_hosts(names or "")
+    shares = share_out(hosts, workers)
+    return spread_over(shares, *how), sum(share.count for share in shares)
 
 
 @app.command(
@@ -300,6 +307,45 @@ def report(folder: Path = typer.Argument(metavar="DIR", help="What --log-dir was
     from ringreduce.commands.report.view import show
 
     show(read_records(folder))
+
+
+@app.command(
+    help="Form a ring, and say what would stop or slow a job here: versions, libraries, limits, "
+    "and each link's speed beside that of the network or memory alone.\n\n"
+    "The exit code is 0, or 1 if there is a problem; if no ring forms, that of the failure.",
+)
+def doctor(
+    workers: int | None = _number(
+        "N",
+        "Ranks to start.",
+        "-n",
+        "--workers",
+        least=1,
+        shown="2, or all slots of the hosts",
+        parser=_worker_count,
+    ),
+    hosts: str | None = _HOSTS,
+    hostfile: Path | None = _HOSTFILE,
+    rendezvous: str | None = _RENDEZVOUS,
+    ssh: str | None = _SSH,
+    python: str | None = _PYTHON,
+    as_json: bool = typer.Option(False, "--json", help="Print all that was found as JSON."),
+) -> None:
+    """Run the worker on each rank, and leave with the exit code of the report or the job."""
+    from ringreduce.commands.doctor.view import show
+
+    spread, size = None, workers or 2
+    if hosts is not None or hostfile is not None:
+        spread, size = _spread(hosts, hostfile, workers, ssh, python, rendezvous)
+    else:
+        options = ("--ssh", ssh), ("--python", python), ("--rendezvous", rendezvous)
+        _refuse("only with", *options)
+    program, printed = ["-m", "ringreduce.commands.doctor.worker"], io.StringIO()
+    # Workers that import nothing else meet sooner than others.
+    choices = {"join_timeout_s": 60.0}
+    plan = Plan(program, size, choices, variables=forwarded_environment(), spread=spread)
+    code = supervise(plan, stdout=printed).conclude()
+    raise typer.Exit(code or show(printed.getvalue(), as_json=as_json))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -77,6 +78,16 @@ def load(path: Path) -> ctypes.CDLL:
     if abi != ABI:
         raise NativeError(f"{path} has ABI {abi}; this ringreduce needs {ABI}", remedy=remedy)
     return opened
+
+
+def xla_futures_at(include: str) -> int:
+    """Where XLA's table has the function that makes futures, by TensorFlow's headers in `include`.
+
+    Raises OSError or ValueError if they do not say.
+    """
+    header = Path(include, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
+    fields = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\);", header)
+    return fields.index("XLA_FFI_Future_Create")
 
 
 def functions(prefix: str, signatures: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:

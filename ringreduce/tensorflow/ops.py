@@ -11,7 +11,6 @@ import ctypes
 import glob
 import logging
 import os
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -69,11 +68,8 @@ def wait(plan: int, bucket: int, gradients: Sequence[Any], tokens: Sequence[Any]
 
 def custom_calls_missing() -> str | None:
     """Register the custom calls; None if that worked, else the reason it did not."""
-    header = os.path.join(tf.sysconfig.get_include(), "xla", "ffi", "api", "c_api.h")
     try:
-        with open(header, encoding="utf-8") as file:
-            functions = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((XLA_FFI_\w+)\);", file.read())
-        futures_at = functions.index("XLA_FFI_Future_Create")
+        futures_at = native.xla_futures_at(tf.sysconfig.get_include())
     except (OSError, ValueError) as error:
         return f"the order of the functions in XLA's table is not known: {error}"
     # Up to TensorFlow 2.19 only the second exports XLA's interface.

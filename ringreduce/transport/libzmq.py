@@ -98,6 +98,11 @@ def load() -> None:
         )
 
 
+def version() -> str:
+    """Of libzmq."""
+    return zmq.zmq_version()
+
+
 # <malloc.h>: parameters of mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

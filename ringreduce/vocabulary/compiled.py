@@ -47,6 +47,10 @@ def callback(signature: Any, function: Callable[..., Any]) -> Any:
     return compiled
 
 
+# Folders of compiled functions that lacked one, which was compiled anew.
+incomplete: set[str] = set()
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """Loads without `BaseContext.refresh`, and only what was compiled from the present sources."""
 
@@ -58,7 +62,10 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # Compiled code counts references to arrays.
-        return self._load_overload(sig, target_context)
+        found = self._load_overload(sig, target_context)
+        if found is None:
+            incomplete.add(self.cache_path)
+        return found
 
 
 @cache

@@ -139,7 +139,7 @@ def test_the_scripts_own_arguments_pass_unchanged(tmp_path: Path, arguments: lis
     assert json.loads(done.stdout.removeprefix("[0] ")) == arguments
 
 
-@pytest.mark.parametrize("command", ["run", "report"])
+@pytest.mark.parametrize("command", ["run", "report", "doctor"])
 def test_no_help_has_square_brackets_which_would_be_taken_for_markup(command: str) -> None:
     found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     texts = [found.help, *(getattr(one, "help", "") for one in found.params)]
@@ -271,7 +271,7 @@ def test_the_help_of_80_columns_breaks_no_word_and_shows_defaults() -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("ringreduce ", {"run", "report"}),
+        ("ringreduce ", {"run", "report", "doctor"}),
         ("ringreduce run --out", {"--output"}),
         ("ringreduce run --output ", {"all", "rank0", "failed"}),
         ("ringreduce run --transport ", {"auto", "shm", "zmq"}),

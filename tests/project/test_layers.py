@@ -40,6 +40,7 @@ LAYERS = {
     "entry points": ("commands", "__main__", "testing"),
 }
 DECIDES = [
+    "ringreduce.commands.doctor.findings",
     "ringreduce.commands.launch.conclusion",
     "ringreduce.commands.launch.exchange",
     "ringreduce.commands.launch.failure",

@@ -1,4 +1,4 @@
-"""The cores that a process may use: bound to, and limited by cgroups of both versions."""
+"""The cores and the memory that a process may use: limited by cgroups of both versions."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.vocabulary import cores
-from ringreduce.vocabulary.cores import are_crowded, usable_cores
+from ringreduce.vocabulary.cores import are_crowded, memory_limit, usable_cores
 
 V1 = "5:memory:/job\n4:cpu,cpuacct:/outer/job\n"
 
@@ -64,6 +64,18 @@ def host(folder, cgroup, **limits):
 )
 def test_the_smallest_limit_counts(tmp_path, cgroup, limits, expected):
     assert usable_cores(host(tmp_path, cgroup, **limits)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        ("0::/job\n", {"job/memory.max": "max\n"}, None),
+        ("0::/a/b\n", {"a/memory.max": "3000\n", "a/b/memory.max": "4000\n"}, 3000),
+        (V1, {"memory/job/memory.limit_in_bytes": "5000\n"}, 5000),
+    ],
+)
+def test_the_smallest_limit_of_memory_counts(tmp_path, cgroup, limits, expected):
+    assert memory_limit(host(tmp_path, cgroup, **limits)) == expected
 
 
 def test_a_host_without_cgroups_has_its_cores(tmp_path, monkeypatch):

@@ -1,0 +1,170 @@
+"""What the ranks of ``ringreduce doctor`` have found out, and what follows from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from ringreduce.vocabulary.words import named
+
+# Bytes of the all-reduces that are timed.
+SIZES = (1 << 10, 64 << 20)
+# TensorFlow alone takes half of it.
+_MEMORY_MIN = 1 << 30
+# A link of 1 Gbit/s carries 117 MB/s.
+_RATE_MIN = 100e6
+# On links that `bench` measures an all-reduce takes 1 to 2 times as long.
+_TIMES_RAW_MAX = 5
+
+
+class Facts(msgspec.Struct, tag=True, frozen=True):
+    """What a rank has found out about itself and its host; None stands for no limit."""
+
+    rank: int
+    host: str
+    versions: Mapping[str, str]  # by name, of what is installed
+    # native, xla: why there is no native library, and why XLA cannot call the ring; empty: it can.
+    native: str
+    xla: str
+    compiled: str  # the cache that lacked functions, which were compiled anew; empty: none
+    cores: tuple[int, ...]  # those that it may run on
+    quota: float | None  # how much of their time it may have, in cores
+    memory: int  # bytes of the host or its container; `available` now
+    available: int
+    copied_s: float  # in which each rank copied the larger of `SIZES`, all at once
+    address_space: int | None  # bytes
+    files: int | None  # how many it may open; `files_needed`: a job of this size, at most
+    files_needed: int
+    addresses: str  # of its host that others may know, with the names of interfaces
+
+
+class Link(msgspec.Struct, tag=True, frozen=True):
+    """What ranks that share memory, or two of neighbouring hosts, have measured."""
+
+    ranks: tuple[int, ...]
+    transport: str
+    # seconds, raw: of an all-reduce of each of `SIZES`; of a copy where memory is shared, else of
+    # a TCP connection that carries as much both ways at once, empty if it failed.
+    seconds: tuple[float, ...]
+    raw: tuple[float, ...]
+    # Of the second rank's addresses that of the connection, and those that failed before, and why.
+    address: str = ""
+    unreached: tuple[str, ...] = ()
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something to change, and how; a problem stops jobs, slows them badly or alters results."""
+
+    ranks: tuple[int, ...]
+    text: str
+    advice: str
+    is_problem: bool = True
+
+
+def find(facts: Sequence[Facts], links: Sequence[Link]) -> list[Finding]:
+    """What all ranks' facts and the links between them mean for a job, problems first."""
+    alike: dict[tuple[str, str, bool], list[int]] = {}
+    for own in facts:
+        for each in _of_rank(own):
+            alike.setdefault(each, []).append(own.rank)
+    found = [*_differences(facts), *(Finding(tuple(ranks), *each) for each, ranks in alike.items())]
+    for host in dict.fromkeys(own.host for own in facts):
+        found += _of_host(host, [own for own in facts if own.host == host], links)
+    hosts = {own.rank: own.host for own in facts}
+    found += [each for link in links for each in _of_link(link, hosts)]
+    return sorted(found, key=lambda each: not each.is_problem)
+
+
+def turns(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """Groups of ranks that measure, by turns; those of a turn share no rank.
+
+    First the ranks of each of `hosts`, then the first ranks of two that follow on the ring.
+    """
+    ahead = [*hosts[1:], hosts[0]]
+    pairs: list[tuple[int, ...]] = [
+        (here[0], there[0]) for here, there in zip(hosts, ahead, strict=True)
+    ]
+    if len(pairs) <= 2:  # The way back is the same link.
+        del pairs[-1]
+    last = [pairs.pop()] if len(pairs) % 2 and len(pairs) > 1 else []
+    within = [tuple(host) for host in hosts if len(host) > 1]
+    return [turn for turn in (within, pairs[::2], pairs[1::2], last) if turn]
+
+
+def by_ranks(texts: Mapping[int, str]) -> dict[str, str]:
+    """Which ranks have each text; empty for one that all have."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return {text: named("rank", who) if len(ranks) > 1 else "" for text, who in ranks.items()}
+
+
+def in_gib(nbytes: int) -> str:
+    """``7.6 GiB``."""
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+def _differences(facts: Sequence[Facts]) -> Iterator[Finding]:
+    everybody = tuple(own.rank for own in facts)
+    for name in dict.fromkeys(name for own in facts for name in own.versions):
+        texts = by_ranks({own.rank: own.versions.get(name, "missing") for own in facts})
+        if len(texts) > 1:
+            said = ", ".join(f"{version} on {ranks}" for version, ranks in texts.items())
+            advice = "Install the same version on all hosts: results may differ."
+            yield Finding(everybody, f"{name} differs: {said}.", advice)
+
+
+def _of_rank(own: Facts) -> Iterator[tuple[str, str, bool]]:
+    """Text, advice, and whether it is a problem."""
+    if own.native:
+        advice = "Build it, or unset RINGREDUCE_NATIVE: without it data passes sockets and Python."
+        yield own.native, advice, True
+    elif own.xla and "TensorFlow" in own.versions:
+        advice = "Reinstall TensorFlow: until then gradients leave what jit_compile=True compiles."
+        yield f"XLA cannot call the ring: {own.xla}.", advice, False
+    if own.compiled:
+        advice = "If that is so each time, name a folder that lasts in NUMBA_CACHE_DIR."
+        yield f"Functions were compiled, since {own.compiled} lacked them.", advice, False
+    if own.address_space is not None:
+        text = f"The address space is limited to {in_gib(own.address_space)}."
+        yield text, "Use `ulimit -v unlimited`: a rank maps the memory of its host's ranks.", True
+    if own.files is not None and own.files < own.files_needed:
+        text = f"{own.files} files may be open, and a job of this size may need {own.files_needed}."
+        yield text, "Raise the hard limit (ulimit -Hn; --ulimit nofile= of containers).", True
+
+
+def _of_host(host: str, facts: Sequence[Facts], links: Sequence[Link]) -> Iterator[Finding]:
+    ranks = tuple(own.rank for own in facts)
+    cores = float(len({core for own in facts for core in own.cores}))
+    usable = min([cores, *(own.quota for own in facts if own.quota is not None)])
+    if len(ranks) > usable:
+        text = f"{len(ranks)} ranks share {usable:g} cores of {host}."
+        advice = f"Start at most {max(1, int(usable))} there, or let them use more cores."
+        yield Finding(ranks, text, advice)
+    share = min(own.available for own in facts) // len(ranks)
+    if share < _MEMORY_MIN:
+        text = f"{host} has {in_gib(share)} of free memory for each rank."
+        advice = "Start fewer ranks there, or raise its limit: TensorFlow alone takes 0.5 GiB."
+        yield Finding(ranks, text, advice)
+    shared = [{*link.ranks} for link in links if link.transport == "shm"]
+    if not any(own.native for own in facts) and len(ranks) > 1 and {*ranks} not in shared:
+        text = f"Ranks of {host} do not share memory: they use sockets."
+        advice = "Unset RINGREDUCE_TRANSPORT=zmq; start them as one user, in one container."
+        yield Finding(ranks, text, advice)
+
+
+def _of_link(link: Link, hosts: Mapping[int, str]) -> Iterator[Finding]:
+    for where in link.unreached:
+        text = f"Rank {link.ranks[0]} does not reach rank {link.ranks[1]} at {where}."
+        advice = "Open a firewall for it, or leave it out by RINGREDUCE_IFACE=^NAME."
+        yield Finding(link.ranks, text, advice, is_problem=False)
+    here, there = (hosts[rank] for rank in link.ranks[:2])
+    if here != there and link.raw and SIZES[-1] / link.raw[-1] < _RATE_MIN:
+        text = f"{here} and {there} exchange {SIZES[-1] / link.raw[-1] / 1e6:.0f} MB/s only."
+        advice = "Choose a faster network by RINGREDUCE_IFACE, or use compression= or strategy=."
+        yield Finding(link.ranks, text, advice)
+    if link.raw and link.seconds[-1] > _TIMES_RAW_MAX * link.raw[-1]:
+        text = f"An all-reduce takes {link.seconds[-1] / link.raw[-1]:.0f} times as long as raw."
+        advice = "Look for other programs that use these cores, and measure again."
+        yield Finding(link.ranks, text, advice, is_problem=False)

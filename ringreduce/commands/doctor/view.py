@@ -1,0 +1,83 @@
+"""Prints what ``ringreduce doctor`` has found: what the ranks have, links, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ringreduce.commands.doctor.findings import SIZES, Facts, Link, by_ranks, find, in_gib
+from ringreduce.vocabulary.config import color_wanted
+from ringreduce.vocabulary.words import named
+
+_RECORD: msgspec.json.Decoder[Facts | Link] = msgspec.json.Decoder(Facts | Link)
+_ROWS: dict[str, Callable[[Facts], str]] = {
+    "host": lambda own: own.host,
+    "versions": lambda own: ", ".join(map(" ".join, own.versions.items())),
+    "native library": lambda own: "missing" if own.native else "found",
+    "XLA": lambda own: own.xla or "can call the ring",
+    "compiled code": lambda own: "compiled anew" if own.compiled else "cached",
+    "cores": lambda own: f"{len(own.cores)}{f', limited to {own.quota:g}' if own.quota else ''}",
+    "memory": lambda own: in_gib(own.memory),
+    "open files": lambda own: f"up to {own.files or 'any number'}",
+    "addresses": lambda own: own.addresses,
+}
+
+
+def show(printed: str, *, as_json: bool) -> int:
+    """Print the report on the records in what the ranks have printed; return the exit code."""
+    # Each line begins with a label; programs that Python starts by itself may have printed, too.
+    lines = [line.partition("] ")[2] for line in printed.splitlines()]
+    records = [_RECORD.decode(line) for line in lines if line.startswith('{"type":')]
+    facts = [each for each in records if isinstance(each, Facts)]
+    links = [each for each in records if isinstance(each, Link)]
+    findings = find(facts, links)
+    exit_code = int(any(each.is_problem for each in findings))
+    if as_json:
+        report = {"findings": findings, "ranks": facts, "links": links}
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        return exit_code
+    console = Console(highlight=False, no_color=not color_wanted())
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, text_of in _ROWS.items():
+        for text, who in by_ranks({own.rank: text_of(own) for own in facts}).items():
+            table.add_row(label, Text(f"{who}: {text}" if who else text))
+            label = ""
+    for host in dict.fromkeys(own.host for own in facts):
+        speed = SIZES[-1] / mean(own.copied_s for own in facts if own.host == host) / 1e9
+        table.add_row("copying", Text(f"{speed:.1f} GB/s by each rank of {host} at once"))
+    console.print(table)
+    if links:
+        console.print()
+        console.print(_table_of(links))
+    console.print()
+    if not findings:
+        console.print("Nothing to change.")
+    for each in findings:
+        kind = ("problem", "bold red") if each.is_problem else ("note", "bold")
+        who = f"{named('rank', each.ranks)}: " if len(each.ranks) < len(facts) else ""
+        console.print(Text.assemble(kind, f": {who}{each.text}"))
+        console.print(Text(f"  {each.advice}"))
+    return exit_code
+
+
+def _table_of(links: Sequence[Link]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("link", "all-reduce of", "takes", "raw"):
+        table.add_column(name, justify="right" if name == "takes" else "left", overflow="fold")
+    for link in links:
+        name = f"{named('rank', link.ranks)} ({link.transport})"
+        what = "a copy" if link.transport == "shm" else f"TCP, {link.address}"
+        raw = [f"{_time(seconds)} ({what})" for seconds in link.raw] or ["failed"] * len(SIZES)
+        table.add_row(Text(name), "1 KiB", _time(link.seconds[0]), Text(raw[0]))
+        table.add_row("", "64 MiB", _time(link.seconds[1]), Text(raw[1]))
+    return table
+
+
+def _time(seconds: float) -> str:
+    """``2.3 us``, ``5.1 ms``, ``1200.0 ms``."""
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,193 @@
+"""A rank of ``ringreduce doctor``: looks around and measures; rank 0 prints what all have found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import platform
+import resource
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from ringreduce._version import __version__
+from ringreduce.commands.doctor.findings import SIZES, Facts, Link, turns
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import init
+from ringreduce.effects import native
+from ringreduce.pure.networks import described, ways
+from ringreduce.transport import descriptors, libzmq
+from ringreduce.transport.interfaces import hosts_of, local_addresses, own_networks
+from ringreduce.transport.listening import Bind, listen
+from ringreduce.vocabulary import compiled, cores
+from ringreduce.vocabulary.endpoints import port_range
+
+# An address that answers later is of no use.
+_REACH_S = 2.0
+# A measurement repeats for this long; a single call may take up to the limit.
+_SECONDS, _CALLS_MAX, _LIMIT_S = 0.2, 100, 60.0
+# So much is sent without a reader.
+_BUFFERED = 1 << 16
+# What a program may open besides, its data and its logs.
+_FILES_MIN = 1024
+_DISTRIBUTIONS = ("TensorFlow", "TensorFlow-cpu", "Keras", "numpy", "numba", "pyzmq")
+
+_Ends = tuple[tuple[float, ...], str, tuple[str, ...]]
+
+
+def main() -> None:
+    """Form the ring, and print a line of JSON for each rank and link."""
+    with init() as comm:
+        found = examine(comm)
+    if comm.rank == 0:
+        for each in found:
+            print(msgspec.json.encode(each).decode())
+
+
+def examine(comm: Communicator) -> list[Any]:
+    """`Facts` of all ranks and a `Link` for each group of `turns`; all ranks must call it."""
+    source, target = (np.ones(SIZES[-1], np.uint8) for _ in range(2))
+    copies = [partial(np.copyto, target[:size], source[:size]) for size in SIZES]
+    copied_s = tuple(_median(copy, comm) for copy in copies)
+    links = []
+    for turn in turns(comm.statistics().hosts):
+        group = comm.split(next((i for i, ranks in enumerate(turn) if comm.rank in ranks), None))
+        link = None
+        if group is not None:
+            with group:
+                link = _measure(group, copied_s, source, target)
+        links += [each for each in comm.all_gather_object(link) if each is not None]
+    return comm.all_gather_object(_facts(comm, copied_s[-1])) + links
+
+
+def _median(call: Callable[[], object], ring: Communicator) -> float:
+    """Seconds that a call of all ranks takes here."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+
+    first = once()
+    count = ring.broadcast_object(min(_CALLS_MAX, int(_SECONDS / first)))
+    return statistics.median([once() for _ in range(count)] or [first])
+
+
+def _measure(
+    group: Communicator, copied_s: tuple[float, ...], source: np.ndarray, target: np.ndarray
+) -> Link | None:
+    """What the group's first rank has measured; None on the others."""
+    arrays = [group.empty(size // 4) for size in SIZES]
+    for array in arrays:
+        array[:] = 0
+    seconds = tuple(_median(partial(group.all_reduce, array), group) for array in arrays)
+    shares_memory = group.transport == "shm"
+    ends: _Ends = (copied_s, "", ()) if shares_memory else _exchange_raw(group, source, target)
+    return None if group.rank else Link(group.members, group.transport, seconds, *ends)
+
+
+def _exchange_raw(pair: Communicator, source: np.ndarray, target: np.ndarray) -> _Ends:
+    """The last fields of a `Link` between two ranks, of which the first connects to the second."""
+    mine, theirs = pair.all_gather_object(own_networks(pair.config))
+    listeners, address, failed = dict[str, socket.socket](), "", list[str]()
+    with contextlib.ExitStack() as opened:
+        if pair.rank == 1:
+            bind = Bind(hosts_of(theirs), port_range(pair.config.ports))
+            listeners = dict(zip(bind.hosts, listen(bind, **pair.config.who), strict=True))
+        own = [opened.enter_context(each).getsockname()[1] for each in listeners.values()]
+        port, *_ = pair.broadcast_object(own, root=1)
+        for host in ways(mine, theirs) if pair.rank == 0 else ():
+            try:
+                link = socket.create_connection((host, port), _REACH_S)
+            except OSError as error:
+                failed.append(f"{host} ({error})")
+            else:
+                address = host
+                break
+        address = pair.broadcast_object(address)
+        if not address:
+            return (), "", tuple(failed)
+        if pair.rank == 1:
+            listeners[address].settimeout(_REACH_S)
+            link, _ = listeners[address].accept()
+        with link:
+            link.settimeout(_LIMIT_S)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            swaps = [partial(_swap, link, source[:size], target[:size]) for size in SIZES]
+            return tuple(_median(swap, pair) for swap in swaps), address, tuple(failed)
+
+
+def _swap(link: socket.socket, source: np.ndarray, target: np.ndarray) -> None:
+    """Send `source` and receive as much into `target`, at once."""
+    sender = threading.Thread(target=link.sendall, args=(source,))
+    is_long = source.nbytes > _BUFFERED
+    sender.start() if is_long else sender.run()
+    left = target.data
+    while left:
+        left = left[link.recv_into(left) :]
+    if is_long:
+        sender.join()
+
+
+def _facts(comm: Communicator, copied_s: float) -> Facts:
+    memory, limit = psutil.virtual_memory(), cores.memory_limit()
+    files = descriptors.needed(comm.size, 2 * comm.size, comm.config.streams)
+    return Facts(
+        rank=comm.rank,
+        host=comm.config.host_id or platform.node(),
+        versions=_versions(),
+        native="" if native.library() is not None else native.why_missing(),
+        xla=_why_no_xla(),
+        compiled=next(iter(compiled.incomplete), ""),
+        cores=tuple(sorted(cores.bound_cores())),
+        quota=cores.core_quota(),
+        memory=min(memory.total, limit or memory.total),
+        available=min(memory.available, limit or memory.available),
+        copied_s=copied_s,
+        address_space=_limit(resource.RLIMIT_AS, 0),
+        files=_limit(resource.RLIMIT_NOFILE, 1),
+        files_needed=max(_FILES_MIN, files),
+        addresses=described(local_addresses()),
+    )
+
+
+def _limit(kind: int, which: int) -> int | None:
+    """The soft limit, 0, or that to which a program may raise it, 1."""
+    limit = resource.getrlimit(kind)[which]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _versions() -> dict[str, str]:
+    found = {"ringreduce": __version__, "Python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name.removesuffix("-cpu")] = metadata.version(name)
+    return found | {"libzmq": libzmq.version()}
+
+
+def _why_no_xla() -> str:
+    """As far as TensorFlow's files show: to import it takes seconds."""
+    if native.library() is None:
+        return "there is no native library"
+    found = importlib.util.find_spec("tensorflow")
+    if found is None or found.origin is None:
+        return "TensorFlow is not installed"
+    try:
+        native.xla_futures_at(str(Path(found.origin).with_name("include")))
+    except (OSError, ValueError) as error:
+        return f"its headers do not say how ({error})"
+    return ""
+
+
+if __name__ == "__main__":
+    main()
