@@ -16,6 +16,7 @@ from ringreduce.commands.doctor.findings import SIZES, Facts, Link, find, turns
 from ringreduce.commands.doctor.view import show
 from ringreduce.commands.doctor.worker import examine
 from ringreduce.testing import ring_of_threads
+from tests import hosts
 from tests.processes import DEADLINE_S, clean_environment
 
 GIB = 1 << 30
@@ -157,14 +158,14 @@ def test_problems_come_first() -> None:
 
 @pytest.mark.parametrize("count", range(1, 8))
 def test_each_link_is_measured_once_and_no_rank_is_in_two_at_a_time(count: int) -> None:
-    hosts = [(2 * i, 2 * i + 1) for i in range(count)]
-    planned = turns(hosts)
+    of_hosts = [(2 * i, 2 * i + 1) for i in range(count)]
+    planned = turns(of_hosts)
     for turn in planned:
         ranks = list(itertools.chain.from_iterable(turn))
         assert len(ranks) == len({*ranks})
-    firsts = [host[0] for host in hosts]
+    firsts = [host[0] for host in of_hosts]
     links = {frozenset(pair) for pair in zip(firsts, firsts[1:] + firsts[:1], strict=True)}
-    expected = {frozenset(host) for host in hosts} | {link for link in links if len(link) > 1}
+    expected = {frozenset(host) for host in of_hosts} | {link for link in links if len(link) > 1}
     groups = [frozenset(group) for group in itertools.chain.from_iterable(planned)]
     assert len(groups) == len(expected)
     assert {*groups} == expected
@@ -174,15 +175,28 @@ def test_hosts_are_measured_within_and_between() -> None:
     per_rank = ring_of_threads(3, examine, hosts=("alpha", "alpha", "beta"))
     assert per_rank[0] == per_rank[1] == per_rank[2]
     found = msgspec.convert(per_rank[0], list[Facts | Link])
-    hosts = [each.host for each in found if isinstance(each, Facts)]
+    names = [each.host for each in found if isinstance(each, Facts)]
     within, between = (each for each in found if isinstance(each, Link))
-    assert hosts == ["alpha", "alpha", "beta"]
+    assert names == ["alpha", "alpha", "beta"]
     assert (within.ranks, within.transport, within.address) == ((0, 1), "shm", "")
     assert (between.ranks, between.transport, between.address) == ((0, 2), "zmq", "127.0.0.1")
     assert between.unreached == ()
     for link in within, between:
         for small, large in (link.seconds, link.raw):
             assert 0 < small < large < 10
+
+
+@pytest.mark.full
+def test_an_address_that_leads_nowhere_is_named() -> None:
+    hosts.require()
+    layout = {
+        host: {"one": [f"10.1.0.{i}/24"], "two": [f"10.2.0.{i}/24"]}
+        for i, host in enumerate("ab", 1)
+    }
+    with hosts.connected(layout, cut=["two"]) as network:
+        found, _ = network.ring("10.1.0.1:4000", examine)
+    link = msgspec.convert(found[-1], Link)
+    assert (link.address, link.unreached) == ("10.1.0.2", ("10.2.0.2 (timed out)",))
 
 
 def test_differing_ranks_stand_apart_in_80_columns(

@@ -48,7 +48,7 @@ class Link(msgspec.Struct, tag=True, frozen=True):
     # a TCP connection that carries as much both ways at once, empty if it failed.
     seconds: tuple[float, ...]
     raw: tuple[float, ...]
-    # Of the second rank's addresses that of the connection, and those that failed before, and why.
+    # Of the second rank's addresses that of the connection, and those that do not answer, and why.
     address: str = ""
     unreached: tuple[str, ...] = ()
 

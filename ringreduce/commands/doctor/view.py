@@ -47,9 +47,10 @@ def show(printed: str, *, as_json: bool) -> int:
         for text, who in by_ranks({own.rank: text_of(own) for own in facts}).items():
             table.add_row(label, Text(f"{who}: {text}" if who else text))
             label = ""
-    for host in dict.fromkeys(own.host for own in facts):
+    for number, host in enumerate(dict.fromkeys(own.host for own in facts)):
         speed = SIZES[-1] / mean(own.copied_s for own in facts if own.host == host) / 1e9
-        table.add_row("copying", Text(f"{speed:.1f} GB/s by each rank of {host} at once"))
+        label = "" if number else "copying"
+        table.add_row(label, Text(f"{speed:.1f} GB/s by each rank of {host} at once"))
     console.print(table)
     if links:
         console.print()

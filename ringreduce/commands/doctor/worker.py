@@ -99,7 +99,7 @@ def _measure(
 def _exchange_raw(pair: Communicator, source: np.ndarray, target: np.ndarray) -> _Ends:
     """The last fields of a `Link` between two ranks, of which the first connects to the second."""
     mine, theirs = pair.all_gather_object(own_networks(pair.config))
-    listeners, address, failed = dict[str, socket.socket](), "", list[str]()
+    listeners, reached, failed = dict[str, socket.socket](), dict[str, socket.socket](), list[str]()
     with contextlib.ExitStack() as opened:
         if pair.rank == 1:
             bind = Bind(hosts_of(theirs), port_range(pair.config.ports))
@@ -108,19 +108,17 @@ def _exchange_raw(pair: Communicator, source: np.ndarray, target: np.ndarray) ->
         port, *_ = pair.broadcast_object(own, root=1)
         for host in ways(mine, theirs) if pair.rank == 0 else ():
             try:
-                link = socket.create_connection((host, port), _REACH_S)
+                reached[host] = socket.create_connection((host, port), _REACH_S)
+                opened.enter_context(reached[host])
             except OSError as error:
                 failed.append(f"{host} ({error})")
-            else:
-                address = host
-                break
-        address = pair.broadcast_object(address)
+        address = pair.broadcast_object(next(iter(reached), ""))
         if not address:
             return (), "", tuple(failed)
         if pair.rank == 1:
             listeners[address].settimeout(_REACH_S)
-            link, _ = listeners[address].accept()
-        with link:
+            reached[address], _ = listeners[address].accept()
+        with reached[address] as link:
             link.settimeout(_LIMIT_S)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             swaps = [partial(_swap, link, source[:size], target[:size]) for size in SIZES]
