@@ -129,7 +129,11 @@ def test_a_problem_is_said_once_with_its_ranks(
     ("them", "links", "text"),
     [
         (job({"xla": "no header"}), LINKS, "XLA cannot call the ring: no header."),
-        (job({"compiled": "/cache"}), LINKS, "Functions were compiled, since /cache lacked them."),
+        (
+            job({"compiled": "/cache"}),
+            LINKS,
+            "Functions were compiled, since the cache lacked them.",
+        ),
         (
             job(),
             changed(BETWEEN, seconds=(1e-3, 0.5)),

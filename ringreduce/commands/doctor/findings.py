@@ -27,7 +27,7 @@ class Facts(msgspec.Struct, tag=True, frozen=True):
     # native, xla: why there is no native library, and why XLA cannot call the ring; empty: it can.
     native: str
     xla: str
-    compiled: str  # the cache that lacked functions, which were compiled anew; empty: none
+    compiled: str  # a folder of the cache that lacked functions, compiled anew; empty: none
     cores: tuple[int, ...]  # those that it may run on
     quota: float | None  # how much of their time it may have, in cores
     memory: int  # bytes of the host or its container; `available` now
@@ -125,7 +125,7 @@ def _of_rank(own: Facts) -> Iterator[tuple[str, str, bool]]:
         yield f"XLA cannot call the ring: {own.xla}.", advice, False
     if own.compiled:
         advice = "If that is so each time, name a folder that lasts in NUMBA_CACHE_DIR."
-        yield f"Functions were compiled, since {own.compiled} lacked them.", advice, False
+        yield "Functions were compiled, since the cache lacked them.", advice, False
     if own.address_space is not None:
         text = f"The address space is limited to {in_gib(own.address_space)}."
         yield text, "Use `ulimit -v unlimited`: a rank maps the memory of its host's ranks.", True
