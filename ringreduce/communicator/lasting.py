@@ -25,17 +25,12 @@ class Residuals(Protocol):
 
 
 class Lasting:
-    """What the sessions of one communicator have in common, one after the other.
-
-    Attributes:
-        events: what its calls were.
-        engine: the background thread, with the plans of traced steps; None until it is needed.
-        explainers: know what signatures stand for.
-        residuals: counted in statistics.
-    """
+    """What the sessions of one communicator have in common, one after the other."""
 
     def __init__(self) -> None:
-        self.events = Events()
+        self.events = Events()  # what its calls were
+        # The background thread, with the plans of traced steps; None until it is needed.
         self.engine: Engine | None = None
+        # Explainers know what signatures stand for; residuals are counted in statistics.
         self.explainers: weakref.WeakSet[Explainer] = weakref.WeakSet()
         self.residuals: weakref.WeakSet[Residuals] = weakref.WeakSet()

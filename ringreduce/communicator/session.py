@@ -61,17 +61,10 @@ _formed: set[Session] = set()
 class Session:
     """Forms a ring, runs collectives on it one after the other, and breaks cleanly.
 
-    Raises as `Communicator`.
-
-    Attributes:
-        group_rank, size: what users see as this rank and the number of ranks.
-        collectives: what a call runs; `uneven`: where ranks may give different amounts.
-        transport: ``shm``, ``zmq``, ``shm+zmq``; ``none`` when alone.
-        lasting: what this session has of the one whose place it has taken.
-        job: what is known of all ranks of the job; None for one that is alone.
-        groups: sessions that are closed with this one.
-        is_inherited: whether this is a forked child's copy; asking the system takes 0.2 us.
-        local_rank, local_size: this rank's number on its host, and how many there are.
+    Users see `group_rank` as this rank, and `size` as the number of ranks; `local_rank` is its
+    number among the `local_size` ranks of its host. `lasting` is what this session has of the one
+    whose place it has taken; `job`, what is known of all ranks of the job, is None for one that is
+    alone. Raises as `Communicator`.
     """
 
     def __init__(
@@ -84,6 +77,7 @@ class Session:
     ) -> None:
         self.config, self.membership = config, membership
         self.group_rank, self.size = membership.group_rank(config.rank), membership.size
+        # Whether this is a forked child's copy; asking the system takes 0.2 us.
         self.is_inherited = False
         self._life = LifeCycle()
         self.lasting = lasting
@@ -94,7 +88,7 @@ class Session:
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._use(SharedMemoryCollectives(None))
         self.job = job
-        self.groups: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.groups: weakref.WeakSet[Session] = weakref.WeakSet()  # closed with this one
         self.transport, self.shares_memory = "none", False
         self._hosts: tuple[tuple[int, ...], ...] = ((0,),)
         self._watcher: Watcher | None = None

@@ -40,15 +40,8 @@ class Arrays:
     """The arrays of a call of `model.fit` or the like, with equally many rows.
 
     They stay the caller's and are not copied, a `numpy.memmap` is not read: `take` copies rows.
-    ConfigError if something is no array, or the numbers of rows differ.
-
-    Args:
-        x, y, sample_weight: as for ``model.fit``.
-        class_weight: a weight for each class, by which `sample_weight` is made of `y`.
-
-    Attributes:
-        parts: x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
-        count: number of rows.
+    `class_weight` has a weight for each class, by which `sample_weight` is made of `y`. ConfigError
+    if something is no array, or the numbers of rows differ.
     """
 
     def __init__(
@@ -66,11 +59,12 @@ class Arrays:
         )
         # As Keras does: a list of inputs without y must not look like x and y.
         is_tuple = len(found) > 1 or isinstance(found[0], tuple)
+        # x, (x, y) or (x, y, sample_weight), in tuples and dicts, as `Rows`.
         self.parts: Any = tuple(found) if is_tuple else found[0]
         counts = sorted({len(array) for array in keras.tree.flatten(self.parts)})
         if len(counts) != 1:
             raise ConfigError(f"got arrays of {counts} rows; all need equally many")
-        self.count: int = counts[0]
+        self.count: int = counts[0]  # of rows
 
     @property
     def spec(self) -> Any:

@@ -39,21 +39,15 @@ _REMEDY = (
 
 
 class Feed:
-    """Data of one form, divided among ranks.
+    """Data of one form, divided among ranks."""
 
-    Attributes:
-        dataset: a tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
-        is_even: whether every rank surely has equally many rows of each batch.
-        failure: what the user's generator or PyDataset raised; TensorFlow shows only its text.
-        is_empty: whether this rank has no batch; None: its cardinality says so.
-        first: a batch, of data that is made in Python.
-    """
-
+    # A tf.data.Dataset of this rank's parts; a new pass reads the epoch that was begun.
     dataset: Any
-    is_even = False
+    is_even = False  # whether every rank surely has equally many rows of each batch
+    # What the user's generator or PyDataset raised; TensorFlow shows only its text.
     failure: Exception | None = None
-    is_empty: bool | None = None
-    first: Any = None
+    is_empty: bool | None = None  # whether this rank has no batch; None: its cardinality says so
+    first: Any = None  # a batch, of data that is made in Python
 
     def begin(self, epoch: int) -> None:
         """The next pass over `dataset` is that epoch, counted from 0."""
@@ -64,37 +58,21 @@ class Feed:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to divide data.
-
-    Attributes:
-        ring: the ranks.
-        what: names the data in errors, such as ``the data given to rr.fit``.
-        batch_size: rows of a global batch; for a tf.data.Dataset, None if it is batched.
-        steps: global batches of an epoch; None: one pass.
-        at_once: steps of each execution; an epoch has whole ones.
-        first: the first epoch, with which passes begin.
-        shuffle: False or True; ``"batch"``, the order of rows in each batch, changes no result.
-        seed: of all shuffling.
-        class_weight: weights of classes, for what is not a tf.data.Dataset.
-        deal: give whole batches to ranks in turn, instead of each rank its rows.
-        check: compare what ranks read.
-        shares: of each rank in a global batch; None: equal ones.
-        readers: the ranks that read the same data; None: those of `ring`.
-    """
+    """How to divide data among the ranks of `ring`."""
 
     ring: Communicator
-    what: str
-    batch_size: int | None = None
-    steps: int | None = None
-    at_once: int = 1
-    first: int = 0
-    shuffle: Any = False
-    seed: int = 0
-    class_weight: Any = None
-    deal: bool = False
-    check: bool = True
-    shares: Shares | None = None
-    readers: Communicator | None = None
+    what: str  # names the data in errors, such as ``the data given to rr.fit``
+    batch_size: int | None = None  # rows of a global batch; None for a batched tf.data.Dataset
+    steps: int | None = None  # global batches of an epoch; None: one pass
+    at_once: int = 1  # steps of each execution; an epoch has whole ones
+    first: int = 0  # the first epoch, with which passes begin
+    shuffle: Any = False  # or True; ``"batch"``, the order of rows in each batch, changes no result
+    seed: int = 0  # of all shuffling
+    class_weight: Any = None  # weights of classes, for what is not a tf.data.Dataset
+    deal: bool = False  # give whole batches to ranks in turn, instead of each rank its rows
+    check: bool = True  # compare what ranks read
+    shares: Shares | None = None  # of each rank in a global batch; None: equal ones
+    readers: Communicator | None = None  # the ranks that read the same data; None: those of `ring`
 
     @property
     def sharing(self) -> Shares:

@@ -187,10 +187,8 @@ def _averages_of_rank_0(model: Any, ring: Communicator) -> Iterator[None]:
 class _Share:
     """This rank's part of the data to evaluate or predict, of which all pass as much. Collective.
 
-    Attributes:
-        parts: its x, y and sample_weight.
-        is_empty: whether there are none.
-        is_whole: leave all to Keras, with one rank or no data on any.
+    `parts` are its x, y and sample_weight, of which there may be none (`is_empty`). With `is_whole`
+    leave all to Keras: with one rank or no data on any.
     """
 
     def __init__(

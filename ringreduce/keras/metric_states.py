@@ -26,17 +26,12 @@ Entries = Mapping[str, tuple[bool, Any]]
 
 @dataclass(frozen=True)
 class MetricStates:
-    """What a model's metrics hold on one rank after some batches.
+    """What a model's metrics hold on one rank after some batches."""
 
-    Attributes:
-        batches: their number; with 0, `values` is empty and the rank adds nothing.
-        values: a copy of the value of each of `variables`.
-        results: by name in logs: floats, and arrays where a metric has several numbers.
-    """
-
-    batches: int = 0
+    batches: int = 0  # their number; with 0, `values` is empty and the rank adds nothing
     variables: Sequence[Any] = ()
-    values: Sequence[np.ndarray] = ()
+    values: Sequence[np.ndarray] = ()  # a copy of the value of each of `variables`
+    # By name in logs: floats, and arrays where a metric has several numbers.
     results: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -73,11 +73,7 @@ def slice_rows(parts: Any, first: Any, end: Any) -> Any:
 
 
 class Rows:
-    """The rows of a numpy array, not copied, or a ragged or sparse tensor; floats of Keras's type.
-
-    Attributes:
-        spec: of any number of rows.
-    """
+    """Rows of a numpy array, not copied, or a ragged or sparse tensor; floats of Keras's type."""
 
     def __init__(self, array: Any) -> None:
         kind, shape = tf.as_dtype(array.dtype), [None, *array.shape[1:]]
@@ -85,7 +81,7 @@ class Rows:
         self.shape, self.dtype = array.shape, array.dtype
         if isinstance(array, np.ndarray):
             self._tensor, self.nbytes = array, array.nbytes
-            self.spec: Any = tf.TensorSpec(shape, kind)
+            self.spec: Any = tf.TensorSpec(shape, kind)  # of any number of rows
             return
         self._tensor = tensor = tf.cast(array, kind) if kind.is_floating else array
         if _is_ragged(tensor):

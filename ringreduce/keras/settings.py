@@ -36,16 +36,10 @@ _SAME_MODEL = (
 
 
 class Settings(NamedTuple):
-    """What must be equal.
+    """What must be equal."""
 
-    Attributes:
-        what: names them in an error, such as ``arguments of rr.fit``; may differ between ranks.
-        found: settings as text, by name.
-        remedy: what to do.
-    """
-
-    what: str
-    found: Mapping[str, str]
+    what: str  # names them in an error, such as ``arguments of rr.fit``; may differ between ranks
+    found: Mapping[str, str]  # settings as text, by name
     remedy: str = _SAME
 
 

@@ -41,10 +41,8 @@ class Shares:
     """Which rows of each batch are this rank's; from any thread.
 
     Batches are divided pass after pass, in each from index 0 on. All ranks make the same passes.
-
-    Attributes:
-        is_equal: every rank has as many rows of each batch, to one, now and later.
-        is_measured: ranks are to measure their speeds.
+    With `is_equal` every rank has as many rows of each batch, to one, now and later; with
+    `is_measured` ranks are to measure their speeds.
     """
 
     def __init__(

@@ -98,8 +98,7 @@ class Stage:
     def gradients(self, x: Any, y: Any, sample_weight: Any) -> tuple[list[Any], Any]:
         """The mean loss's gradients of this stage's weights, and this stage's logs.
 
-        Raises:
-            ConfigError: before anything is sent: the rows are no multiple of the micro-batches.
+        ConfigError, before anything is sent, if the rows are no multiple of the micro-batches.
         """
         rows, count = rows_in(x), self._micro_batches
         if rows == 0 or rows % count:

@@ -37,9 +37,8 @@ from ringreduce.vocabulary.errors import ConfigError
 def touched_rows(update_rows: str, inner: Any, sparse_as_dense: bool) -> TouchedRows | None:
     """What `DistributedOptimizer` needs for its argument `update_rows`; None for "all".
 
-    Raises:
-        ConfigError: there is no such choice; or `inner`, or an optimizer in it, looks at whole
-            variables, or is not known.
+    ConfigError if there is no such choice; or if `inner`, or an optimizer in it, looks at whole
+    variables, or is not known.
     """
     if update_rows not in ("all", "touched"):
         raise ConfigError(f"update_rows is {update_rows!r}; accepted: 'all', 'touched'")
@@ -78,9 +77,8 @@ class TouchedRows:
     ) -> None:
         """Warn once if none of this rank's `gradients` has rows.
 
-        Raises:
-            ConfigError: XLA compiles the step, which fixes all shapes; or a variable with rows has
-                a constraint, which looks at the whole.
+        ConfigError if XLA compiles the step, which fixes all shapes; or a variable with rows has a
+        constraint, which looks at the whole.
         """
         tables = [
             variable

@@ -21,15 +21,10 @@ from ringreduce.vocabulary.types import dtype_named
 
 
 class Encoding(Protocol):
-    """A way to write float32 values. Arrays are contiguous; values have the shape (n,).
+    """A way to write float32 values. Arrays are contiguous; values have the shape (n,)."""
 
-    Attributes:
-        name: equal on all ranks.
-        has_residuals: whether what rounding takes can be kept.
-    """
-
-    name: str
-    has_residuals: bool
+    name: str  # equal on all ranks
+    has_residuals: bool  # whether what rounding takes can be kept
 
     def nbytes(self, count: int) -> int:
         """Bytes of `count` encoded values; a multiple of 4, or of the size of a value."""
@@ -49,15 +44,11 @@ class Encoding(Protocol):
 
 
 class Coding(NamedTuple):
-    """How a collective's values travel between hosts.
-
-    Attributes:
-        residuals: float32 of shape (2, n) for n values: of what this rank, or its host, contributes
-            and of the results that this rank sends. They are changed unless a result is not finite.
-            None: what rounding takes is lost.
-    """
+    """How a collective's values travel between hosts."""
 
     encoding: Encoding
+    # Float32 of shape (2, n) for n values: of what this rank, or its host, contributes and of the
+    # results that this rank sends. Changed unless a result is not finite. None: rounding loses it.
     residuals: np.ndarray | None = None
 
     def of(self, part: slice) -> Coding:

@@ -28,9 +28,7 @@ from ringreduce.vocabulary.types import ReduceOp
 def reduction(op: ReduceOp, dtype: np.dtype) -> int:
     """Address of ``void(target, source, count)`` that reduces `source` into `target`.
 
-    Args:
-        op: MEAN reduces like SUM; divide the result afterwards (`divide`).
-        dtype: float32, float64 or an integer type.
+    The dtype is float32, float64 or an integer. MEAN reduces like SUM; `divide` the result then.
     """
     return int(_compiled(_REDUCTIONS[op], np.dtype(dtype).name).address)
 

@@ -25,9 +25,7 @@ _ROUNDING = 1e-6
 def project(matrix: Any, left: Any, across: Any, down: Any) -> None:
     """Add `left` to `matrix`, both of shape (n, m), and set `down` to the sum times `across`.
 
-    Args:
-        across: Q transposed, of shape (r, m).
-        down: P, of shape (n, r): filled.
+    `across` is Q transposed, of shape (r, m); `down` is P, of shape (n, r).
     """
     for i in range(matrix.shape[0]):
         row, more = matrix[i], left[i]

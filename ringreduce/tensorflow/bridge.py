@@ -81,16 +81,10 @@ class GradientBridge:
         compiles. The same holds for one rank. In a graph this adds ops; nothing travels while
         tracing, since ranks may trace at different times.
 
-        Args:
-            gradients: tensors, `tf.IndexedSlices` or None; equal on all ranks except in values and
-                rows.
-            paths: a name for each, for messages.
-            variables: to which residuals belong, where a compression has some.
-
-        Raises:
-            ConfigError: as `refuse_unreachable`; a gradient's shape is not known.
-            RingReduceError: eagerly, what went wrong; from a graph when it is run
-                (`ringreduce.tensorflow.failures`).
+        `gradients` are equal on all ranks except in values and rows; `paths` name them in messages,
+        and residuals belong to `variables`, where a compression has some. ConfigError as
+        `refuse_unreachable`, and for a shape that is not known. Eagerly raises what went wrong;
+        from a graph that comes when it is run (`ringreduce.tensorflow.failures`).
         """
         if communicator.size == 1:
             return [self.own(gradient) for gradient in gradients]

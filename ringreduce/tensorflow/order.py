@@ -38,18 +38,12 @@ _LATEST = "_ringreduce_latest"
 
 @dataclass
 class _Latest:
-    """The latest collective of a communicator in a graph.
+    """The latest collective of a communicator in a graph."""
 
-    Attributes:
-        handle: of the variable, captured in this graph.
-        token, written: of that collective, and the op that stored it; None and [] before the first.
-        seen: names of the ops that have used the variable so far.
-    """
-
-    handle: Any
-    token: Any = None
-    written: list[Any] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+    handle: Any  # of the variable, captured in this graph
+    token: Any = None  # of that collective; None before the first
+    written: list[Any] = field(default_factory=list)  # the op that stored it
+    seen: set[str] = field(default_factory=set)  # names of the ops that have used the variable
 
 
 def token(communicator: Communicator) -> Any:

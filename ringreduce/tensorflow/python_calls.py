@@ -33,13 +33,11 @@ def call(
 ) -> list[Any]:
     """The results of `run`, as tensors; in a graph this adds a stateful op that calls it.
 
-    Args:
-        communicator: `run` uses it; calls on it run in the program's order.
-        what: what `run` does, for messages.
-        run: gets the values of `arguments`, which it must not change, and returns arrays, whose
-            memory becomes TensorFlow's. Its `StopIteration` becomes `tf.errors.OutOfRangeError`.
-        results: static shape and dtype of each; at least one.
-        of_gradient: as for `refuse_unreachable`.
+    `run` uses `communicator`, whose calls run in the program's order; `what` it does is for
+    messages. It gets the values of `arguments`, which it must not change, and returns arrays, whose
+    memory becomes TensorFlow's; `results` has static shape and dtype of each, at least one. Its
+    `StopIteration` becomes `tf.errors.OutOfRangeError`. `of_gradient` is as for
+    `refuse_unreachable`.
 
     ConfigError where not all ranks could take part. Other errors are those of `run`: eagerly here,
     from a graph when it is run.

@@ -27,15 +27,12 @@ _GRADIENT = (1 << 63) - 1
 
 
 class _Peer:
-    """What goes between this rank and another one of a communicator.
-
-    Attributes:
-        sent, received: number the tensors that go there, and those that come from there.
-        gradients: those that have come before they were asked for, by the number of the tensor.
-    """
+    """What goes between this rank and another one of a communicator."""
 
     def __init__(self) -> None:
+        # They number the tensors that go there, and those that come from there.
         self.sent, self.received = Numbers(), Numbers()
+        # Those that have come before they were asked for, by the number of the tensor.
         self.gradients: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
 
 

@@ -47,9 +47,8 @@ def broadcast_values(
 ) -> list[np.ndarray]:
     """The `values` that `root` passed, on all ranks; new arrays.
 
-    Raises:
-        MismatchError: the ranks' variables differ in number, name, shape or dtype, or the ranks run
-            different versions of TensorFlow or Keras; on all ranks.
+    MismatchError, on all ranks, if their variables differ in number, name, shape or dtype, or their
+    versions of TensorFlow or Keras.
     """
     named = zip(paths, values, strict=True)
     own = {

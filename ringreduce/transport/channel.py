@@ -170,12 +170,10 @@ class Outgoing:
     """A socket (PUSH) connected to rank `peer` of the job, which listens on `address`.
 
     Sending never waits. At most `queue` frames wait to be sent; 0: any number. `record`, `number`
-    and `events` are as of the other end. Raises RendezvousError if libzmq refuses the address.
-
-    Args:
-        unconfirmed_ms_max: the connection ends when the other system has not acknowledged data for
-            this long; 0: the system's default, many minutes.
-        ping_ms: libzmq sends a few bytes this often, by a thread that needs no Python; 0: never.
+    and `events` are as of the other end. The connection ends when the other system has not
+    acknowledged data for `unconfirmed_ms_max`; 0: the system's default, many minutes. Every
+    `ping_ms`, if not 0, libzmq sends a few bytes, by a thread that needs no Python. Raises
+    RendezvousError if libzmq refuses the address.
     """
 
     def __init__(

@@ -63,9 +63,8 @@ class ShmPairs:
 
         Returns when the caller may change it: a message of up to 32 KiB may still be on its way, a
         larger one has been received. `header` has kind, dtype, count, signature and the sender's
-        rank; a header object that is used again costs less.
-
-        Raises: as `recv`; ArrayError: there is no memory for the channel, and nothing was sent.
+        rank; a header object that is used again costs less. Raises as `recv`; ArrayError if there
+        is no memory for the channel, and nothing was sent.
         """
         end = self._sending.get(place) or self._open(place, is_sending=True)
         end.run(header, flat)

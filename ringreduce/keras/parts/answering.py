@@ -28,10 +28,8 @@ _prepared: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDiction
 class Answering(keras.callbacks.Callback):
     """Makes ranks meet before each batch of an evaluation, and at its end answer the others.
 
-    As a callback it answers when a validation ends.
-
-    Args:
-        example: returns inputs of a batch, whose values do not matter.
+    As a callback it answers when a validation ends. `example` returns inputs of a batch, whose
+    values do not matter.
     """
 
     def __init__(self, model: Any, ring: Communicator, example: Callable[[], Any]) -> None:

@@ -38,11 +38,8 @@ def rows_of_all(
 
     Collective. `tables` are this rank's, dealt out: row i is on rank i mod size; `rows` and `names`
     are those of the whole ones. `dtype` is that of what travels, and of the result: tensors of the
-    shapes of `ids` and a row, whose gradients are the tables' slices.
-
-    Raises:
-        ArrayError: on all ranks, before anything is used: an id is outside of a table.
-        ConfigError: under ``jit_compile=True``, which fixes all shapes.
+    shapes of `ids` and a row, whose gradients are the tables' slices. ArrayError, on all ranks and
+    before anything is used, if an id is outside of a table; ConfigError under ``jit_compile=True``.
     """
     if xla.is_compiling():
         raise ConfigError(

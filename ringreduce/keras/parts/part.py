@@ -25,21 +25,14 @@ from ringreduce.vocabulary.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """How a variable is this rank's piece.
+    """How a variable is this rank's piece."""
 
-    Attributes:
-        communicator: the group that holds the pieces, in the order of its ranks.
-        shape: of the whole.
-        axis: along which it is divided.
-        is_dealt: index i is on rank i mod size, instead of equal ranges.
-        of_same_rows: all ranks of the group compute with the same rows of the batch, as those of a
-            split layer; else each has rows of its own.
-    """
-
-    communicator: Communicator
-    shape: tuple[int, ...]
-    axis: int = 0
-    is_dealt: bool = False
+    communicator: Communicator  # the group that holds the pieces, in the order of its ranks
+    shape: tuple[int, ...]  # of the whole
+    axis: int = 0  # along which it is divided
+    is_dealt: bool = False  # index i is on rank i mod size, instead of equal ranges
+    # All ranks of the group compute with the same rows of the batch, as those of a split layer;
+    # else each has rows of its own.
     of_same_rows: bool = False
 
     def place(self, rank: int) -> tuple[slice, ...]:
@@ -128,11 +121,7 @@ def is_own_piece(variable: Any) -> bool:
 
 
 def whole_of(variable: Any) -> np.ndarray:
-    """The whole value of a variable, for a file; on rank 0 while the others wait for it.
-
-    Raises:
-        ConfigError: they do not wait.
-    """
+    """The whole value of a variable, for a file, on rank 0; ConfigError if no others wait."""
     part = part_of(variable)
     if part is None:
         return np.asarray(variable)

@@ -39,8 +39,7 @@ def model_group(variables: Iterable[Any]) -> Communicator | None:
 def training_ranks(variables: Iterable[Any], data: Communicator) -> Communicator:
     """All ranks that train a model with these `variables`: `data`, or with split layers more.
 
-    Raises:
-        ConfigError: there is no communicator of just these.
+    ConfigError if there is no communicator of just these.
     """
     group = model_group(variables)
     if group is None:
