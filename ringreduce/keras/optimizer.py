@@ -34,15 +34,9 @@ from ringreduce.keras.gradients import Reducer
 from ringreduce.keras.initial import InitialValues, give_values
 from ringreduce.keras.local import LocalVariables
 from ringreduce.keras.mistakes import model_in_fit, warn_of_different_weights, warn_of_whole_data
-from ringreduce.keras.parts.part import is_own_piece, parts_in
+from ringreduce.keras.parts.part import is_own_piece, load_wholes, parts_in, save_wholes
 from ringreduce.keras.parts.replicas import model_group
-from ringreduce.keras.parts.training import (
-    check_parts,
-    joint,
-    load_state,
-    mark_state,
-    save_state,
-)
+from ringreduce.keras.parts.training import check_parts, joint, mark_state
 from ringreduce.keras.settings import (
     Settings,
     require_same_settings,
@@ -357,14 +351,14 @@ class DistributedOptimizer(Wrapper):
                 "optimizer.settle() on all ranks first.",
             )
         if parts_in(self.variables):
-            save_state(self._inner, store)
+            save_wholes(self._inner.variables, store)
         else:
             self._inner.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the inner optimizer's state; of parts this rank's pieces."""
         if parts_in(self.variables):
-            load_state(self._inner, store)
+            load_wholes(self._inner.variables, store)
         else:
             self._inner.load_own_variables(store)
 

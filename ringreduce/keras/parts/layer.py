@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.communicator.process import default_communicator
-from ringreduce.keras.parts.part import Part, give_whole, mark, parts_in, whole_of
+from ringreduce.keras.parts.part import Part, load_wholes, mark, parts_in, save_wholes
 from ringreduce.keras.seeds import folded
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.vocabulary.errors import ConfigError
@@ -96,14 +96,12 @@ class PartLayer(keras.layers.Layer):
 
     def save_own_variables(self, store: Any) -> None:
         """Save wholes, as Keras's layer saves its variables."""
-        for number, variable in enumerate(_own_variables(self)):
-            store[str(number)] = whole_of(variable)
+        save_wholes(_own_variables(self), store)
 
     def load_own_variables(self, store: Any) -> None:
         """Take this rank's pieces of the wholes in a file."""
         self._check_load_own_variables(store)
-        for number, variable in enumerate(_own_variables(self)):
-            give_whole(variable, store[str(number)])
+        load_wholes(_own_variables(self), store)
 
     def _trackable_children(self, *arguments: Any, **options: Any) -> Any:
         # TensorFlow asks for what tf.train.Checkpoint and SavedModels hold.

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,17 +166,19 @@ def give_whole(variable: Any, value: Any) -> None:
         variable.assign(part.piece(value))
 
 
-@assistant("gather a part")
-def _gather(request: Sequence[Any]) -> None:
-    _assist(request, _gathered)
+def save_wholes(variables: Iterable[Any], store: Any) -> None:
+    """Put the wholes of `variables` into a file, as Keras's layers and optimizers save theirs."""
+    for number, variable in enumerate(variables):
+        store[str(number)] = whole_of(variable)
 
 
-@assistant("scatter a part")
-def _scatter(request: Sequence[Any]) -> None:
-    _assist(request, _scattered)
+def load_wholes(variables: Iterable[Any], store: Any) -> None:
+    """Give `variables` their pieces of what `save_wholes`, or Keras, has put there."""
+    for number, variable in enumerate(variables):
+        give_whole(variable, store[str(number)])
 
 
-def _assist(request: Sequence[Any], run: Any) -> None:
+def _assist(run: Callable[[Any, Part, int], object], request: Sequence[Any]) -> None:
     number, group, root = request
     variable = _marked.get(number)
     part = None if variable is None else part_of(variable)
@@ -209,3 +212,7 @@ def _scattered(variable: Any, part: Part, root: int, whole: Any = None) -> None:
 
 def _rest(part: Part) -> tuple[int, ...]:
     return (*part.shape[: part.axis], *part.shape[part.axis + 1 :])
+
+
+assistant("gather a part")(partial(_assist, _gathered))
+assistant("scatter a part")(partial(_assist, _scattered))

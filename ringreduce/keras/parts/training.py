@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ringreduce.communicator.communicator import Communicator
 from ringreduce.keras import private
-from ringreduce.keras.parts.part import Part, give_whole, mark, part_of, pieces_in, whole_of
+from ringreduce.keras.parts.part import Part, mark, part_of, pieces_in
 from ringreduce.keras.wrappable import ELEMENTWISE, all_within, state_for, works_by_element
 from ringreduce.tensorflow.collectives import all_reduce
 from ringreduce.tensorflow.sparse import map_values
@@ -65,18 +65,6 @@ def mark_state(inner: Any) -> None:
         for state in state_for(inner, variable):
             if part_of(state) is None:
                 mark(state, part)
-
-
-def save_state(inner: Any, store: Any) -> None:
-    """`save_own_variables` of a Keras optimizer, with wholes."""
-    for number, variable in enumerate(inner.variables):
-        store[str(number)] = whole_of(variable)
-
-
-def load_state(inner: Any, store: Any) -> None:
-    """`load_own_variables` of a Keras optimizer, from wholes."""
-    for number, variable in enumerate(inner.variables):
-        give_whole(variable, store[str(number)])
 
 
 def joint(
