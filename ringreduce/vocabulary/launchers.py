@@ -273,11 +273,12 @@ def _tf_config(variables: Variables) -> Variables | None:
     task = read_tf_config(variables["TF_CONFIG"])
     if task is None:
         return None
+    rank, addresses = task
     return {
-        "TF_CONFIG's task": str(task.rank),
-        "TF_CONFIG's cluster": str(len(task.addresses)),
-        "TF_CONFIG's addresses": ",".join(task.addresses),
-        **_split_address("TF_CONFIG's first task", task.addresses[0]),
+        "TF_CONFIG's task": str(rank),
+        "TF_CONFIG's cluster": str(len(addresses)),
+        "TF_CONFIG's addresses": ",".join(addresses),
+        **_split_address("TF_CONFIG's first task", addresses[0]),
     }
 
 

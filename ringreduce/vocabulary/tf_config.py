@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 from ringreduce.vocabulary.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task: its rank, and the addresses of all ranks, chief first."""
-
-    rank: int
-    addresses: tuple[str, ...]
-
-
-def read_tf_config(text: str) -> Task | None:
-    """The task in `text`; None where it describes no cluster.
+def read_tf_config(text: str) -> tuple[int, list[str]] | None:
+    """The rank of the task in `text`, and the addresses of all, chief first; None for no cluster.
 
     The evaluator is no rank: it trains nothing, so it is alone. Raises ConfigError if it is no
     cluster of a chief (or master) and workers, or has parameter servers.
@@ -40,7 +31,7 @@ def read_tf_config(text: str) -> Task | None:
             "model, and they exchange gradients with each other"
         )
     if kind == "evaluator":
-        return Task(0, ("",))
+        return 0, [""]
     tasks: list[tuple[object, int]] = []
     addresses: list[str] = []
     for part in ("chief", "master", "worker"):
@@ -51,7 +42,7 @@ def read_tf_config(text: str) -> Task | None:
         addresses += found
     if type(index) is not int or (kind, index) not in tasks:
         raise _unusable(f"the cluster has no task of type {kind!r} with index {index!r}")
-    return Task(tasks.index((kind, index)), tuple(addresses))
+    return tasks.index((kind, index)), addresses
 
 
 def _unusable(why: str) -> ConfigError:
