@@ -133,13 +133,11 @@ EXCHANGE_STEP = np.dtype(
 )
 
 
-def _pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
+@intrinsic
+def pointer(typing: Any, address: Any) -> tuple[Signature, Callable[..., Any]]:
     """Convert an address to a pointer, for `numba.carray`."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.intp), build
-
-
-pointer = intrinsic(_pointer)
