@@ -302,12 +302,8 @@ def local_size_op(name: str | None = None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return _is_absent if name in ABSENT else getattr(rr, name)
-
-
-def _is_absent() -> bool:
-    """False: ringreduce is built with none of Horovod's transports."""
-    return False
+    # Such as `nccl_built`: ringreduce is built with none of Horovod's transports.
+    return (lambda: False) if name in ABSENT else getattr(rr, name)
 
 
 def _unless_global(process_set: ProcessSet) -> Communicator | None:

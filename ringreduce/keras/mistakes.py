@@ -112,12 +112,14 @@ def warn_of_different_weights(
     )
 
 
-def warn_of_differences(model: Any, communicator: Communicator) -> None:
-    """Warn on rank 0 of layers and losses that look at a whole batch."""
+def warn_of_differences(
+    model: Any, communicator: Communicator, who: str = "", what: str = "global batch, since "
+) -> None:
+    """Warn on rank 0 of layers and losses that look at a whole batch; `who` are its ranks."""
     if communicator.rank == 0 and (found := differences(model)):
         warn_at_users_line(
-            f"{communicator.size} ranks will not train exactly as one process does with the same "
-            "global batch, since " + "; ".join(found) + ".",
+            f"{who or f'{communicator.size} ranks'} will not train exactly as one process does "
+            f"with the same {what}" + "; ".join(found) + ".",
             ParityWarning,
         )
 

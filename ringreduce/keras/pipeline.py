@@ -29,7 +29,7 @@ from ringreduce.keras.fit import fit_on, given_callbacks
 from ringreduce.keras.initial import broadcast_variables
 from ringreduce.keras.local import joint_in
 from ringreduce.keras.metric_states import numbers_in, packed_number, unpacked_number
-from ringreduce.keras.mistakes import ParityWarning, differences, note_sharding, warn_at_users_line
+from ringreduce.keras.mistakes import note_sharding, warn_of_differences
 from ringreduce.keras.optimizer import DistributedOptimizer
 from ringreduce.keras.settings import Settings, require_same_settings, settings_in
 from ringreduce.keras.stage import Stage, rows_in
@@ -234,7 +234,12 @@ class Pipeline:
             settings = Settings("arguments of Pipeline.fit", settings_in(arguments))
             require_same_settings([settings], among)
         note_sharding(replicas)
-        self._warn_of_differences()
+        warn_of_differences(
+            self.model,
+            replicas,
+            f"stage {self.stage}",
+            "batch, since each micro-batch is computed by itself: ",
+        )
         self.model.optimizer.build(self.model.trainable_variables)
         history = fit_on(
             self.model,
@@ -330,14 +335,6 @@ class Pipeline:
             OnRankZero(one, self._ring) if acts_once(one) and one not in saving else one
             for one in found
         ]
-
-    def _warn_of_differences(self) -> None:
-        if self.replicas.rank == 0 and (found := differences(self.model)):
-            warn_at_users_line(
-                f"stage {self.stage} will not train exactly as one process does with the same "
-                "batch, since each micro-batch is computed by itself: " + "; ".join(found) + ".",
-                ParityWarning,
-            )
 
     def _from_last(self, outputs: Any) -> Any:
         """What the last stage has, arrays in a structure, on all ranks of the chain."""

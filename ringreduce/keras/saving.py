@@ -78,10 +78,6 @@ def load_model(
     return model
 
 
-def _class_and_options(one: Any) -> tuple[Any, dict[str, Any]]:
-    return (one.func, one.keywords) if isinstance(one, partial) else (one, {})
-
-
 class _Loading:
     """Makes layers and optimizers of a file others than it names."""
 
@@ -91,7 +87,11 @@ class _Loading:
         communicator: Communicator | None,
         options: Mapping[str, Any],
     ) -> None:
-        self._replaced = {key: _class_and_options(one) for key, one in replaced.items()}
+        # By name or class: a class, and options for it.
+        self._replaced = {
+            key: (one.func, one.keywords) if isinstance(one, partial) else (one, {})
+            for key, one in replaced.items()
+        }
         self._communicator, self._options = communicator, options
         self._found: set[Any] = set()
 
