@@ -76,12 +76,12 @@ def _one_of(values: tuple[str, ...], help: str) -> Any:
     return _option(setting, "", default=values[0])
 
 
-def _setting(name: str, metavar: str = "", help: str = "") -> Any:
+def _setting(name: str, metavar: str = "", help: str = "", *flags: str) -> Any:
     """The option for the setting `name`, by default with its own help."""
     setting, default = SETTINGS[name], getattr(Config, name)
     shown = f"{default:g}" if isinstance(default, float) else default or "none"
     help = help or f"{setting.help[0].upper()}{setting.help[1:]}."
-    return _option(replace(setting, help=help), metavar, shown=shown)
+    return _option(replace(setting, help=help), metavar, *flags, shown=shown)
 
 
 # Options for jobs of several hosts.
@@ -217,6 +217,13 @@ def run(
         "Folder for each worker's lines and, when the ring breaks, flight records (`ringreduce "
         "report`); made if needed.",
     ),
+    trace: Path | None = _setting(
+        "trace_dir",
+        "DIR",
+        "Folder for what each rank does when (`ringreduce trace`), a file for each rank on its own "
+        "host; made if needed.",
+        "--trace",
+    ),
     encryption: str | None = _setting("encryption"),
     env: list[str] | None = _of_hosts(
         "NAME=VALUE",
@@ -253,6 +260,7 @@ def run(
             "busy_timeout_s": busy_timeout,
             "transport": transport,
             "log_dir": log_dir,
+            "trace_dir": None if trace is None else str(trace.absolute()),
             "encryption": encryption,
         },
         threads=threads_per_worker,
@@ -264,7 +272,12 @@ def run(
         variables=variables,
         spread=spread,
     )
-    raise typer.Exit(supervise(plan, node=node).conclude())
+    code = supervise(plan, node=node).conclude()
+    if trace is not None:
+        several = spread is not None or node is not None
+        copied = ", once the files of all hosts are together" if several else ""
+        typer.echo(f"ringreduce: `ringreduce trace {trace}` says who was late{copied}", err=True)
+    raise typer.Exit(code)
 
 
 def _hint_at_misplaced(script: str, arguments: Sequence[str]) -> None:
@@ -346,6 +359,19 @@ def doctor(
     plan = Plan(program, size, choices, variables=forwarded_environment(), spread=spread)
     code = supervise(plan, stdout=printed).conclude()
     raise typer.Exit(code or show(printed.getvalue(), as_json=as_json))
+
+
+@app.command(
+    no_args_is_help=True,
+    help="Print from what all ranks have traced which of them were late, and for how long others "
+    "waited.\n\nIt also writes DIR/trace.json, which https://ui.perfetto.dev draws.",
+)
+def trace(folder: Path = typer.Argument(metavar="DIR", help="What --trace was.")) -> None:
+    """Join the ranks' files of a folder, and print what they say."""
+    from ringreduce.commands.trace import describe
+
+    for line in describe(folder):
+        typer.echo(line)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from ringreduce.pure.claims import Claim
 from ringreduce.pure.encodings import Coding
 from ringreduce.pure.membership import whole
 from ringreduce.pure.payload import flat_view
+from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.wire import signature_of
 from ringreduce.vocabulary.config import Config
 from ringreduce.vocabulary.errors import ArrayError, RingReduceError
@@ -307,6 +308,10 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
     def blocked_for(self, seconds: float) -> None:
         """Add time that a training step spent reducing gradients itself; for integrations."""
         self._session.blocked_for(seconds)
+
+    def stepped(self, began_s: float, ended_s: float) -> None:
+        """Record a training step, by `time.monotonic`; for integrations."""
+        self._session.events.part(SpanKind.TRAINING, began_s, ended_s)
 
     def close(self) -> None:
         """Leave the ring and free sockets and threads; calling it again does nothing.

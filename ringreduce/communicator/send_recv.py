@@ -8,6 +8,7 @@ later calls come after them. A call that fails breaks the session.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 from ringreduce.communicator.refusals import interrupted
 from ringreduce.engine.engine import Executor
 from ringreduce.pure.payload import TAG_MAX, checked_lengths
+from ringreduce.pure.spans import SpanKind
 from ringreduce.pure.watcher_messages import Pending
 from ringreduce.pure.wire import Header, Kind
 from ringreduce.transport.shm_pairs import ShmEnd, ShmPairs
@@ -76,6 +78,17 @@ class _Direction:
             with self.lock:
                 header = self.described(Kind.SEND, flat.dtype, flat.size, tag).header
                 self.end.teach(header, flat, tag)
+
+    def traced(self, run: Callable[..., _Result], *arguments: Any) -> _Result:
+        """The result of a call, recorded unless C does not know it."""
+        began_s = time.monotonic()
+        result = run(*arguments)
+        if result is not False:
+            [array] = [each for each in (*arguments, result) if isinstance(each, np.ndarray)]
+            kind, ended_s = SpanKind.SEND if self._sends else SpanKind.RECV, time.monotonic()
+            part = self._session.events.part
+            part(kind, began_s, ended_s, nbytes=array.nbytes, other=self.peer)
+        return result
 
     def waits_in(self) -> Pending | None:
         """The call that a thread of the program waits in; from any thread."""
@@ -204,6 +217,8 @@ class Messages:
                 session.check()
                 direction.caller, direction.pending = threading.get_ident(), pending
                 try:
+                    if session.events.is_traced:
+                        return direction.traced(run, *arguments)
                     return run(*arguments)
                 except ArrayError:
                     raise  # Before anything was sent.

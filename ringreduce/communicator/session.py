@@ -31,6 +31,7 @@ from ringreduce.communicator.statistics import Statistics
 from ringreduce.communicator.uneven import Uneven
 from ringreduce.effects.dumping import FlightFile
 from ringreduce.effects.recorder import Recorder
+from ringreduce.effects.tracing import Trace
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.watch import Watcher
 from ringreduce.pure.claims import Claim
@@ -84,7 +85,7 @@ class Session:
         self.events = lasting.events
         self._waiting = Waiting(Timeouts(config.timeout_s, config.busy_timeout_s), self.events)
         self._recorder = Recorder(config.rank, config.size, self.events, membership)
-        self._flight = self._open_flight(job)
+        self._flight, self._trace = self._open_flight(job), Trace(config, self._recorder)
         self.local_rank, self.local_size = config.local_rank or 0, config.local_size or 1
         self._use(SharedMemoryCollectives(None))
         self.job = job
@@ -119,6 +120,7 @@ class Session:
         return job.flight
 
     def _close_flight(self) -> None:
+        self._trace.close()
         if self.membership.group == 0:
             self._flight.close()
         else:

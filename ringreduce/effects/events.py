@@ -46,6 +46,7 @@ class Events:
         self.address = ctypes.addressof(self._pinned)
         self._errors: dict[int, str] = {}
         self._formed_s = 0.0
+        self.is_traced = False  # whether messages are recorded too
         # Reentrant, since a signal handler may interrupt a thread that holds it.
         self._parts = threading.RLock()
         _write_standing(self._memory, 0, 0, 0, 0.0, 0.0, 0, 0, 0, _monotonic())
@@ -133,6 +134,22 @@ class Events:
         with self._parts:  # In this order, on any processor.
             second = bytes(self._memory)
         return spans.decode_parts(first, second)
+
+    def added(self, ring: int, seen: int) -> tuple[int, bytes]:
+        """How many records a ring of `spans.RECORDS` has had; and those after `seen` of them, raw.
+
+        What is overwritten until it is copied is left out; from any thread.
+        """
+        count_at, slots_at, kept = spans.RECORDS[ring]
+        (count,) = spans.COUNT.unpack_from(self._memory, count_at)
+        numbers = range(max(seen, count - kept), count)
+        slots = [slots_at + number % kept * _SPAN_BYTES for number in numbers]
+        first = [bytes(self._memory[slot : slot + _SPAN_BYTES]) for slot in slots]
+        with self._parts:  # In this order, as in `parts`.
+            second = [self._memory[slot : slot + _SPAN_BYTES] for slot in slots]
+        stamps = [spans.COUNT.pack(number + 1) for number in numbers]
+        copies = zip(stamps, first, second, strict=True)
+        return count, b"".join(a for stamp, a, b in copies if a == b and a.startswith(stamp))
 
     def current_call(self) -> spans.Present:
         """The call that runs, and totals of those before; from any thread, never raises."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 _PAGE = "docs/from-horovod.md has the whole table"
 
 _GROUPS = "use communicator.split(color), and pass communicator="
-_TIMELINE = "use ringreduce run --log-dir DIR, and ringreduce report DIR"
+_TIMELINE = "use ringreduce run --trace DIR, and ringreduce trace DIR"
 
 # What Horovod may be built with, and ringreduce never is.
 ABSENT = frozenset(

@@ -36,6 +36,9 @@ OURS_AT = CALLS_AT + CALLS_KEPT * SPAN_BYTES
 QUEUED_AT = OURS_AT + PARTS_BYTES
 RINGS_AT = (OURS_AT, QUEUED_AT)
 EVENTS_BYTES = QUEUED_AT + PARTS_BYTES
+# Of calls, `ours` and `queued`: where the count of records is, where slot 0, and how many there
+# are. The number of the present or next call is the count of those before.
+RECORDS = ((0, CALLS_AT, CALLS_KEPT), *((at, at + SPANS_AT, PARTS_KEPT) for at in RINGS_AT))
 
 # stamp (1 more than the number of spans before it in its ring; 0: none is here), kind, operation,
 # other (a rank or step), number of the call, nbytes, identity of the thread, began, ended
@@ -51,7 +54,12 @@ COUNT, SECONDS = struct.Struct("=Q"), struct.Struct("=d")
 
 
 class SpanKind(enum.IntEnum):
-    """What a span is: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them."""
+    """What a span is: RR_SPAN_CALL, ... of native/include/ringreduce.h, which describes them.
+
+    C does not know the last ones: a training step, from the reduction of its first bucket to that
+    of the next step's; messages to or from rank `other`, only while they are traced; and, only in
+    traces, that `number` records are missing.
+    """
 
     CALL = 1
     QUEUE = 2
@@ -61,6 +69,10 @@ class SpanKind(enum.IntEnum):
     UNPACK = 6
     STEP = 7
     WAIT = 8
+    TRAINING = 9
+    SEND = 10
+    RECV = 11
+    LOST = 12
 
 
 # Operations by the names of their calls (the first of those that share one), and back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,7 @@ class BucketReducer:
         self._encodes = plan.compression != "none" and self.communicator.transport != "shm"
         self._residuals, self._thin = residuals, thin if self._encodes else None
         self.plan, self.numerics = plan, numerics
+        self._begun_s: float | None = None  # when the latest step was
         self._parts = [
             [(plan.gradients[slot.gradient], slot.start, None) for slot in bucket.slots]
             for bucket in plan.buckets
@@ -134,6 +136,10 @@ class BucketReducer:
 
     def begin_step(self) -> None:
         """Begin a step: `require` that all ranks have this plan."""
+        now = time.monotonic()
+        if self._begun_s is not None:
+            self.communicator.stepped(self._begun_s, now)
+        self._begun_s = now
         self._agreed.require(self.plan)
         self.numerics.begin_step()
         if self._thin is not None:

@@ -192,6 +192,9 @@ class Config:
     log_dir: str = _choice(
         "", "folder for flight records (`ringreduce report`), made if needed; empty: none"
     )
+    trace_dir: str = _choice(
+        "", "folder for what each rank does when (`ringreduce trace`), made if needed; empty: none"
+    )
     # Never shown, logged or passed as an argument of a program.
     secret: str = _choice(
         "",

@@ -81,6 +81,7 @@ COMMUNICATOR = [
     "size",
     "split",
     "statistics",
+    "stepped",
     "transport",
 ]
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from ringreduce import ArrayError, MismatchError
 from ringreduce.communicator.reforming import reform
 from ringreduce.pure.buckets import GradientSpec
+from ringreduce.pure.spans import SpanKind
 from ringreduce.tensorflow import GradientBridge
 from ringreduce.testing import ring_of_threads
 
@@ -116,6 +117,18 @@ def test_other_gradients_are_told_apart_by_name_after_the_ring_was_formed_anew()
     for text in ring_of_threads(2, work):
         assert "other gradients than rank" in text
         assert all(f"{name}: float32 of shape (4,)" in text for name in "ab")
+
+
+def test_a_training_step_is_recorded_when_the_next_one_begins():
+    def work(comm):
+        bridge = GradientBridge(1 << 20)
+        for _ in range(3):
+            bridge.mean(comm, [tf.ones(3)], ["v"])
+        return [s for s in comm._session.events.parts() if s.kind == SpanKind.TRAINING]
+
+    for first, second in ring_of_threads(2, work):
+        assert first.began_s < first.ended_s
+        assert second.began_s == first.ended_s
 
 
 def test_a_large_gradient_stays_where_it_is_in_shared_memory_alone():
