@@ -301,13 +301,19 @@ class Communicator(MovingCalls, PairCalls, ObjectCalls):
         """Have `statistics` count what a compression keeps; for integrations. Weakly referenced."""
         self._session.lasting.residuals.add(residuals)
 
-    def statistics(self) -> Statistics:
-        """A snapshot of what this communicator has done so far."""
-        return self._session.statistics()
+    def statistics(self, *, with_norm: bool = True) -> Statistics:
+        """A snapshot of what this communicator has done so far.
 
-    def blocked_for(self, seconds: float) -> None:
-        """Add time that a training step spent reducing gradients itself; for integrations."""
-        self._session.blocked_for(seconds)
+        Without `with_norm`, ``residual_norm`` is 0: it takes as long as reading all residuals.
+        """
+        return self._session.statistics(with_norm=with_norm)
+
+    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
+        """Add time that a training step was blocked by reducing; for integrations.
+
+        `reducing_s`: how long that took, in any thread; None: the step did it itself.
+        """
+        self._session.blocked_for(seconds, reducing_s)
 
     def stepped(self, began_s: float, ended_s: float) -> None:
         """Record a training step, by `time.monotonic`; for integrations."""

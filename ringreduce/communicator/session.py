@@ -219,10 +219,11 @@ class Session:
         if self._watcher is not None and not self.is_closed:
             self._watcher.post(claim)
 
-    def statistics(self) -> Statistics:
+    def statistics(self, *, with_norm: bool = True) -> Statistics:
         """A snapshot of what this session has done so far."""
         traffic, current = self.collectives.traffic(), self.events.current_call()
         heartbeats = [] if self._watcher is None else self._watcher.heartbeats()
+        residuals = self.lasting.residuals if with_norm else ()
         return Statistics(
             reducing_s=self.events.seconds(SpanKind.REDUCE),
             waited_s=self.events.seconds(SpanKind.BLOCKED),
@@ -235,14 +236,17 @@ class Session:
             slow_rank=slow_rank(heartbeats),
             slow_link=slow_link(heartbeats),
             hosts=self._hosts,
-            residual_norm=sum(each.squared_norm() for each in self.lasting.residuals) ** 0.5,
+            sent_to_next=next(
+                (each.sent_to_next for each in heartbeats if each.rank == self.config.rank), None
+            ),
+            residual_norm=sum(each.squared_norm() for each in residuals) ** 0.5,
         )
 
-    def blocked_for(self, seconds: float) -> None:
-        """Add time that a training step spent reducing gradients itself."""
-        now = time.monotonic()
-        for kind in (SpanKind.REDUCE, SpanKind.BLOCKED):
-            self.events.part(kind, now - seconds, now)
+    def blocked_for(self, seconds: float, reducing_s: float | None = None) -> None:
+        """Add time that a training step was blocked, and in which that work was done."""
+        now, done_s = time.monotonic(), seconds if reducing_s is None else reducing_s
+        self.events.part(SpanKind.BLOCKED, now - seconds, now)
+        self.events.part(SpanKind.REDUCE, now - done_s, now)
 
     # --- Failure --------------------------------------------------------------------------------
 

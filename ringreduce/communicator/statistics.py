@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringreduce.pure.slowness import SlowLink, SlowRank
+from ringreduce.pure.watcher_messages import SentToNext
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Statistics:
             All ranks find the same, about a second after it has happened.
         slow_link: the same for a link between hosts that is slower than the others.
         hosts: the ranks of each host that share memory, in the order in which the ring passes them.
+        sent_to_next: this rank's connections to the next host: bytes that arrived there, and for
+            how many seconds data was under way; None where the system does not measure it.
         residual_norm: Euclidean norm of what compression has taken from this rank's gradients, and
             adds to those of the next step.
     """
@@ -40,4 +43,5 @@ class Statistics:
     slow_rank: SlowRank | None = None
     slow_link: SlowLink | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
+    sent_to_next: SentToNext | None = None
     residual_norm: float = 0.0

@@ -17,6 +17,7 @@ et al., "DiLoCo", 2023, and "Streaming DiLoCo with overlapping communication", 2
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -335,6 +336,7 @@ class _Meeting:
             self._coding = Coding(encoding, kept)
             ring.count_residuals(self)
         self._work: Any = None
+        self._took_s = 0.0
 
     @property
     def is_under_way(self) -> bool:
@@ -353,7 +355,9 @@ class _Meeting:
     def end(self) -> list[np.ndarray]:
         """Wait for the mean changes."""
         work, self._work = self._work, None
+        began = time.perf_counter()
         work.wait()
+        self._ring.blocked_for(time.perf_counter() - began, self._took_s)
         found = zip(self._parts(), self._shapes, strict=True)
         return [part.reshape(shape).copy() for part, shape in found]
 
@@ -366,6 +370,7 @@ class _Meeting:
         return np.split(self._memory, self._ends[:-1])
 
     def _meet(self, own: float) -> None:
+        began = time.perf_counter()
         ring, memory = self._ring, self._memory
         total = ring.all_reduce(np.array([own]), signature=self._signature)[0]
         memory *= np.float32(own * ring.size / total if total else 0.0)
@@ -373,3 +378,4 @@ class _Meeting:
             part = slice(start, start + _CHUNK)
             coding = None if self._coding is None else self._coding.of(part)
             ring.all_reduce(memory[part], ReduceOp.MEAN, signature=self._signature, coding=coding)
+        self._took_s = time.perf_counter() - began

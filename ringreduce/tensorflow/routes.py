@@ -91,7 +91,7 @@ class PackedRoute:
         communicator, number = self._communicator, self._number
         with order.in_order(communicator):
             tokens = [ops.start(number, bucket, part) for bucket, part in enumerate(parts)]
-        sparse = mean_of_slices(self._reducer, slices)
+        sparse = mean_of_slices(self._reducer, slices, communicator.engine.drain)
         waited = [ops.wait(number, bucket, part, tokens) for bucket, part in enumerate(parts)]
         order.done(communicator, [mean for part in waited for mean in part])
         return waited, sparse

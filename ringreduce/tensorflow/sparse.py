@@ -115,14 +115,16 @@ def merged(gradient: Any) -> Any:
 
 
 def mean_of_slices(
-    reducer: BucketReducer, slices: Sequence[tf.IndexedSlices]
+    reducer: BucketReducer,
+    slices: Sequence[tf.IndexedSlices],
+    drain: Callable[[], None] = lambda: None,
 ) -> list[tf.IndexedSlices]:
     """The mean of each of `slices` over all ranks; in a graph this adds the op that does it.
 
     `reducer` is that of the whole step. `slices` are of tensors, of a float dtype; indices may be
     repeated and in any order. Those of the means are rising and unique; dtypes and `dense_shape`
     stay. Whether they are all of the table's rows or fewer may change from step to step, equally on
-    all ranks.
+    all ranks. `drain` waits for what is reduced before them.
 
     ArrayError, on all ranks, if an index is outside the table.
     """
@@ -130,11 +132,14 @@ def mean_of_slices(
         return []
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        started = time.perf_counter()
+        began = time.perf_counter()
+        drain()
+        drained = time.perf_counter()
         try:
             return _reduced(reducer, arrays)
         finally:
-            reducer.communicator.blocked_for(time.perf_counter() - started)
+            now = time.perf_counter()
+            reducer.communicator.blocked_for(now - began, now - drained)
 
     # Indices and values of each, alternating.
     parts = [tensor for one in slices for tensor in (one.indices, one.values)]

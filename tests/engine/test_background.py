@@ -217,9 +217,10 @@ def test_time_blocked_is_what_the_engine_and_the_caller_have_waited():
     with Communicator(Config()) as comm:
         comm.blocked_for(2.0)
         comm.blocked_for(0.5)
+        comm.blocked_for(0.25, 1.0)
         comm._session.events.part(SpanKind.REDUCE, 8.0, 12.0)
-        assert comm.statistics().waited_s == pytest.approx(2.5, abs=1e-6)
-        assert comm.statistics().reducing_s == pytest.approx(6.5, abs=1e-6)
+        assert comm.statistics().waited_s == pytest.approx(2.75, abs=1e-6)
+        assert comm.statistics().reducing_s == pytest.approx(7.5, abs=1e-6)
 
 
 # --- A broken ring --------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Ranks that step alone and meet, against a simulation in numpy: on a real ring of three."""
 
+import numpy as np
 import pytest
 
+from ringreduce.keras.meetings import _Meeting
+from ringreduce.testing import ring_of_threads
 from tests.facts import facts_in, facts_of
 from tests.jobs import run_job
 from tests.scope import in_full
@@ -96,6 +99,21 @@ def test_one_that_stops_between_meetings_takes_all_with_it_at_the_next(facts):
         assert fact["batches"] == [0, 1, 2]
         assert fact["settled"]
         assert fact["digest"] == facts["stopped"][0]["digest"]
+
+
+def test_a_meeting_counts_as_reducing_and_blocks_for_as_long_as_it_is_waited_for():
+    def work(comm):
+        meeting = _Meeting(comm, [(1000,)], "none")
+        meeting.begin(np.ones(1000, np.float32), np.float32(1))
+        meeting.end()
+        done = comm.statistics()
+        return done.seconds, done.reducing_s, done.waited_s, done.stopped_s
+
+    for seconds, reducing_s, waited_s, stopped_s in ring_of_threads(2, work):
+        assert waited_s > 0
+        assert reducing_s > 0
+        # Without the barrier that forms the ring.
+        assert stopped_s <= max(seconds, waited_s)
 
 
 @pytest.mark.parametrize(
