@@ -110,6 +110,7 @@ class Calls:
                     self._caller.value = threading.get_ident()
                     if not session.is_working:
                         session.refuse()
+                    session.events.begin(CODES[name], nbytes)
                     return self._finish(name, nbytes, run, *arguments)
                 finally:
                     self._caller.value = 0
@@ -129,7 +130,7 @@ class Calls:
                 return True
             if done is None:
                 return False
-            # Another rank is late. C has taken the lock.
+            # Another rank is late. C has taken the lock, and recorded the beginning.
             flat, op = flat_view(array, "all_reduce"), reduce_op(option)
             run = self._session.collectives.all_reduce
             self._finish("all_reduce", array.nbytes, run, flat, op, signature)
@@ -190,9 +191,8 @@ class Calls:
     def _finish(
         self, name: str, nbytes: int, run: Callable[..., _Result], *arguments: Any
     ) -> _Result:
-        """Run a collective, or the rest of it; what has ended the session meanwhile ends it."""
+        """Run a recorded collective, or its rest; what has ended the session meanwhile ends it."""
         session = self._session
-        session.events.begin(CODES[name], nbytes)
         try:
             result = run(*arguments)
         except RingReduceError as error:

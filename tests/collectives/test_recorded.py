@@ -51,6 +51,7 @@ def test_the_rank_that_a_call_waits_for_is_recorded(
         pytest.skip(native.why_missing())
     communicators: dict[int, Communicator] = {}
     looked: list[float] = []
+    seen: list[float] = []
     look = stalls._WaitSpan.look
 
     def note(span: stalls._WaitSpan, *arguments: Any) -> None:
@@ -61,18 +62,29 @@ def test_the_rank_that_a_call_waits_for_is_recorded(
 
     monkeypatch.setattr(stalls._WaitSpan, "look", note)
 
-    def work(communicator: Communicator) -> list[Span]:
+    def is_in_call() -> bool:
+        return 0 in communicators and (
+            communicators[0]._session.events.current_call().operation is not None
+        )
+
+    def work(communicator: Communicator) -> tuple[list[Span], Span]:
+        # After the first such call C begins the next ones.
+        communicator.all_reduce(np.ones(4, np.float32))
         communicator.barrier()
         if communicator.rank == 0:
             communicators[0] = communicator
         else:
+            wait_until(is_in_call, "rank 0 to begin")
+            seen.append(time.monotonic())
             # Rank 0 has checked the clock several times in its call.
             wait_until(lambda: len(looked) > 3, "rank 0 to wait")
         communicator.all_reduce(np.ones(4, np.float32))
-        return of(communicator, SpanKind.WAIT)
+        return of(communicator, SpanKind.WAIT), communicator._session.events.calls()[-1]
 
-    found, _ = ring_of_threads(2, work, transport=transport)
+    (found, call), _ = ring_of_threads(2, work, transport=transport)
     last = found[-1]
-    assert (last.other, last.number) == (1, 2)
+    assert (last.other, last.number) == (1, call.number)
+    # From its beginning in C on, also if Python had to go on with it.
+    assert call.began_s <= seen[0]
     assert last.ended_s is not None
     assert last.began_s <= looked[0] < looked[3] <= last.ended_s
