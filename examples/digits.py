@@ -85,7 +85,7 @@ def main():
         epochs=arguments.epochs,
         shuffle=False,  # done above, in the same order on every worker
         verbose=2 if comm.rank == 0 else 0,
-        callbacks=[EpochClock(clock)],
+        callbacks=[rr.callbacks.Together([EpochClock(clock)])],
     )
     loss, accuracy = model.evaluate(*test, verbose=0)
     weights = b"".join(weight.tobytes() for weight in model.get_weights())

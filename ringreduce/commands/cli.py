@@ -202,6 +202,12 @@ def run(
     tracebacks: str = _one_of(
         TRACEBACKS, "Whose tracebacks are shown after a failure: its cause's, or all."
     ),
+    profile: bool = typer.Option(
+        False,
+        "--profile",
+        help="Measure where the time of rr.fit goes, by rank and epoch; rank 0 says what would "
+        "help.",
+    ),
     stdin: int | None = _number(
         "RANK",
         "The rank that gets the keyboard, Ctrl-C too, so that breakpoint() works there and is "
@@ -252,6 +258,8 @@ def run(
         raise typer.BadParameter("not with --nnodes", param_hint="--stdin")
     if stdin is not None and stdin >= size:
         raise typer.BadParameter(f"{stdin}; accepted: 0 to {size - 1}", param_hint="--stdin")
+    if profile:
+        variables["RINGREDUCE_PROFILE"] = "1"
     plan = Plan(
         program,
         size,

@@ -27,6 +27,7 @@ from ringreduce.communicator.process import (
 from ringreduce.communicator.rank_zero import on_rank_zero
 from ringreduce.keras import callbacks, parts
 from ringreduce.keras.advice import advice_on_name
+from ringreduce.keras.callbacks.profile import warn_of_no_profile
 from ringreduce.keras.data import permutation, shard
 from ringreduce.keras.evaluation import evaluate, predict
 from ringreduce.keras.fit import fit
@@ -104,3 +105,4 @@ if keras.backend.backend() != "tensorflow":
     )
 
 atexit.register(warn_of_ranks_apart)
+atexit.register(warn_of_no_profile)

@@ -36,6 +36,7 @@ from ringreduce.keras.wrappable import (
     require_compiled,
     require_distributed,
 )
+from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 
 
@@ -63,6 +64,7 @@ def fit(
     check: bool = True,
     sharded: bool = False,
     batch_share: str | float | None = None,
+    profile: bool = False,
     communicator: Communicator | None = None,
 ) -> Any:
     """Train as ``model.fit`` does, with every batch divided among all ranks.
@@ -101,6 +103,8 @@ def fit(
             as 2.0 on a rank that is twice as fast as one with 1.0. Every rank gets at least one
             row. Gradients, losses and metrics count by rows, so the result stays that of one
             process. For ``jit_compile=True`` XLA compiles again when the shares change.
+        profile: measure where the time of steps goes, by `rr.callbacks.Profile`, as
+            ``ringreduce run --profile`` does for all training.
 
     An epoch of `steps_per_epoch` goes on where the last one ended, and ends early with the data, as
     Keras's does; the next begins the data anew. Other arguments are those of ``model.fit``;
@@ -137,6 +141,7 @@ def fit(
         "epochs": epochs,
         "initial_epoch": initial_epoch,
         "sharded": sharded,
+        "profile": profile or profile_wanted(),
         "loss": model.loss,
         "run_eagerly": model.run_eagerly,
         # With data of their own ranks may have different ones.
@@ -231,7 +236,7 @@ def fit(
             *([Measure(shares, ring, verbose)] if shares.is_measured else []),
             # Before what exchanges metrics when a rank's own validation ends.
             *([Answering(model, ring, example)] if validation is not None else []),
-            Together(given_callbacks(callbacks, backup_dir), communicator),
+            Together(given_callbacks(callbacks, backup_dir), communicator, profile=profile),
             *([VerifyReplicas(None, ring)] if check else []),
         ],
         epochs=epochs,

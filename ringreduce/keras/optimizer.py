@@ -200,6 +200,11 @@ class DistributedOptimizer(Wrapper):
         return self._communicator
 
     @property
+    def updates_all_rows(self) -> bool:
+        """Whether tables are updated whole, also where few rows have a gradient."""
+        return self._touched is None
+
+    @property
     def has_local_variables(self) -> bool:
         """Whether some variables are not shared."""
         return bool(self._local)

@@ -32,7 +32,7 @@ _LAUNCH = ("RINGREDUCE_RANK", "RINGREDUCE_SIZE", "RINGREDUCE_RENDEZVOUS", "RINGR
 # What is read besides the settings.
 _FURTHER = (
     *("RINGREDUCE_LAUNCHER", "RINGREDUCE_SECRET_FILE", "RINGREDUCE_RESTART"),
-    *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE"),
+    *("RINGREDUCE_NATIVE", "RINGREDUCE_TIME_SCALE", "RINGREDUCE_PROFILE"),
 )
 
 
@@ -400,6 +400,11 @@ def log_dir_wanted() -> str:
 def native_wanted() -> bool:
     """Whether the native library may be used: ``RINGREDUCE_NATIVE=0`` hides it."""
     return os.environ.get("RINGREDUCE_NATIVE", "1") != "0"
+
+
+def profile_wanted() -> bool:
+    """Whether to profile training: ``RINGREDUCE_PROFILE``; ``ringreduce run --profile`` sets it."""
+    return os.environ.get("RINGREDUCE_PROFILE", "0") not in ("", "0")
 
 
 def _read(variable: str, text: str, setting: Setting) -> object:

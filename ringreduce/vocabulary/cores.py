@@ -12,8 +12,12 @@ from pathlib import Path
 
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores that this process can keep busy, at least 1; `root` is where /proc and /sys are."""
-    cores, quota = len(bound_cores()), core_quota(root)
-    return max(1, cores if quota is None else int(min(cores, quota)))
+    return max(1, int(core_limit(root)))
+
+
+def core_limit(root: Path = Path("/")) -> float:
+    """The same, as a limit of time may be: 1.5 cores, or less than 1."""
+    return min([len(bound_cores()), *_quotas(root)])
 
 
 def bound_cores() -> set[int]:

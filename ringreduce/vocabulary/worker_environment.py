@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 
 from ringreduce.vocabulary.config import SETTINGS, Config, variable_of
+from ringreduce.vocabulary.cores import bound_cores
 from ringreduce.vocabulary.errors import ConfigError
 
 _SECRET = ("RINGREDUCE_SECRET", "RINGREDUCE_SECRET_FILE")
@@ -53,6 +54,11 @@ def worker_environment(
     if skips_breakpoints:
         environment["PYTHONBREAKPOINT"] = "0"
     return environment
+
+
+def compute_threads() -> int:
+    """With how many threads TensorFlow computes here, unless the program chooses."""
+    return int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0) or len(bound_cores())
 
 
 def enter_job(

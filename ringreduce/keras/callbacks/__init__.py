@@ -14,10 +14,12 @@ from ringreduce.keras.callbacks.learning_rate import (
     linear_scaling,
 )
 from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.callbacks.together import OnRankZero, StopTogether, Together
 
 __all__ = ["Broadcast", "LearningRateSchedule", "LearningRateWarmup", "MetricAverage"]
-__all__ += ["OnRankZero", "StopTogether", "Together", "VerifyReplicas", "linear_scaling"]
+__all__ += ["OnRankZero", "Profile", "StopTogether", "Together", "VerifyReplicas"]
+__all__ += ["linear_scaling"]
 __all__ += ["BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback"]
 __all__ += ["LearningRateWarmupCallback", "MetricAverageCallback"]
 

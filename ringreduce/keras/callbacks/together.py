@@ -16,6 +16,7 @@ from ringreduce.keras import private
 from ringreduce.keras.callbacks.broadcast import broadcast_state
 from ringreduce.keras.callbacks.learning_rate import agree_on_learning_rate
 from ringreduce.keras.callbacks.metric_average import MetricAverage
+from ringreduce.keras.callbacks.profile import Profile
 from ringreduce.keras.parts.part import parts_in
 from ringreduce.keras.parts.replicas import training_ranks
 from ringreduce.keras.seeds import fold_seeds
@@ -25,6 +26,7 @@ from ringreduce.keras.wrappable import (
     settle,
     warn_of_plain_optimizer,
 )
+from ringreduce.vocabulary.config import profile_wanted
 from ringreduce.vocabulary.errors import ConfigError
 from ringreduce.vocabulary.types import ReduceOp
 
@@ -172,6 +174,8 @@ class Together(_Forwarding):
       get other seeds (`fold_seeds`), so that dropout differs between ranks.
     - At the end of an epoch and before validation ranks that step alone (`LocalSGD`) meet.
     - After every epoch the learning rate is rank 0's everywhere, where it is a variable.
+    - `Profile`, if there is one, comes before all others. ``ringreduce run --profile`` adds one,
+      unless `communicator` is a group; `profile` does too.
     - ModelCheckpoint, BackupAndRestore, OrbaxCheckpoint, TensorBoard and CSVLogger act on rank 0
       only, and so do the callbacks of W&B, MLflow, Neptune, Comet, ClearML, Aim, DVCLive and the
       like; other ranks may leave them out. Wrap others that write in `OnRankZero`.
@@ -189,13 +193,22 @@ class Together(_Forwarding):
         MismatchError: as `MetricAverage`.
     """
 
-    def __init__(self, callbacks: Any, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, callbacks: Any, communicator: Communicator | None = None, *, profile: bool = False
+    ) -> None:
         super().__init__()
         self._communicator = communicator
         self.callbacks = [_checked(callback) for callback in keras.tree.flatten(callbacks)]
+        profiles = [c for c in self.callbacks if isinstance(c, Profile)]
+        is_group = communicator is not None and communicator.parent is not None
+        if not profiles and (profile or (profile_wanted() and not is_group)):
+            profiles = [Profile(communicator)]
+        others = [c for c in self.callbacks if not isinstance(c, Profile)]
         self._members = [
+            # First, so that it measures none of what the others do at the end of an epoch.
+            *profiles,
             MetricAverage(communicator),
-            *(OnRankZero(c, communicator) if acts_once(c) else c for c in self.callbacks),
+            *(OnRankZero(c, communicator) if acts_once(c) else c for c in others),
             StopTogether(communicator),
         ]
 

@@ -1,0 +1,154 @@
+"""Measures where the time of training steps goes, on all ranks, and says what would help."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ringreduce.communicator.communicator import Communicator
+from ringreduce.communicator.process import default_communicator, is_initialized
+from ringreduce.keras import private
+from ringreduce.keras.wrappable import works_by_element
+from ringreduce.pure.profile import Facts, step_of, verdict
+from ringreduce.pure.watcher_messages import SentToNext
+from ringreduce.vocabulary.config import profile_wanted
+from ringreduce.vocabulary.cores import core_limit
+from ringreduce.vocabulary.worker_environment import compute_threads
+
+_log = logging.getLogger(__name__)
+_has_measured = False
+
+
+class Profile(keras.callbacks.Callback):
+    """Measures where the time of steps goes on all ranks; at the end rank 0 says what would help.
+
+    One short exchange at the end of each epoch puts these into its logs, equal on all ranks, so
+    that History, CSVLogger, TensorBoard, W&B and the like have them:
+
+    - ``rr_step_ms``: how long a step took.
+    - ``rr_waiting_ms``: how long the other ranks waited in a step for the slowest.
+    - ``rr_slowest_rank``: that rank; in a well balanced job it is chance.
+    - ``rr_hidden``: the part of the communication that cost no time, since the rank computed
+      meanwhile; 1 if there is none.
+    - ``rr_bytes``: what a rank sent in a step, the mean of all, through shared memory too.
+
+    They are means over the epoch's steps but the first (of ``steps_per_execution``), which may
+    trace and compile; validation and other callbacks' work between epochs are left out.
+    `Together` and `rr.fit` call it before others; elsewhere give it to `fit` before those that
+    read logs. It costs nothing in a step but counting it.
+    """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._epochs: dict[int, list[Facts]] = {}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forget the training before."""
+        global _has_measured
+        _has_measured = True
+        self._epochs, self._is_first, self._has_compiled = {}, True, False
+        self._cores = core_limit()
+        self._threads = tf.config.threading.get_intra_op_parallelism_threads() or compute_threads()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to measure."""
+        self._steps, self._began = 0, self._totals(0)
+        self._after_first: Facts | None = None
+        self._ended: Facts | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count steps, of which there may be several at a time."""
+        self._steps = batch + 1
+        if self._after_first is None:
+            self._after_first = self._totals(self._steps)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """End before validation."""
+        self._end()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Exchange what was measured, and put it into the logs."""
+        ended, first, ring = self._end(), self._after_first, self._ring()
+        # None but the first is measured with it.
+        is_all = first is None or first.steps >= ended.steps
+        own = ended.since(self._began if first is None or is_all else first)
+        ranks = [Facts(*theirs) for theirs in ring.all_gather_object(own)]
+        if logs is not None:
+            logs.update(step_of(ranks).logs())
+        if self._has_compiled:  # In the epoch before, in the only step.
+            self._epochs.clear()
+        self._has_compiled, self._is_first = is_all and self._is_first, False
+        self._epochs[epoch + 1] = ranks
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Print the verdict on rank 0."""
+        if self._ring().rank == 0 and self._epochs:
+            print(*verdict(self._epochs, _updated_bytes(self.model)), sep="\n", flush=True)
+
+    def _ring(self) -> Communicator:
+        return self._communicator or default_communicator()
+
+    def _end(self) -> Facts:
+        if self._ended is None:
+            # With several steps at a time Keras counts more than there are in the last ones.
+            most = (self.params or {}).get("steps") or self._steps
+            self._ended = self._totals(min(self._steps, most))
+        return self._ended
+
+    def _totals(self, steps: int) -> Facts:
+        ring = self._ring()
+        done = ring.statistics(with_norm=False)
+        link = done.sent_to_next or SentToNext(0, 0, 0.0)
+        return Facts(
+            steps=steps,
+            seconds=time.monotonic(),
+            stopped_s=done.stopped_s,
+            hidden_s=done.reducing_s - done.waited_s,
+            bytes_sent=done.bytes_sent,
+            cpu_s=time.process_time(),
+            link_bytes=link.nbytes,
+            link_s=link.seconds,
+            rank=ring.config.rank,
+            next_rank=link.receiver,
+            cores=self._cores,
+            local_size=ring.local_size,
+            threads=self._threads,
+        )
+
+
+def _updated_bytes(model: Any) -> int:
+    """What an optimizer reads and writes in a step to update whole tables of embeddings.
+
+    0 where ``update_rows="touched"`` would change nothing, or is refused.
+    """
+    if not getattr(model.optimizer, "updates_all_rows", False):
+        return 0
+    inner = model.optimizer.inner_optimizer
+    places, states = private.places_in_lists(inner), private.lists_of_state(inner).values()
+    total = 0
+    for layer in private.layers_of(model) if works_by_element(inner) else ():
+        for table in layer.trainable_weights if isinstance(layer, keras.layers.Embedding) else ():
+            place = places.get(private.key_of(inner, table))
+            kept = sum(place is not None and each[place] is not None for each in states)
+            # Without any, only rows with a gradient are updated. The gradient is read too.
+            total += 4 * math.prod(table.shape) * (2 * kept + 3) if kept else 0
+    return total
+
+
+def warn_of_no_profile() -> None:
+    """At exit, say on rank 0 if ``--profile`` has measured nothing, unless the program fails."""
+    if not profile_wanted() or _has_measured or getattr(sys, "last_value", None) is not None:
+        return
+    if is_initialized() and default_communicator().rank == 0:
+        _log.warning(
+            "[%d/%d] --profile has measured nothing: it measures rr.fit, and model.fit with "
+            "callbacks=[rr.callbacks.Together([...])].",
+            *default_communicator().config.who.values(),
+        )

@@ -1,0 +1,288 @@
+"""Where the time of training steps went, and what would help, from what all ranks measured. Pure.
+
+Ranks that reduce gradients together end a step at about the same time. So what stops the rank that
+computes longest, the slowest, is communication alone, and others wait as much longer as they
+compute shorter:
+
+    rank 0   | computing        | waiting   | communicating |
+    rank 1   | computing                    | communicating |     the slowest
+                     | hidden |                                   communication while it computes
+
+Ranks that are slow in turn, step by step, look like communication.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from ringreduce.pure.slowness import slow_link
+from ringreduce.pure.watcher_messages import Heartbeat, SentToNext
+
+# Behind a launcher's ``[0] `` it fits 80 columns.
+_WIDTH = 75
+# Less is chance.
+_WAITED_S_MIN = 0.1
+# Parts of a step: less is not worth a change.
+_WAITING_MIN, _COMMUNICATING_MIN, _UPDATING_MIN = 0.1, 0.1, 0.1
+# The use of cores that are all busy.
+_BUSY_MIN, _BUSY_MAX = 0.85, 1.1
+# A core reads and writes a table no faster, so that an update takes that long at least.
+_UPDATE_BYTES_PER_S = 10e9
+
+
+class Facts(NamedTuple):
+    """What a rank has measured: totals at some moment, or of some steps.
+
+    Attributes:
+        steps, seconds: training steps, and a monotonic clock.
+        stopped_s, hidden_s: communication that stopped this rank's own work, and that did not.
+        bytes_sent: in shared memory too.
+        cpu_s: processor time of its process.
+        link_bytes, link_s: to rank `next_rank`, over sockets, and how long data was under way.
+        cores: that it may use, and that its host's `local_size` ranks may share.
+        threads: that compute in its process.
+    """
+
+    steps: int
+    seconds: float
+    stopped_s: float
+    hidden_s: float
+    bytes_sent: int
+    cpu_s: float
+    link_bytes: int
+    link_s: float
+    rank: int
+    next_rank: int = 0
+    cores: float = 1.0
+    local_size: int = 1
+    threads: int = 1
+
+    def since(self, before: Facts) -> Facts:
+        """Of the steps after `before`."""
+        counted = Facts._fields.index("rank")
+        pairs = zip(self[:counted], before, strict=False)
+        return Facts._make([*(now - then for now, then in pairs), *self[counted:]])
+
+
+class Step(NamedTuple):
+    """The mean of `steps` steps of all ranks.
+
+    Attributes:
+        slowest: the rank that computes longest.
+        waiting_s: for how long the other ranks wait for it.
+        communicating_s, hidden_s: communication that stops it, and that does not.
+        bytes_sent: by a rank.
+    """
+
+    slowest: int
+    steps: float
+    seconds: float
+    waiting_s: float
+    communicating_s: float
+    hidden_s: float
+    bytes_sent: float
+
+    @property
+    def computing_s(self) -> float:
+        """For how long the slowest rank computes."""
+        return self.seconds - self.communicating_s
+
+    def logs(self) -> dict[str, float]:
+        """What it adds to the logs of an epoch."""
+        total_s = self.communicating_s + self.hidden_s
+        return {
+            "rr_step_ms": round(self.seconds * 1e3, 3),
+            "rr_waiting_ms": round(self.waiting_s * 1e3, 3),
+            "rr_slowest_rank": float(self.slowest),
+            "rr_hidden": round(self.hidden_s / total_s, 3) if total_s else 1.0,
+            "rr_bytes": float(round(self.bytes_sent)),
+        }
+
+
+def step_of(ranks: Sequence[Facts]) -> Step:
+    """The mean step, from what all ranks have measured in the same steps."""
+    computing_s = {each.rank: (each.seconds - each.stopped_s) / each.steps for each in ranks}
+    slowest = max(ranks, key=lambda each: (computing_s[each.rank], -each.rank))
+    most_s = computing_s[slowest.rank]
+    return Step(
+        slowest=slowest.rank,
+        steps=slowest.steps,
+        seconds=slowest.seconds / slowest.steps,
+        waiting_s=sum(most_s - s for s in computing_s.values()) / max(1, len(ranks) - 1),
+        # What surrounds calls counts as hidden too, and may be more than all that was not.
+        communicating_s=max(0.0, slowest.stopped_s / slowest.steps),
+        hidden_s=max(0.0, slowest.hidden_s / slowest.steps),
+        bytes_sent=fmean(each.bytes_sent / each.steps for each in ranks),
+    )
+
+
+def verdict(epochs: Mapping[int, Sequence[Facts]], updated_bytes: int = 0) -> list[str]:
+    """Lines of text: where the time went, and what would help most.
+
+    `epochs` are what all ranks have measured in each, by its number. In each step the optimizer
+    reads and writes `updated_bytes` to update tables whole.
+    """
+    steps, latest = {n: step_of(ranks) for n, ranks in epochs.items()}, [*epochs.values()][-1]
+    mean, size, slow = _mean([*steps.values()]), len(latest), _straggler(steps)
+    found = [
+        _shared_cores(latest),
+        None if slow is None else _waiting(slow, steps),
+        _slow_link(latest, mean),
+        _communication(mean, latest[0].link_bytes > 0),
+        _whole_tables(mean, updated_bytes),
+    ]
+    findings = sorted((each for each in found if each is not None), key=lambda each: -each[0])
+    texts = [f"{n}. {text}" for n, (_, text) in enumerate(findings, 1)] or ["Nothing of this kind."]
+    count = f"{_counted(round(mean.steps), 'step')} of {_ms(mean.seconds)}"
+    return [
+        f"profile of {_counted(size, 'rank')} in {_counted(len(epochs), 'epoch')}: {count}",
+        *(_table(mean, size, slow) if size > 1 else ["  no other rank to wait for"]),
+        "  What would help most:",
+        *(line for text in texts for line in _wrapped(text)),
+    ]
+
+
+def _table(mean: Step, size: int, slow: _Straggler | None) -> list[str]:
+    name, own_s = "the slowest rank", mean.computing_s
+    computing = waiting = ""
+    if slow is not None:
+        name, waiting = f"rank {slow.rank}", slow.when
+        computing = "" if slow.when else f"{name}: {_ms(own_s)}"
+    rows = [
+        ("computing", own_s - mean.waiting_s, computing),
+        (f"waiting for {name}", mean.waiting_s, waiting),
+        ("communicating", mean.communicating_s, f"and {_ms(mean.hidden_s)} hidden"),
+    ]
+    waited_s = (size - 1) * mean.waiting_s
+    now = size - (waited_s + size * mean.communicating_s) / mean.seconds
+    return [
+        *(
+            f"  {what:<28}{_ms(s):>10}{s / mean.seconds:>6.0%}   {note}".rstrip()
+            for what, s, note in rows
+        ),
+        f"  They do the work of {now:.1f} ranks that only compute; if communication were",
+        f"  free, of {size - waited_s / own_s:.1f} at most.",
+    ]
+
+
+# --- Rules: what is gained in a step at most, in seconds, and a text; or None. ---------------
+
+_Finding = tuple[float, str]
+
+
+class _Straggler(NamedTuple):
+    """The rank that the others wait for, in these epochs; `when` is empty for all."""
+
+    rank: int
+    epochs: Sequence[int]
+    when: str
+
+
+def _straggler(steps: Mapping[int, Step]) -> _Straggler | None:
+    slow: dict[int, list[int]] = {}
+    for number, step in steps.items():
+        if step.waiting_s >= _WAITING_MIN * step.seconds:
+            slow.setdefault(step.slowest, []).append(number)
+    waited_s = {r: sum(steps[n].waiting_s * steps[n].steps for n in slow[r]) for r in slow}
+    rank = max(slow, key=lambda each: waited_s[each], default=-1)
+    if waited_s.get(rank, 0.0) < _WAITED_S_MIN:
+        return None
+    found, numbers = slow[rank], list(steps)
+    when = f"in {len(found)} of {len(numbers)} epochs"
+    if found == numbers[-len(found) :]:
+        when = "" if found == numbers else f"from epoch {found[0]} on"
+    return _Straggler(rank, found, when)
+
+
+def _waiting(slow: _Straggler, steps: Mapping[int, Step]) -> _Finding:
+    own = _mean([steps[number] for number in slow.epochs])
+    gain_s = own.waiting_s * own.steps / sum(each.steps for each in steps.values())
+    return gain_s, (
+        f"Rank {slow.rank} is slow{slow.when and ' '}{slow.when}: it computes for "
+        f"{_ms(own.computing_s)} in a step, and the others wait {_ms(own.waiting_s)} for it. See "
+        "what else runs there, and whether it has more or longer rows. Where it is always slower, "
+        'rr.fit(batch_share="measured") gives it less.'
+    )
+
+
+def _slow_link(latest: Sequence[Facts], mean: Step) -> _Finding | None:
+    sent = [(r.rank, SentToNext(r.next_rank, r.link_bytes, r.link_s)) for r in latest]
+    found = slow_link([Heartbeat(rank, 0, 0, "", 0.0, sent_to_next=each) for rank, each in sent])
+    if found is None or mean.communicating_s < _COMMUNICATING_MIN * mean.seconds:
+        return None
+    return min(mean.communicating_s, found.waited_s / latest[0].steps), (
+        f"The link from rank {found.sender} to rank {found.receiver} carries "
+        f"{found.bytes_per_s / 1e6:.1f} MB/s while it has data, the others "
+        f"{found.others_bytes_per_s / 1e6:.1f}, and all ranks wait for it. See its network."
+    )
+
+
+def _communication(mean: Step, between_hosts: bool) -> _Finding | None:
+    shown_s, total_s = mean.communicating_s, mean.communicating_s + mean.hidden_s
+    if shown_s < _COMMUNICATING_MIN * mean.seconds:
+        return None
+    if total_s > mean.computing_s:
+        return shown_s, (
+            f"The batch is too small to divide so: a step computes for {_ms(mean.computing_s)} and "
+            f"communicates for {_ms(total_s)}. Take larger batches or fewer ranks, or let ranks "
+            "meet less often (strategy=rr.LocalSGD(...))."
+        )
+    fewer = f'; send less than {mean.bytes_sent / 1e6:.2f} MB a step, with compression="bf16"'
+    return shown_s, (
+        f"Of {_ms(total_s)} of communication in a step {_ms(shown_s)} are not hidden behind "
+        f"computing. Begin earlier, with a smaller bucket_bytes{fewer if between_hosts else ''}."
+    )
+
+
+def _whole_tables(mean: Step, updated_bytes: int) -> _Finding | None:
+    seconds = updated_bytes / _UPDATE_BYTES_PER_S
+    if seconds < _UPDATING_MIN * mean.computing_s:
+        return None
+    return seconds, (
+        f"The optimizer updates whole tables, {updated_bytes / 1e6:.0f} MB in a step, which takes "
+        f'{_ms(seconds)} or more. With update_rows="touched" it updates rows that have a gradient.'
+    )
+
+
+def _shared_cores(latest: Sequence[Facts]) -> _Finding | None:
+    """Comes first: what shares cores computes, waits and communicates longer."""
+    # A host's ranks share its cores, or each has some.
+    for each, count in ((rank, n) for rank in latest for n in (rank.local_size, 1)):
+        busy = each.cpu_s / each.seconds * count / each.cores
+        if count * each.threads > each.cores and _BUSY_MIN <= busy <= _BUSY_MAX:
+            most = max(1, int(each.cores))
+            remedy = f"--threads-per-worker {max(1, most // count)}"
+            if count > most:
+                remedy = f"{_counted(most, 'rank')} there, or more hosts"
+            return math.inf, (
+                f"{_counted(count * each.threads, 'thread')} of {_counted(count, 'rank')} share "
+                f"{_counted(each.cores, 'core')} on rank {each.rank}'s host, {min(1, busy):.0%} "
+                f"busy, where more of them compute no faster. Use {remedy}."
+            )
+    return None
+
+
+# --- Numbers and words -----------------------------------------------------------------------
+
+
+def _mean(steps: Sequence[Step]) -> Step:
+    """The mean of all steps, and how many they are."""
+    count = sum(each.steps for each in steps)
+    rows = [[number * each.steps / count for number in each[2:]] for each in steps]
+    return Step(steps[0].slowest, count, *map(sum, zip(*rows, strict=True)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.{1 if seconds < 1 else 0}f} ms"
+
+
+def _counted(count: float, noun: str) -> str:
+    return f"{count:g} {noun}{'s' * (count != 1)}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="     ")

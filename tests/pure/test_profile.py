@@ -1,0 +1,208 @@
+"""What is said of a training, from what its ranks measured: each fault is planted as numbers."""
+
+import re
+
+import pytest
+
+from ringreduce.pure.profile import Facts, step_of, verdict
+
+MB = 1_000_000
+
+
+def ranks(*computing_ms, communicating=1.0, hidden=6.0, steps=100, links=(), **more):
+    """An epoch of ranks that compute so long in a step; all wait for the slowest."""
+    step_ms = max(computing_ms) + communicating
+    return [
+        Facts(
+            rank=rank,
+            steps=steps,
+            seconds=steps * step_ms / 1e3,
+            stopped_s=steps * (step_ms - own) / 1e3,
+            hidden_s=steps * hidden / 1e3,
+            bytes_sent=steps * MB,
+            link_bytes=links[rank][0] if links else 0,
+            link_s=links[rank][1] if links else 0.0,
+            next_rank=(rank + 1) % len(computing_ms),
+            **{"cpu_s": steps * own / 1e3, **more},
+        )
+        for rank, own in enumerate(computing_ms)
+    ]
+
+
+def of(*epochs, first=1, updated_bytes=0):
+    """The verdict: its lines, and the findings as one line each, without their numbers."""
+    lines = verdict(dict(enumerate(epochs, first)), updated_bytes)
+    assert max(map(len, lines)) <= 75
+    whole = " ".join(line.strip() for line in lines).partition("help most: ")[2]
+    return lines, re.split(r" ?\b\d\. (?=[A-Z0-9])", whole)[1:] or [whole]
+
+
+# The step ---------------------------------------------------------------------------------
+
+
+def test_what_stops_the_slowest_is_communication_and_the_rest_is_waiting():
+    step = step_of(ranks(30, 48, 34, communicating=4, hidden=12))
+    assert step.slowest == 1
+    assert step.seconds == pytest.approx(0.052)
+    assert step.communicating_s == pytest.approx(0.004)
+    assert step.waiting_s == pytest.approx((18 + 14) / 2 / 1e3)
+    assert step.logs() == {
+        "rr_step_ms": 52.0,
+        "rr_waiting_ms": 16.0,
+        "rr_slowest_rank": 1.0,
+        "rr_hidden": 0.75,
+        "rr_bytes": float(MB),
+    }
+
+
+def test_alone_nothing_is_waited_for_and_all_of_no_communication_is_hidden():
+    logs = step_of(ranks(20, communicating=0, hidden=0)).logs()
+    assert (logs["rr_waiting_ms"], logs["rr_slowest_rank"], logs["rr_hidden"]) == (0, 0, 1)
+
+
+def test_what_surrounds_calls_makes_no_part_negative():
+    step = step_of(ranks(30, 20, communicating=-0.1))
+    assert (step.communicating_s, step.logs()["rr_hidden"]) == (0, 1)
+
+
+def test_facts_are_of_the_steps_since_then():
+    before, now = Facts(3, *[1.5] * 7, rank=2, cores=4.0), Facts(8, *[4.0] * 7, rank=2, cores=4.0)
+    assert now.since(before) == Facts(5, *[2.5] * 7, rank=2, cores=4.0)
+
+
+# The verdict ------------------------------------------------------------------------------
+
+
+def test_the_verdict_says_where_a_step_went_and_what_would_help():
+    lines, _ = of(ranks(30, 48, 30, 30), ranks(30, 48, 30, 30))
+    assert lines == [
+        "profile of 4 ranks in 2 epochs: 200 steps of 49.0 ms",
+        "  computing                      30.0 ms   61%   rank 1: 48.0 ms",
+        "  waiting for rank 1             18.0 ms   37%",
+        "  communicating                   1.0 ms    2%   and 6.0 ms hidden",
+        "  They do the work of 2.8 ranks that only compute; if communication were",
+        "  free, of 2.9 at most.",
+        "  What would help most:",
+        "  1. Rank 1 is slow: it computes for 48.0 ms in a step, and the others wait",
+        "     18.0 ms for it. See what else runs there, and whether it has more or",
+        '     longer rows. Where it is always slower, rr.fit(batch_share="measured")',
+        "     gives it less.",
+    ]
+
+
+def test_ranks_that_only_compute_have_nothing_to_gain():
+    lines, found = of(ranks(30, 31, 30))
+    assert found == ["Nothing of this kind."]
+    assert "waiting for the slowest rank" in lines[2]
+
+
+def test_alone_there_is_nobody_to_wait_for():
+    lines, found = of(ranks(30, communicating=0, hidden=0))
+    assert lines[:2] == [
+        "profile of 1 rank in 1 epoch: 100 steps of 30.0 ms",
+        "  no other rank to wait for",
+    ]
+    assert found == ["Nothing of this kind."]
+
+
+EVEN, LATE = ranks(30, 30), ranks(30, 50)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "when"),
+    [
+        ([LATE] * 3, "Rank 1 is slow: "),
+        ([EVEN, EVEN, LATE, LATE], "Rank 1 is slow from epoch 13 on: "),
+        ([EVEN] * 9 + [LATE], "Rank 1 is slow from epoch 20 on: "),
+        ([EVEN, LATE, EVEN, LATE, EVEN], "Rank 1 is slow in 2 of 5 epochs: "),
+        # The one that costs most.
+        ([ranks(40, 30), LATE, LATE], "Rank 1 is slow from epoch 12 on: "),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_epochs_and_its_own_numbers(epochs, when):
+    _, [text] = of(*epochs, first=11)
+    assert text.startswith(f"{when}it computes for 50.0 ms in a step, and the others wait 20.0 ms")
+
+
+def test_steps_count_alike_in_epochs_of_unequal_length():
+    lines, _ = of(ranks(30, 30, steps=300), ranks(30, 50, steps=100))
+    assert lines[0].endswith("400 steps of 36.0 ms")
+    assert "waiting for rank 1              5.0 ms   14%   from epoch 2 on" in lines[2]
+
+
+@pytest.mark.parametrize("epoch", [ranks(30, 33), ranks(30, 50, steps=4)])
+def test_a_little_waiting_is_chance(epoch):
+    assert of(epoch)[1] == ["Nothing of this kind."]
+
+
+def test_a_batch_too_small_to_divide():
+    _, [text] = of(ranks(2, 2, communicating=1.5, hidden=1.0))
+    assert text.startswith(
+        "The batch is too small to divide so: a step computes for 2.0 ms and communicates for "
+        "2.5 ms. Take larger batches or fewer ranks, or let ranks meet less often"
+    )
+
+
+def test_communication_that_is_not_hidden():
+    _, [text] = of(ranks(20, 20, communicating=8, hidden=2))
+    assert text.startswith("Of 10.0 ms of communication in a step 8.0 ms are not hidden")
+    assert text.endswith("smaller bucket_bytes.")
+    _, [text] = of(ranks(20, 20, communicating=8, hidden=2, links=[(MB, 1.0)] * 2))
+    assert text.endswith('bucket_bytes; send less than 1.00 MB a step, with compression="bf16".')
+    assert of(ranks(20, 20, communicating=2, hidden=8))[1] == ["Nothing of this kind."]
+
+
+def test_a_slow_link_is_named_if_ranks_wait_for_it():
+    links = [(100 * MB, 1.0), (100 * MB, 5.0), (100 * MB, 1.25)]
+    _, found = of(ranks(20, 20, 20, communicating=30, hidden=5, links=links))
+    assert len(found) == 2
+    [text] = [text for text in found if "link" in text]
+    assert text == (
+        "The link from rank 1 to rank 2 carries 20.0 MB/s while it has data, the others 90.0, and "
+        "all ranks wait for it. See its network."
+    )
+    assert of(ranks(20, 20, 20, hidden=29, links=links))[1] == ["Nothing of this kind."]
+
+
+def test_tables_that_are_updated_whole():
+    _, [text] = of(ranks(20, 20), updated_bytes=60 * MB)
+    assert text.startswith("The optimizer updates whole tables, 60 MB in a step, which takes 6.0")
+    assert 'update_rows="touched"' in text
+    assert of(ranks(20, 20), updated_bytes=19 * MB)[1] == ["Nothing of this kind."]
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        (
+            {"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 1.5},
+            "4 threads of 4 ranks share 2 cores on rank 0's host, 97% busy, where more of them "
+            "compute no faster. Use 2 ranks there, or more hosts.",
+        ),
+        (
+            {"cores": 8.0, "local_size": 4, "threads": 8, "cpu_s": 6.0},
+            "32 threads of 4 ranks share 8 cores on rank 0's host, 97% busy, where more of them "
+            "compute no faster. Use --threads-per-worker 2.",
+        ),
+        # A quota of each rank's own container.
+        (
+            {"cores": 1.5, "local_size": 4, "threads": 8, "cpu_s": 4.65},
+            "8 threads of 1 rank share 1.5 cores on rank 0's host, 100% busy, where more of them "
+            "compute no faster. Use --threads-per-worker 1.",
+        ),
+        # As many as there are cores, each rank bound to its own, and cores that are idle.
+        ({"cores": 8.0, "local_size": 4, "threads": 2, "cpu_s": 6.0}, ""),
+        ({"cores": 1.0, "local_size": 4, "threads": 1, "cpu_s": 3.0}, ""),
+        ({"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 0.9}, ""),
+    ],
+)
+def test_cores_that_too_many_threads_share(facts, text):
+    assert of(ranks(30, 30, 30, 30, **facts))[1] == [text or "Nothing of this kind."]
+
+
+def test_what_gains_most_comes_first_and_shared_cores_before_all():
+    shared = {"cores": 2.0, "local_size": 4, "threads": 1, "cpu_s": 2.75}
+    epoch = ranks(20, 20, 30, 20, communicating=25, hidden=3, **shared)
+    _, found = of(epoch, updated_bytes=150 * MB)
+    starts = ["4 threads of", "Of 28.0 ms of communication", "The optimizer", "Rank 2 is slow"]
+    assert [text[: len(start)] for text, start in zip(found, starts, strict=True)] == starts
