@@ -139,7 +139,7 @@ def _results(running: Sequence[Any]) -> list[Any]:
             results[rank] = found
             if isinstance(found, Raised):
                 how = found.exception
-                failures.append(Failure(rank, 1, time.monotonic(), found, lost=how))
+                failures.append(Failure(rank, 1, time.monotonic(), found, how=how))
                 cause = find_cause(failures, size)
                 is_certain = cause is not None and cause.is_certain
                 end = 0.0 if is_certain else end or time.monotonic() + 2 * TIMES.cause_s

@@ -43,6 +43,22 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+def kernel_kills(root: Path = Path("/")) -> int:
+    """How many processes of this one's cgroup the kernel has killed for lack of memory.
+
+    Where there is no such cgroup: of the whole host.
+    """
+    files = [
+        folder / ("memory.oom_control" if is_old else "memory.events")
+        for folder, is_old in _cgroups(root, "memory")
+    ]
+    for file in (*files, root / "proc/vmstat"):
+        for line in _lines(file):
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def are_crowded(ranks: int) -> bool:
     """Whether `ranks` of this host share the cores that this process may use."""
     return ranks > usable_cores()

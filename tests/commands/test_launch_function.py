@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import textwrap
@@ -19,6 +20,7 @@ import pytest
 
 import ringreduce
 from ringreduce import ConfigError, WorkerError
+from ringreduce.vocabulary import cores
 from tests.processes import Process, wait_gone
 
 WAITS = """
@@ -198,6 +200,37 @@ def test_a_killed_worker_ends_the_others(tmp_path: Path) -> None:
         ringreduce.launch(work, 2)
     assert (e.value.peer, e.value.traceback) == (0, "")
     wait_gone(int((tmp_path / name).read_text()) for name in "01")
+
+
+def test_what_the_kernel_kills_for_lack_of_memory_is_said_with_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(held: int) -> None:
+        if os.environ["RINGREDUCE_RANK"] == "1":
+            kept = b"x" * held
+            (group / "memory.events").write_text("oom 1\noom_kill 1\n")
+            os.kill(os.getpid(), len(kept) and signal.SIGKILL)
+        signal.pause()
+
+    group = tmp_path / "sys/fs/cgroup"
+    for file, text in (
+        ("proc/self/cgroup", "0::/\n"),
+        ("sys/fs/cgroup/memory.events", "oom 0\noom_kill 0\n"),
+        ("sys/fs/cgroup/memory.max", "4294967296\n"),
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    for read in (cores.kernel_kills, cores.memory_limit):
+        monkeypatch.setattr(read, "__defaults__", (tmp_path,))
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with pytest.raises(WorkerError) as caught:
+        ringreduce.launch(work, 2, own)
+    assert re.match(
+        r"rank 1 of 2 failed first \(killed by the kernel, which lacked memory: "
+        r"it had \d\.\d\d GiB, and ranks 0, 1 together may have 4\.00 GiB; "
+        r"take smaller batches, or start fewer ranks there\); all workers were stopped",
+        str(caught.value),
+    )
 
 
 def test_workers_that_do_not_end_are_killed_after_their_grace(

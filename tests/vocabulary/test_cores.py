@@ -6,7 +6,7 @@ import pytest
 
 from ringreduce.commands.launch.local import default_threads
 from ringreduce.vocabulary import cores
-from ringreduce.vocabulary.cores import are_crowded, memory_limit, usable_cores
+from ringreduce.vocabulary.cores import are_crowded, kernel_kills, memory_limit, usable_cores
 
 V1 = "5:memory:/job\n4:cpu,cpuacct:/outer/job\n"
 
@@ -76,6 +76,24 @@ def test_the_smallest_limit_counts(tmp_path, cgroup, limits, expected):
 )
 def test_the_smallest_limit_of_memory_counts(tmp_path, cgroup, limits, expected):
     assert memory_limit(host(tmp_path, cgroup, **limits)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "expected"),
+    [
+        (
+            "0::/a/b\n",
+            {"a/b/memory.events": "oom 9\noom_kill 2\n", "a/memory.events": "oom_kill 3\n"},
+            2,
+        ),
+        ("0::/kubepods/pod7/c1\n", {"memory.events": "oom_kill 4\noom_group_kill 0\n"}, 4),
+        (V1, {"memory/job/memory.oom_control": "oom_kill_disable 0\noom_kill 5\n"}, 5),
+        ("0::/\n", {"../../../proc/vmstat": "oom_kill 6\n"}, 6),
+        ("0::/\n", {}, 0),
+    ],
+)
+def test_what_the_kernel_has_killed_is_counted(tmp_path, cgroup, limits, expected):
+    assert kernel_kills(host(tmp_path, cgroup, **limits)) == expected
 
 
 def test_a_host_without_cgroups_has_its_cores(tmp_path, monkeypatch):

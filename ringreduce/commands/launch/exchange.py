@@ -89,6 +89,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
     rank: int
     returncode: int
+    how: str = ""  # where more is known
 
 
 Order = Assignment | Start | Signal | Alive

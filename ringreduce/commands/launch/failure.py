@@ -24,7 +24,8 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     """A worker that ended with an exit code other than 0, or is about to.
 
     Launchers of several hosts send each other the first one. Without `host` all ranks are on the
-    launcher's; `lost` says why it counts as failed, if its own launcher or its host is gone.
+    launcher's; `how` says more than the exit code, if the kernel has killed it, or its own launcher
+    or its host is gone.
     """
 
     rank: int
@@ -34,7 +35,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     has_ended: bool = True
     was_stopped: bool = False  # whether the launcher stopped it, after it had failed
     host: str = ""
-    lost: str = ""
+    how: str = ""
     # Whether it ended well, but before it joined a ring for which others wait.
     has_left: bool = False
     is_final: bool = False  # whether somebody has asked for the end of the job
@@ -64,8 +65,8 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
         """``exit code 3``, or ``killed by signal 9 (SIGKILL)``."""
         if self.was_stopped:
             return "stopped while it ended"
-        if self.lost:
-            return self.lost
+        if self.how:
+            return self.how
         if self.has_left:
             return "exit code 0, before it joined the ring for which others wait"
         if self.returncode > 0:

@@ -244,8 +244,8 @@ class Job:
         if self.ended_by is not None:
             name = signal.Signals(self.ended_by).name
             first, code = self._plan.ranks[0], 128 + self.ended_by
-            lost = f"its launcher was stopped by {name}"
-            meeting.report(Failure(first, code, 0.0, host=self._own_name, lost=lost, is_final=True))
+            how = f"its launcher was stopped by {name}"
+            meeting.report(Failure(first, code, 0.0, host=self._own_name, how=how, is_final=True))
         elif cause is not None and cause.first.rank in self._workers and self._is_doomed():
             meeting.report(cause.first)
 
@@ -253,7 +253,7 @@ class Job:
         if isinstance(event, Output):
             self._display.take(event)
         elif isinstance(event, Ended):
-            self._workers[event.rank].end(event.returncode)
+            self._workers[event.rank].end(event.returncode, event.how)
         else:
             self._note(self._workers[event.rank], event.record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -18,9 +19,10 @@ from ringreduce.commands.launch.program import command_of
 from ringreduce.commands.launch.terminal import Terminal
 from ringreduce.commands.launch.worker_records import WorkerRecord
 from ringreduce.vocabulary.config import Config
-from ringreduce.vocabulary.cores import usable_cores
+from ringreduce.vocabulary.cores import kernel_kills, memory_limit, usable_cores
 from ringreduce.vocabulary.endpoints import address, is_loopback
 from ringreduce.vocabulary.errors import ConfigError
+from ringreduce.vocabulary.words import named
 from ringreduce.vocabulary.worker_environment import worker_environment
 
 
@@ -36,6 +38,7 @@ class LocalHost:
         self._pipes: dict[int, list[Pipe]] = {}
         self._terminal: Terminal | None = None
         self._terminal_rank: int | None = None
+        self._kernel_kills = kernel_kills()
 
     @property
     def started(self) -> list[int]:
@@ -112,13 +115,31 @@ class LocalHost:
                 for pipe in self._pipes[rank]:
                     events += pipe.drain()
                 assert process.returncode is not None
-                events.append(Ended(rank, process.returncode))
+                events.append(Ended(rank, process.returncode, self._how(process)))
                 self._guard.remove(process.pid)
                 if rank == self._terminal_rank:
                     self.leave()
         if self._terminal is not None:
             self._terminal.poll()
         return events
+
+    def _how(self, process: Process) -> str:
+        """Whether the kernel has ended it, which tells nobody else."""
+        if process.returncode != -signal.SIGKILL or kernel_kills() <= self._kernel_kills:
+            return ""
+        import psutil  # Takes a while to load, and is needed for this error alone.
+
+        total = min(psutil.virtual_memory().total, memory_limit() or sys.maxsize)
+        own = f"it had {process.peak_bytes / (1 << 30):.2f} GiB, and "
+        # Between fork and exec it had this process's.
+        if process.peak_bytes <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10:
+            own = ""
+        together = " together" if len(self._processes) > 1 else ""
+        return (
+            f"killed by the kernel, which lacked memory: {own}{named('rank', self._processes)}"
+            f"{together} may have {total / (1 << 30):.2f} GiB; "
+            "take smaller batches, or start fewer ranks there"
+        )
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank's processes; one that asks for its flight record to it alone."""

@@ -92,8 +92,8 @@ class Meeting:
                 peer.keep_alive()
             # A launcher that is done, or that knows of a failure, may leave.
             elif not (peer.is_done or peer.has_failed or self._has_reported or self.is_over):
-                lost = "its launcher is gone, or the network to it"
-                gone = Failure(peer.first_rank, 255, 0.0, host=peer.host, lost=lost)
+                how = "its launcher is gone, or the network to it"
+                gone = Failure(peer.first_rank, 255, 0.0, host=peer.host, how=how)
                 self._take_failure(peer, gone)
         if self.node.own.node == 0 and self._is_done and all(peer.is_done for peer in self._peers):
             self.is_over = True

@@ -37,7 +37,7 @@ class Process:
     It gets this process's standard input (`has_stdin`), or a `terminal` of its own for input and
     output. The signals `asking` are for its flight record. It ignores them until it has a
     communicator, which sets a handler; its children do not get them, since they would die. Its
-    `returncode`, as subprocess has it, is None until `reap`.
+    `returncode`, as subprocess has it, is None until `reap`; `peak_bytes` of memory it had then.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Process:
     ) -> None:
         self._asking = asking
         self.returncode: int | None = None
+        self.peak_bytes = 0
         self._process = subprocess.Popen(
             list(command),
             env=environment,
@@ -90,7 +91,9 @@ class Process:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.send(signal.SIGKILL)
-        self.returncode = self._process.wait()
+        _, status, usage = os.wait4(self.pid, 0)
+        self.returncode = self._process.returncode = os.waitstatus_to_exitcode(status)
+        self.peak_bytes = usage.ru_maxrss << 10
         return True
 
 

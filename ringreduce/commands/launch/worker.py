@@ -21,7 +21,7 @@ class Worker:
         self.rank, self._host, self._host_name = rank, host, host_name
         self.exit_s: float | None = None  # when it ended, on `time.monotonic`; None until then
         self._returncode = 0
-        self._lost = ""
+        self._how = ""
         self._stopped_s: float | None = None
         self.joins: set[int] = set()  # the sizes of the rings that it has begun to form
         self.keras_s: float | None = None  # when it has imported Keras; None: it has not
@@ -44,10 +44,10 @@ class Worker:
         else:
             self.raised, self.raised_s = record, time.monotonic()
 
-    def end(self, returncode: int, lost: str = "") -> None:
-        """Note that it has ended; `lost` says how its host was lost, if it was."""
+    def end(self, returncode: int, how: str = "") -> None:
+        """Note that it has ended; `how`, where more is known."""
         self.exit_s = time.monotonic()
-        self._returncode, self._lost = returncode, lost
+        self._returncode, self._how = returncode, how
 
     @property
     def has_ended_well(self) -> bool:
@@ -90,6 +90,6 @@ class Worker:
             has_ended=not self.alive,
             was_stopped=was_stopped,
             host=self._host_name,
-            lost=self._lost,
+            how=self._how,
             has_left=has_left,
         )
