@@ -9,6 +9,7 @@ own values. Each variable's `aggregation` says how values combine; for those of
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,14 @@ class MetricStates:
     values: Sequence[np.ndarray] = ()  # a copy of the value of each of `variables`
     # By name in logs: floats, and arrays where a metric has several numbers.
     results: Mapping[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Of `values`; empty where all are whole numbers, which may be equal by chance."""
+        if all((value % 1 == 0).all() for value in self.values):
+            return ""
+        return hashlib.blake2b(
+            b"".join(each.tobytes() for each in self.values), digest_size=8
+        ).hexdigest()
 
 
 def states_of(model: Any, batches: int) -> MetricStates:

@@ -24,6 +24,7 @@ from ringreduce.keras import private
 from ringreduce.keras.normalization import SyncBatchNormalization
 from ringreduce.keras.seeds import is_seed_state
 from ringreduce.tensorflow.variables import differing, path_of
+from ringreduce.vocabulary.words import named
 
 _log = logging.getLogger(__name__)
 # The one that forms the ring.
@@ -72,10 +73,7 @@ def model_in_fit() -> Any:
 def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
     """Warn on rank 0, once, unless data was divided; `model` is being trained by its `fit`."""
     ring = communicator
-    if ring.size == 1 or ring.rank != 0 or ring in _warned:
-        return
-    # A job's groups share its settings. Data may be divided among other ranks than train together.
-    if any(one.config is ring.config and not one.closed for one in _divided):
+    if ring.size == 1 or ring.rank != 0 or ring in _warned or _has_divided(ring):
         return
     _warned.add(ring)
     warn_at_users_line(
@@ -85,6 +83,30 @@ def warn_of_whole_data(model: Any, communicator: Communicator) -> None:
         'already, ignore this: warnings.simplefilter("ignore", rr.DataWarning).',
         DataWarning,
     )
+
+
+def warn_of_same_rows(digests: Sequence[str], communicator: Communicator) -> None:
+    """Log on rank 0 which ranks have equal `digests` of what metrics hold; "" tells nothing.
+
+    No warning of Python's, which may be ignored since each rank reads data of its own.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, digest in zip(communicator.members, digests, strict=True):
+        ranks.setdefault(digest, []).append(rank)
+    same = [them for digest, them in ranks.items() if digest and len(them) > 1]
+    if same and communicator.rank == 0 and not _has_divided(communicator):
+        _log.warning(
+            "[%d/%d] %s have trained on the same rows: their losses and metrics of the first "
+            "epoch are equal to the last bit. Call rr.fit(model, ...) with data that are the same "
+            "on all ranks, or give fit rr.shard(data); look at what shards yours by rank.",
+            *communicator.config.who.values(),
+            " and ".join(named("rank", them) for them in same),
+        )
+
+
+def _has_divided(ring: Communicator) -> bool:
+    # A job's groups share its settings. Data may be divided among other ranks than train together.
+    return any(one.config is ring.config and not one.closed for one in _divided)
 
 
 def warn_of_different_weights(

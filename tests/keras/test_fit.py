@@ -142,6 +142,13 @@ def test_what_is_likely_a_mistake_gets_one_warning_at_the_users_line(case, texts
     assert not facts_of_all(2, case)[1]["warnings"]
 
 
+def test_ranks_that_train_on_the_same_rows_are_told_so():
+    [text] = facts_of_all(2, "same rows")[0]["texts"]
+    assert "ranks 0, 1 have trained on the same rows" in text
+    assert not facts_of_all(2, "same rows")[1]["texts"]
+    assert not facts_of_all(2, "own rows")[0]["texts"]
+
+
 @pytest.mark.parametrize("case", ["no parity", "once"])
 def test_nothing_is_said_where_nothing_is_wrong_or_again(case):
     assert not facts_of_all(2, case)[0]["warnings"]

@@ -6,6 +6,7 @@ What must come out is computed beside it, by plain Keras on the whole data with 
 import contextlib
 import functools
 import io
+import logging.handlers
 import os
 import time
 import warnings
@@ -371,6 +372,12 @@ def whole_data():
     model = model_of()
     warned("whole data", lambda: model.fit(x, y, verbose=0))
     warned("once", lambda: model_of(run_eagerly=True).fit(x, y, verbose=0))
+    for case, rows in ("same rows", slice(0, None, 2)), ("own rows", slice(comm.rank, None, 2)):
+        heard, together = logging.handlers.BufferingHandler(99), rr.callbacks.Together([])
+        logging.getLogger("ringreduce").addHandler(heard)
+        model_of(run_eagerly=True).fit(x[rows], y[rows], epochs=2, verbose=0, callbacks=[together])
+        logging.getLogger("ringreduce").removeHandler(heard)
+        say(case, texts=[record.getMessage() for record in heard.buffer])
 
 
 def different_arrays():

@@ -16,6 +16,7 @@ from ringreduce.keras.metric_states import (
     merged,
     states_of,
 )
+from ringreduce.keras.mistakes import warn_of_same_rows
 from ringreduce.tensorflow.agreement import Difference, refuse
 
 _VALIDATION = "val_"
@@ -43,6 +44,7 @@ class MetricAverage(keras.callbacks.Callback):
         super().__init__()
         self._communicator = communicator
         self._latest: dict[str, Any] = {}
+        self._is_first = True
         self._forget()
 
     def _forget(self) -> None:
@@ -56,7 +58,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forget the training before."""
-        self._latest = {}
+        self._latest, self._is_first = {}, True
         self._forget()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -94,9 +96,15 @@ class MetricAverage(keras.callbacks.Callback):
             return
         logs = {} if logs is None else logs
         results = {**training.results, **_as_validation(validation.results)}
-        own = {"entries": entries_of(logs, results), "validated": validated}
+        own = {
+            "entries": entries_of(logs, results),
+            "validated": validated,
+            "digest": training.digest() if self._is_first else "",
+        }
         gathered = ring.all_gather_object(own)
         refuse(ring, _difference(gathered, ring.members), "averaging of metrics")
+        warn_of_same_rows([theirs["digest"] for theirs in gathered], ring)
+        self._is_first = False
         together = combined_results(self.model, training, ring)
         if any(theirs["validated"] for theirs in gathered):
             together.update(_as_validation(combined_results(self.model, validation, ring)))
