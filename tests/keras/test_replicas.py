@@ -153,6 +153,7 @@ hold()
     [
         ("model.layers[2].kernel.assign_add(np.eye(8) * 1e-7)", "dense_2/kernel"),
         ("model.optimizer.iterations.assign_add(1)", "iteration"),
+        ("model.optimizer.learning_rate = 0.5", "learning_rate"),
     ],
 )
 def test_weights_that_one_rank_has_changed_end_training_on_all(

@@ -190,6 +190,11 @@ def test_tables_that_are_updated_whole():
             "8 threads of 1 rank share 1.5 cores on rank 0's host, 100% busy, where more of them "
             "compute no faster. Use --threads-per-worker 1.",
         ),
+        (
+            {"cores": 1.0, "local_size": 1, "threads": 4, "cpu_s": 3.0},
+            "4 threads of 1 rank share 1 core on rank 0's host, 97% busy, where more of them "
+            "compute no faster. Use --threads-per-worker 1.",
+        ),
         # As many as there are cores, each rank bound to its own, and cores that are idle.
         ({"cores": 8.0, "local_size": 4, "threads": 2, "cpu_s": 6.0}, ""),
         ({"cores": 1.0, "local_size": 4, "threads": 1, "cpu_s": 3.0}, ""),

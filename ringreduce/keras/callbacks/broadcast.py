@@ -150,7 +150,10 @@ def broadcast_state(
 
 
 def _shared_state(model: Any, weights: Sequence[Any]) -> list[Any]:
-    """`weights` of `model` and all variables of its optimizer, without local ones."""
+    """All variables of the optimizer of `model`, then `weights`, without local ones.
+
+    Where a learning rate differs weights do too, and the first one is named.
+    """
     optimizer = model.optimizer
-    every = [*weights, *([] if optimizer is None else optimizer.variables)]
+    every = [*([] if optimizer is None else optimizer.variables), *weights]
     return every if not hasattr(optimizer, "shared") else optimizer.shared(every)
