@@ -8,6 +8,8 @@ import logging
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ringreduce
 import ringreduce.keras as rr
@@ -21,8 +23,13 @@ NAMES = ["rr_bytes", "rr_hidden", "rr_slowest_rank", "rr_step_ms", "rr_waiting_m
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    arguments = ["tests/programs/profiled.py", str(tmp_path_factory.mktemp("profiled"))]
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiled")
+
+
+@pytest.fixture(scope="module")
+def job(folder):
+    arguments = ["tests/programs/profiled.py", str(folder)]
     result = run_job(2, arguments, environment={"RINGREDUCE_PROFILE": "1"})
     assert result.exit_code == 0, result.errors
     return result
@@ -73,6 +80,16 @@ def test_writers_see_them(job):
     row = dict(zip(fact["names"], fact["values"], strict=True))
     assert set(NAMES) < set(row)
     assert float(row["rr_slowest_rank"]) == 1
+
+
+@pytest.mark.tensorflow
+def test_tensorboard_shows_them(job, folder, histories):
+    events = EventAccumulator(str(folder / "board" / "train"), {"tensors": 0})
+    events.Reload()
+    assert {f"epoch_{name}" for name in (*NAMES, "loss")} <= {*events.Tags()["tensors"]}
+    for name in NAMES:
+        values = [tf.make_ndarray(each.tensor_proto) for each in events.Tensors(f"epoch_{name}")]
+        assert values == pytest.approx(histories["late"][0][name], rel=1e-6)
 
 
 @pytest.mark.tensorflow

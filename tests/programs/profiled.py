@@ -50,7 +50,8 @@ def compiled(strategy=None, **options):
 
 def late():
     """Another rank is slower at first, so that no chance makes rank 1 the slowest there too."""
-    callbacks = [keras.callbacks.CSVLogger(FILE), Sleeps(0, 1, 1)]
+    board = keras.callbacks.TensorBoard(FILE.parent / "board", write_graph=False)
+    callbacks = [keras.callbacks.CSVLogger(FILE), board, Sleeps(0, 1, 1)]
     x, y = numbers(160)
     options = {"batch_size": 16, "epochs": 3, "verbose": 0, "callbacks": callbacks}
     history = rr.fit(compiled(), x, y, validation_data=(x, y), profile=True, **options).history

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ringreduce.vocabulary import config, launchers
 from tests.jobs import run_job
@@ -39,7 +40,7 @@ def train(tmp_path):
 
 
 def test_every_python_block_has_a_name():
-    assert SHOWN.count("```python") == len(PROGRAMS) == 7
+    assert SHOWN.count("```python") == len(PROGRAMS) == 8
 
 
 def test_the_readme_is_short():
@@ -86,6 +87,22 @@ def test_an_example_says_the_same_on_all_ranks(tmp_path, name, workers, loss):
     losses = re.findall(loss, result.output)
     assert len(losses) == workers
     assert len(set(losses)) == 1
+
+
+@pytest.mark.tensorflow
+@pytest.mark.timeout(200)
+def test_prometheus_reads_what_the_example_writes(tmp_path):
+    (tmp_path / "prometheus.py").write_text(PROGRAMS["prometheus.py"])
+    result = run_job(2, [str(tmp_path / "prometheus.py")], directory=tmp_path)
+    assert result.exit_code == 0, result.errors
+    families = text_string_to_metric_families((tmp_path / "training.prom").read_text())
+    found = {family.name: family.samples[0].value for family in families}
+    assert found.keys() == {
+        f"training_{name}"
+        for name in ("epoch", "loss", "rr_bytes", "rr_hidden", "rr_slowest_rank", "rr_step_ms")
+    } | {"training_rr_waiting_ms"}
+    assert found["training_epoch"] == 3
+    assert 0 <= found["training_rr_waiting_ms"] < found["training_rr_step_ms"]
 
 
 @pytest.mark.tensorflow
