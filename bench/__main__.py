@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -401,6 +402,36 @@ def simulate(
         json_file=json_file,
     )
     raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Take these results first: of peers, train, embedding or strategies --accuracy "
+            "with --json, or trace.json of `ringreduce trace`.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of data and figures; docs/figures.")
+    ] = None,
+) -> None:
+    """Draw docs/figures/*.svg from the data beside them."""
+    from bench import figures
+
+    folder = into or figures.FOLDER
+    for file in files or ():
+        try:
+            typer.echo(f"taken: {figures.add(file, folder)}")
+        except (ValueError, KeyError) as error:
+            raise typer.BadParameter(f"{file}: {error}") from None
+    drawn = figures.draw(folder)
+    if not drawn:
+        raise typer.BadParameter(f"{folder} has no data; give results, such as of peers --json")
+    typer.echo("\n".join(f"drawn: {file}" for file in drawn))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Charts as SVG: lines and points over logarithmic axes, in panels side by side. Pure."""
+"""Charts as SVG: lines and points over logarithmic axes, bars, and what happens when. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 500, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 118, 34, 46
 # Distinct for the colour-blind too (Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Panel:
 
     Attributes:
         is_log_y: whether the y axis is logarithmic; else it is a share, in the range `shares`.
-        x_ticks: where the x axis has numbers; by default at each x.
+        x_ticks: where the x axis has numbers, by default at each x; `x_text`: as what.
     """
 
     title: str
@@ -40,21 +40,110 @@ class Panel:
     is_log_y: bool = False
     shares: tuple[float, float] = (0, 1)
     x_ticks: Sequence[float] = ()
+    x_text: Callable[[float], str] = "{:g}".format
 
 
-def draw(panels: Sequence[Panel], columns: int = 2) -> str:
-    """The panels as one SVG document, row by row."""
-    rows = -(-len(panels) // columns)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH * columns}"'
-        f' height="{HEIGHT * rows}" viewBox="0 0 {WIDTH * columns} {HEIGHT * rows}"'
-        ' font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+@dataclass(frozen=True)
+class Bar:
+    """A value from 0 on, with a name before it and a text behind it."""
+
+    name: str
+    value: float
+    text: str
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars, one below the other."""
+
+    title: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Track:
+    """What is done when: (begin, end, number of a colour), one row of a timeline."""
+
+    name: str
+    spans: Sequence[tuple[float, float, int]]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Tracks over the same time, with what colours mean; it is as wide as two other panels."""
+
+    title: str
+    x_label: str
+    tracks: Sequence[Track]
+    colours: Sequence[str]
+
+
+def draw(panels: Sequence[Panel | Bars], columns: int = 2, notes: Sequence[str] = ()) -> str:
+    """The panels as one SVG document, row by row, above lines of text."""
+    parts, rows = [], -(-len(panels) // columns)
     for index, panel in enumerate(panels):
         x, y = WIDTH * (index % columns), HEIGHT * (index // columns)
-        parts += [f'<g transform="translate({x} {y})">', *_panel(panel), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        inner = _bars(panel) if isinstance(panel, Bars) else _panel(panel)
+        parts += [f'<g transform="translate({x} {y})">', *inner, "</g>"]
+    return _document(WIDTH * columns, HEIGHT * rows, parts, notes)
+
+
+def draw_timeline(timeline: Timeline, notes: Sequence[str] = ()) -> str:
+    """It as an SVG document, above lines of text."""
+    left, right, row = 130, 20, 18
+    low = min(begin for track in timeline.tracks for begin, _, _ in track.spans)
+    high = max(end for track in timeline.tracks for _, end, _ in track.spans)
+    scale = (2 * WIDTH - left - right) / (high - low)
+    bottom = TOP + row * len(timeline.tracks)
+    parts = [_text(WIDTH, 18, timeline.title, "middle", ' font-weight="bold"')]
+    step = 10.0 ** math.floor(math.log10(high - low))
+    ticks = [step * n / 2 for n in range(2 * math.floor((high - low) / step) + 1)]
+    for tick in ticks:
+        x = left + scale * tick
+        parts += [_line(x, TOP, x, bottom), _text(x, bottom + 14, f"{tick:g}", "middle")]
+    for number, track in enumerate(timeline.tracks):
+        y = TOP + row * number
+        parts.append(_text(left - 6, y + 13, track.name, "end"))
+        for begin, end, colour in track.spans:
+            x, width = left + scale * (begin - low), max(scale * (end - begin), 0.5)
+            parts.append(_box(x, y + 2, width, row - 4, colour))
+    parts.append(_text(WIDTH, bottom + 32, timeline.x_label, "middle"))
+    for number, name in enumerate(timeline.colours):
+        x = left + number * (2 * WIDTH - left - right) / len(timeline.colours)
+        parts.append(_box(x, bottom + 44, 10, 10, number))
+        parts.append(_text(x + 15, bottom + 53, name, "start"))
+    return _document(2 * WIDTH, bottom + 66, parts, notes)
+
+
+def _document(width: float, height: float, parts: Sequence[str], notes: Sequence[str]) -> str:
+    below = [
+        _text(8, height + 14 * number, note, "start", ' fill="#555"')
+        for number, note in enumerate(notes, 1)
+    ]
+    height += 14 * len(notes) + 8 * bool(notes)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        *parts,
+        *below,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bars(panel: Bars) -> list[str]:
+    left, right = 130, 120
+    most = max(bar.value for bar in panel.bars)
+    row = min(30.0, (HEIGHT - TOP - 10) / len(panel.bars))
+    parts = [_text(WIDTH / 2, 18, panel.title, "middle", ' font-weight="bold"')]
+    for number, bar in enumerate(panel.bars):
+        y, width = TOP + row * number, (WIDTH - left - right) * bar.value / most
+        parts.append(_text(left - 6, y + row / 2 + 4, bar.name, "end"))
+        parts.append(_box(left, y + row / 6, width, row * 2 / 3, bar.colour))
+        parts.append(_text(left + width + 6, y + row / 2 + 4, bar.text, "start"))
+    return parts
 
 
 def _panel(panel: Panel) -> list[str]:
@@ -85,7 +174,7 @@ def _panel(panel: Panel) -> list[str]:
         parts.append(_text(LEFT - 5, at_y(tick) + 4, label, "end"))
     for tick in sorted(panel.x_ticks or {x for x, _ in points}):
         parts.append(_line(at_x(tick), HEIGHT - BOTTOM, at_x(tick), HEIGHT - BOTTOM + 4))
-        parts.append(_text(at_x(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle"))
+        parts.append(_text(at_x(tick), HEIGHT - BOTTOM + 16, panel.x_text(tick), "middle"))
     labels = []
     for series in panel.series:
         colour = COLOURS[series.colour % len(COLOURS)]
@@ -128,6 +217,11 @@ def _powers(low: float, high: float) -> list[float]:
 
 def _line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#ccc"/>'
+
+
+def _box(x: float, y: float, width: float, height: float, colour: int) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} fill="{COLOURS[colour % len(COLOURS)]}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
