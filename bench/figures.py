@@ -6,7 +6,6 @@ there. So a figure can be drawn again, and differently, without measuring again.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -20,8 +19,6 @@ from bench.strategies.run import curves
 
 FOLDER = Path(__file__).parents[1] / "docs" / "figures"
 _HEADER = ("command", "commit", "cpu", "cores", "memcpy_gb_s")
-# Of the lines of a chart, so many that they can be told apart.
-_LEARNING = ("single", "every-step", "int8", "local", "multiworker", "server-async")
 _OURS, _OTHERS = 0, 1
 # What is drawn of a rank's step: a track, events of which categories are in it, and of what colour.
 _SHOWN = {"training": 4, "blocked": 1, "pack": 2, "queue": 5, "reduce": 0, "unpack": 3}
@@ -177,15 +174,8 @@ def _embedding(data: dict[str, Any]) -> str:
 
 
 def _accuracy(data: dict[str, Any]) -> str:
-    panels = []
-    for task in dict.fromkeys(row["task"] for row in data["rows"]):
-        rows = [r for r in data["rows"] if r["task"] == task and r["system"] in _LEARNING]
-        panel = curves(rows)
-        lines = [
-            dataclasses.replace(line, colour=number, is_dashed=False)
-            for number, line in enumerate(panel.series)
-        ]
-        panels.append(dataclasses.replace(panel, series=lines))
+    tasks = dict.fromkeys(row["task"] for row in data["rows"])
+    panels = [curves([row for row in data["rows"] if row["task"] == task]) for task in tasks]
     return chart.draw(panels, notes=_notes(data))
 
 

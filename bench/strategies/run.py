@@ -15,7 +15,7 @@ from bench.facts import facts
 from bench.namespaces import require
 from bench.strategies import accuracy, seeds, speed
 from bench.strategies.fleet import started
-from bench.strategies.ways import EVERY_STEP, NAMED, RING_AND_SERVERS, WAYS, Way
+from bench.strategies.ways import DRAWN, EVERY_STEP, RING_AND_SERVERS, WAYS, Way
 from bench.train import GLOBAL_BATCH
 from bench.turns import SystemFailed, ended_by_signals
 
@@ -157,15 +157,13 @@ def _learn(settings: Settings) -> list[dict[str, Any]]:
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> Panel:
-    """Accuracy over time, of each way's first training."""
+    """Accuracy over time, of the first training of each way that is drawn."""
     series, task = [], rows[0]["task"]
     low, high = accuracy.GOALS[task].shown
     for row in rows:
         points = [(at, found) for _, at, found in row["curves"][0] if found >= low]
-        number = WAYS.index(NAMED[row["system"]])
-        dashed = number >= len(chart.COLOURS)
-        if points:
-            series.append(Series(row["system"], points, is_dashed=dashed, colour=number))
+        if points and row["system"] in DRAWN:
+            series.append(Series(row["system"], points, colour=DRAWN.index(row["system"])))
     times = [at for each in series for at, _ in each.points]
     ticks = [
         round(digit * 10.0**power, 6)

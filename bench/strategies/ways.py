@@ -69,6 +69,8 @@ WAYS = (
 NAMED = {way.name: way for way in WAYS}
 # Whose links are compared as workers are added.
 RING_AND_SERVERS = (EVERY_STEP, SYNCHRONOUS, "server-async")
+# Whose accuracy over time is drawn: as many as there are colours.
+DRAWN = ("single", EVERY_STEP, "int8", "diloco", SYNCHRONOUS, "server-async")
 
 
 def systems(ways: Sequence[Way], hosts: Sequence[Host], server: Host, every: int) -> list[System]:
