@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 500, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 118, 34, 46
+BAR = 28  # the height of a bar, with the space around it
 # Distinct for the colour-blind too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 
@@ -82,11 +83,14 @@ class Timeline:
 def draw(panels: Sequence[Panel | Bars], columns: int = 2, notes: Sequence[str] = ()) -> str:
     """The panels as one SVG document, row by row, above lines of text."""
     parts, rows = [], -(-len(panels) // columns)
+    height = max(
+        TOP + BAR * len(panel.bars) + 10 if isinstance(panel, Bars) else HEIGHT for panel in panels
+    )
     for index, panel in enumerate(panels):
-        x, y = WIDTH * (index % columns), HEIGHT * (index // columns)
+        x, y = WIDTH * (index % columns), height * (index // columns)
         inner = _bars(panel) if isinstance(panel, Bars) else _panel(panel)
         parts += [f'<g transform="translate({x} {y})">', *inner, "</g>"]
-    return _document(WIDTH * columns, HEIGHT * rows, parts, notes)
+    return _document(WIDTH * columns, height * rows, parts, notes)
 
 
 def draw_timeline(timeline: Timeline, notes: Sequence[str] = ()) -> str:
@@ -136,13 +140,12 @@ def _document(width: float, height: float, parts: Sequence[str], notes: Sequence
 def _bars(panel: Bars) -> list[str]:
     left, right = 130, 120
     most = max(bar.value for bar in panel.bars)
-    row = min(30.0, (HEIGHT - TOP - 10) / len(panel.bars))
     parts = [_text(WIDTH / 2, 18, panel.title, "middle", ' font-weight="bold"')]
     for number, bar in enumerate(panel.bars):
-        y, width = TOP + row * number, (WIDTH - left - right) * bar.value / most
-        parts.append(_text(left - 6, y + row / 2 + 4, bar.name, "end"))
-        parts.append(_box(left, y + row / 6, width, row * 2 / 3, bar.colour))
-        parts.append(_text(left + width + 6, y + row / 2 + 4, bar.text, "start"))
+        y, width = TOP + BAR * number, (WIDTH - left - right) * bar.value / most
+        parts.append(_text(left - 6, y + BAR / 2 + 4, bar.name, "end"))
+        parts.append(_box(left, y + BAR / 6, width, BAR * 2 / 3, bar.colour))
+        parts.append(_text(left + width + 6, y + BAR / 2 + 4, bar.text, "start"))
     return parts
 
 

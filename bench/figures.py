@@ -99,7 +99,7 @@ def _last_step(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _notes(data: dict[str, Any]) -> list[str]:
     header = data["header"]
     machine = f"{header['cpu']}, {header['cores']} cores, memcpy {header['memcpy_gb_s']:g} GB/s"
-    return [f"{header['command']}  (commit {header['commit']}; {machine})"]
+    return [header["command"], f"commit {header['commit']}; {machine}"]
 
 
 def _peers(data: dict[str, Any]) -> str:
@@ -138,7 +138,8 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def _train(data: dict[str, Any]) -> str:
-    rows = data["rows"]
+    # With a link those on hosts; the others are said below.
+    rows = [row for row in data["rows"] if row["link"]] or data["rows"]
     bars = [
         Bar(
             row["system"],
@@ -151,7 +152,11 @@ def _train(data: dict[str, Any]) -> str:
     workers = max(row["workers"] for row in rows)
     link = next((f", links of {row['link']}" for row in rows if row["link"]), "")
     title = f"Training {rows[0]['model']}, {workers} workers{link}"
-    return chart.draw([Bars(title, bars)], columns=1, notes=_notes(data))
+    others = [
+        f"{row['system']} {row['samples_per_s']:,.0f}" for row in data["rows"] if row not in rows
+    ]
+    notes = [f"without a network: {', '.join(others)} samples/s"] if others else []
+    return chart.draw([Bars(title, bars)], columns=1, notes=[*notes, *_notes(data)])
 
 
 def _embedding(data: dict[str, Any]) -> str:

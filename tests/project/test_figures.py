@@ -31,6 +31,7 @@ def test_a_result_is_taken_without_what_is_not_drawn(tmp_path):
     command = "python -m bench train --model mlp --json somewhere.json --link 1gbit"
     row = {"model": "mlp", "workers": 2, "link": "1gbit", "loss": 0.123, "samples_per_s": 1234.567}
     rows = [row | {"system": name} for name in ("ringreduce", "multiworker")]
+    rows.append(row | {"system": "single", "link": None})
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"header": HEADER | {"command": command}, "rows": rows}))
     assert report(result, "--into", tmp_path).exit_code == 0
@@ -40,6 +41,7 @@ def test_a_result_is_taken_without_what_is_not_drawn(tmp_path):
     drawn = xml.parse(tmp_path / "train.svg").getroot()
     texts = {node.text for node in drawn.iter() if node.tag.endswith("text")}
     assert {"Training mlp, 2 workers, links of 1gbit", "multiworker", "1,235 samples/s"} <= texts
+    assert "without a network: single 1,235 samples/s" in texts
 
 
 def test_a_step_is_cut_from_a_trace(tmp_path):
